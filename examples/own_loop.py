@@ -72,7 +72,7 @@ def train(model_name: str, data: Any, args: RewardConfig) -> Iterator[dict[str, 
         step_state.prepare(model, shards.placements, optimizer, batch_plan.accumulates)
     schedule = get_scheduler(args.lr_scheduler_type, optimizer, args.get_warmup_steps(steps), steps)
 
-    loss_of = Loss(center_rewards_coefficient=args.center_rewards_coefficient)
+    loss_of = Loss.of(args)
     precision = torch.autocast(args.device.type, torch.bfloat16, enabled=args.bf16)
 
     def evaluate() -> dict[str, float]:

@@ -25,8 +25,9 @@ _RENDERING_SECONDS = 20.0  # for one dialogue, which takes milliseconds
 LARGEST = float(np.finfo(np.float32).max)  # losses are float32
 _ACCEPTED = (
     "Preference data has the columns `chosen` and `rejected` (text, or lists of messages), optionally with `prompt`, "
-    "`margin`, `tools` and `chat_template_kwargs`; or, already tokenized, `chosen_ids` and `rejected_ids`, optionally "
-    "with `margin`. Rankings have `completions` (a list of answers), with `scores` or `ranks` of them."
+    "`margin`, `chosen_probability`, `tools` and `chat_template_kwargs`; or, already tokenized, `chosen_ids` and "
+    "`rejected_ids`, optionally with `margin` or `chosen_probability`. Rankings have `completions` (a list of "
+    "answers), with `scores` or `ranks` of them."
 )
 
 

@@ -94,8 +94,8 @@ class BatchCollator:
         lay_out: Writes rows of tokens: `pack`, `pack_unpadded` or `pad`, with their settings.
         pad_token_id: Fills rows. A sequence is scored at its last other token.
         rule: Compares rewards.
-        part: The process's part; None if the examples are its own, and all of them. Where processes share the rows of
-            tokens that one batch is packed into, each has all examples as its own.
+        part: The process's part of the examples; None if all examples are its own. Processes that share the rows of
+            one packed batch each take all examples, and write their own rows.
     """
 
     lay_out: LayOut

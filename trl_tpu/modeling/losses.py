@@ -4,12 +4,14 @@ Letters as in `trl_tpu.data.comparisons`: C comparisons, G rankings of K answers
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 from torch.nn.functional import logsigmoid
 
 from ..data.comparisons import Comparisons, compared_rewards
+from ..errors import UserError
 
 TIES = ("rao_kupper", "davidson")
 
@@ -35,6 +37,11 @@ class Loss:
     label_smoothing: float = 0.0
     ties: str | None = None
     tie_threshold: float = 1.0
+
+    @classmethod
+    def of(cls, settings: Any) -> "Loss":
+        """Return the loss that a `RewardConfig` describes."""
+        return cls(**{field.name: getattr(settings, field.name) for field in fields(cls)})
 
     def per_row(self, rewards_SA: torch.Tensor, table: Comparisons[torch.Tensor]) -> torch.Tensor:
         """Compute the weighted loss of each row of the batch, [P]: their sum, divided by `weight_sum_1`, is the loss.
@@ -68,6 +75,8 @@ class Loss:
         reward_GK = torch.where(graded_GK, reward_GK, 0.0)  # padding may hold what would become NaN in a gradient
         if self.loss_type == "plackett_luce":
             return plackett_luce_losses(reward_GK, grade_GK, self.ranking_top_k)
+        if self.loss_type != "regression":
+            raise UserError(f"loss_type must be 'sigmoid', 'plackett_luce' or 'regression', got {self.loss_type!r}.")
         squares_GK = (reward_GK - torch.where(graded_GK, grade_GK, 0.0)) ** 2
         return squares_GK.sum(-1) / graded_GK.sum(-1).clamp(min=1)
 

@@ -1,8 +1,9 @@
 """The one seam to the accelerator: everything that differs between PyTorch/XLA, TorchTPU and plain torch goes here.
 
-``choice()`` says which of them was chosen and why; ``current()`` is the chosen `Runtime`, which `native` defines as
-plain torch is one, and `xla` and `torchtpu` extend. Only this package imports torch_xla, and only when it is chosen.
-Importing it imports nothing else of this package, and torch only where torch_tpu is installed.
+``choice()`` says which of them was chosen and why; ``current()`` is the chosen `Runtime`. `native` defines the class
+and is plain torch; `xla` and `torchtpu` extend it. Beside this room only `plan/placeholder.py` imports torch_xla, and
+training imports it only when it is chosen. Importing this module imports nothing else of this package, and torch only
+where torch_tpu is installed.
 """
 
 from __future__ import annotations

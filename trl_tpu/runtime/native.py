@@ -294,6 +294,9 @@ class Runtime:
     def fit_loading_arguments(self, kwargs: dict[str, Any]) -> None:
         """Reject or leave out arguments of ``from_pretrained`` that do not suit the device."""
 
+    def check_optimizer(self, optimizer: Optimizer) -> None:
+        """Reject an optimizer that a user made before the model was placed, if the device cannot use it."""
+
     def default_mesh(self, processes: int, *, is_asked: bool) -> tuple[str, int, int]:
         """Return the mesh where the user names none, its devices and its slices.
 

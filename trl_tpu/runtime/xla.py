@@ -220,6 +220,13 @@ class XlaRuntime(Runtime):
         if args.bf16 is None:
             args.bf16 = not args.fp16
 
+    def check_optimizer(self, optimizer: Optimizer) -> None:
+        kind = type(optimizer).__name__
+        raise UserError(
+            "On XLA an optimizer is made once the weights are in their shards, and `optimizers` holds one that was "
+            f"made before: give its class, `optimizer_cls_and_kwargs=({kind}, {{'lr': ...}})`."
+        )
+
     def fit_loading_arguments(self, kwargs: dict[str, Any]) -> None:
         quantization = kwargs.get("quantization_config")
         method = quantization.get("quant_method") if isinstance(quantization, dict) else None

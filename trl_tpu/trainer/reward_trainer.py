@@ -5,7 +5,7 @@ import logging
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import cache, partial
 from importlib.metadata import version
 from pathlib import Path
@@ -83,15 +83,17 @@ class RewardTrainer(DeviceTrainer):
         model: A model's name (hub id or folder), a sequence classifier with one label, or one with PEFT adapters.
         args: A `RewardConfig`; by default one that writes to ``{model name}-Reward``.
         data_collator: Makes batches; `DataCollatorForPreference` by default.
-        train_dataset: Preference pairs: `chosen` and `rejected` (text or messages), with `prompt` or not, and with
-            `margin` or not; or token ids in `chosen_ids` and `rejected_ids`. A stream needs `max_steps`.
+        train_dataset: Preference pairs: `chosen` and `rejected` (text or messages), optionally with `prompt`, `margin`
+            or `chosen_probability`; or token ids in `chosen_ids` and `rejected_ids`. Or rankings: `completions` with
+            `scores` or `ranks`. A stream has pairs, and needs `max_steps`.
         eval_dataset: The same, or a dict of such datasets.
         processing_class: The tokenizer; by default the one beside the model.
-        compute_metrics: Called with rewards of shape [pairs, 2] and zeros as labels.
+        compute_metrics: Called with the predictions and labels that `prediction_step` returns: for pairs rewards
+            [pairs, 2] and zeros.
         callbacks: More callbacks.
         optimizers: An optimizer and a scheduler instead of those that `args` names.
         optimizer_cls_and_kwargs: An optimizer class and its arguments, instead.
-        preprocess_logits_for_metrics: Called with each batch's rewards [P, 2] and labels [P] before `compute_metrics`.
+        preprocess_logits_for_metrics: Called with each batch's predictions and labels before `compute_metrics`.
         quantization_config: For a model given by name (plain torch on CUDA only).
         peft_config: Train adapters instead of the model.
         model_init: Makes the model, anew for each `train()`; instead of `model`. May take a hyperparameter trial.
@@ -136,6 +138,8 @@ class RewardTrainer(DeviceTrainer):
             optimizers, optimizer_cls_and_kwargs = optimizer_cls_and_kwargs or (None, None), None  # type: ignore[assignment]
             max_length, quantization_config = quantization_config, None
         check_arguments(model, model_init, train_dataset, getattr(args, "max_steps", -1))
+        if optimizers[0] is not None:
+            runtime.current().check_optimizer(optimizers[0])
         args = upgrade_args(args or self._trl_tpu_config(default_folder(model)), max_length)
         if not isinstance(args, self._trl_tpu_config):
             raise UserTypeError(f"`args` must be a `{self._trl_tpu_config.__name__}`, got `{type(args).__name__}`.")
@@ -265,7 +269,7 @@ class RewardTrainer(DeviceTrainer):
         """Compute the loss and the rewards of a batch, and add them to the metrics of a training step."""
         base: Any = type(without_adapters(self.model))
         extras = {"use_cache": False} if _accepts_use_cache(base) else {}
-        loss = Loss(**{field.name: getattr(self.args, field.name) for field in fields(Loss)})
+        loss = Loss.of(self.args)
         result = training_step(model, self._batches_in(inputs), loss, **extras)
         if self.model.training:
             self.trl_tpu.statistics.update(result.rewards_SA, result.tokens_S, result.table)

@@ -347,9 +347,8 @@ class BatchPlan:
         self._collator = user_collator
         if self.packed:
             self._pad_because(self._obstacle_in_code() or _own_code(self._whole_model))
-        args, answers, (index, count) = self._args, 2, self._runtime.batch_part
-        if is_prepared(dataset):  # a stream has pairs
-            answers = measure(dataset).answers
+        args, (index, count) = self._args, self._runtime.batch_part
+        answers = measure(dataset).answers if is_prepared(dataset) else 2  # a stream has pairs
         rule = ComparisonRule(
             args.ties in TIES,
             args.average_over == "comparisons",

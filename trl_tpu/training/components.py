@@ -235,7 +235,7 @@ class Components:
         self.seen: Mapping[int, tuple[int, ...]] = {}
         """Prompts of evaluation data that are in the training data, by the `id` of a dataset."""
         self.labels: Any = None
-        """The form of its labels."""
+        """The form of the labels of the last evaluated batch, a `Labels` without grades."""
         self.last_step: StepResult | None = None
         """The last result of our loss, for methods of subclasses that do not return it."""
 

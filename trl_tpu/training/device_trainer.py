@@ -1,4 +1,7 @@
-"""transformers' training loop with its edges replaced: the one place that overrides `transformers.Trainer`'s methods.
+"""transformers' training loop with its edges replaced, for any model and loss.
+
+`RewardTrainer` overrides `call_model_init`, `compute_loss`, `prediction_step`, `evaluation_loop`, `log` and
+`create_model_card`, which are about rewards, and extends `_get_dataloader`; all other overrides are here.
 
 The loop is transformers'. Where its edges would stop an XLA device, compile a step anew, store state whole on every
 device, or let one host act alone, they call a component here:
@@ -14,7 +17,7 @@ _get_dataloader                     batches of planned shapes, split over the me
 _run_epoch                          skip a resumed epoch's batches; take no step after the last
 create_scheduler                    the optimizer's state before step 1; layers as a loop
 training_step                       a batch in one or several micro-batches
-floating_point_ops                  the same, counted; end the micro-batch's program
+floating_point_ops                  operations of packed rows; end the micro-batch's program
 _get_grad_norm                      judge whether the step is finite
 _maybe_log_save_evaluate            all hosts decide alike; one stop of the device per log
 save_model                          weights from their shards

@@ -297,7 +297,7 @@ def bare(optimizer: Any) -> Optimizer:
 # ---- evaluation
 
 
-#: Tensors of N pairs by name: losses [N], rewards [N, 2], predictions and labels [N, ...].
+#: Tensors of N rows of the data by name: losses, weight [N], rewards and grade [N, A, K], predictions and labels.
 Evaluated = dict[str, torch.Tensor]
 
 
