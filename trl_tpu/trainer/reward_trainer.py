@@ -261,8 +261,8 @@ class RewardTrainer(DeviceTrainer):
         if result.outputs is not None and not self.use_reward_data_collator:
             return result.loss, result.outputs
         if result.table.are_rankings or result.table.has_baseline:
-            return result.loss, {"rewards": result.rewards_PAK}
-        chosen_P, rejected_P = result.rewards_PAK.unbind(-1)
+            return result.loss, {"rewards": result.rewards_by_row}
+        chosen_P, rejected_P = result.rewards_by_row.unbind(-1)
         return result.loss, {"rewards_chosen": chosen_P, "rewards_rejected": rejected_P}
 
     def _step(self, model: nn.Module, inputs: dict[str, Any]) -> StepResult:
@@ -336,7 +336,7 @@ class RewardTrainer(DeviceTrainer):
 
     def _predictions(self, result: StepResult) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the predictions and the labels of a batch, see `prediction_step`."""
-        rewards, table = result.rewards_PAK, result.table
+        rewards, table = result.rewards_by_row, result.table
         grade = table.grade_SA.unflatten(0, (-1, table.answers)).transpose(1, 2).reshape(rewards.shape)
         if table.has_baseline:
             logits_PK2 = torch.stack([torch.zeros_like(rewards), rewards], dim=-1)
@@ -445,7 +445,7 @@ class RewardTrainer(DeviceTrainer):
             return found, is_real_P
         table = result.table
         self.trl_tpu.labels = Labels(np.zeros(0), None, table.are_rankings, table.has_baseline)
-        found |= {"rewards": result.rewards_PAK, "weight": table.row_weight_P}
+        found |= {"rewards": result.rewards_by_row, "weight": table.row_weight_P}
         found["grade"] = table.grade_SA.unflatten(0, (-1, table.answers)).transpose(1, 2)
         if loss is not None:
             is_ours = loss.mean() == result.loss.mean()

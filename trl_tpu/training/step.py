@@ -50,7 +50,7 @@ class StepResult:
         return self.tokens_S.unflatten(0, (-1, self.table.answers)).sum(-1) > 0
 
     @property
-    def rewards_PAK(self) -> torch.Tensor:
+    def rewards_by_row(self) -> torch.Tensor:
         """The rewards by row of the data: [P, K], or [P, A, K] of several attributes."""
         rewards_PAK = self.rewards_SA.unflatten(0, (-1, self.table.answers)).transpose(1, 2)
         return rewards_PAK.squeeze(1) if rewards_PAK.shape[1] == 1 else rewards_PAK
