@@ -6,7 +6,7 @@ import os
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any
 from weakref import WeakKeyDictionary
 from zlib import crc32
@@ -55,30 +55,25 @@ def read_row(row: Mapping[str, Any]) -> dict[str, Any]:
     if form == RANKING:
         return {ANSWERS: row["answer_ids"], "grades": row["grades"]}
     if form == SOLUTION:
-        ends = np.flatnonzero(np.asarray(row["labels"]) != NO_LABEL)
+        ends = np.flatnonzero(np.asarray(row["labels"]) != NO_LABEL).tolist()
         return {ANSWERS: [row["input_ids"]], STEP_ENDS: ends, "grades": [float(row["labels"][end]) for end in ends]}
     return dict(row)
 
 
-def read_table(table: pa.Table) -> pa.Table:
-    """Return tokenized rows of an arrow table in the schema of `read_row`."""
-    form, rows = form_of(table.column_names), len(table)
-    labels = table.drop_columns([column for column in table.column_names if column in (*TOKENS, "labels")])
-    if form == RANKING:
-        return labels.append_column(ANSWERS, table["answer_ids"])
-    columns = PAIR if form == PAIR else SOLUTION[:1]
-    kind, count = pa.list_(pa.int64()), len(columns)
-    sequences = pa.concat_arrays([chunk.cast(kind) for column in columns for chunk in table[column].chunks])
-    by_row = sequences.take(pa.array(np.arange(count * rows).reshape(count, rows).T.ravel()))
-    ends_N = pa.array(np.arange(0, count * rows + 1, count), pa.int32())
-    labels = labels.append_column(ANSWERS, pa.ListArray.from_arrays(ends_N, by_row))
-    if form == SOLUTION:
-        labels_N = _arrays(table["labels"])
-        step_ends = [np.flatnonzero(labels != NO_LABEL) for labels in labels_N]
-        grades = [labels[ends].astype(float) for labels, ends in zip(labels_N, step_ends, strict=True)]
-        labels = labels.append_column(STEP_ENDS, pa.array(step_ends, pa.list_(pa.int64())))
-        labels = labels.append_column("grades", pa.array(grades, pa.list_(pa.float64())))
-    return labels
+def read_table(table: pa.Table) -> list[dict[str, Any]]:
+    """Return the tokenized rows of an arrow table as `read_row` does, with token ids as arrays of 4 bytes each."""
+    columns = [
+        _arrays(table[name]) if name in (*TOKENS, "labels") else table[name].to_pylist() for name in table.column_names
+    ]
+    return [read_row(dict(zip(table.column_names, values, strict=True))) for values in zip(*columns, strict=True)]
+
+
+def _arrays(lists: pa.ChunkedArray) -> list[Any]:
+    """Return lists of integers as arrays, at any depth."""
+    values = pc.list_flatten(lists)
+    values_T = _arrays(values) if pa.types.is_nested(values.type) else values.to_numpy().astype(np.int32)
+    ends = np.cumsum(pc.list_value_length(lists).to_numpy()).tolist()
+    return [values_T[start:end] for start, end in pairwise([0, *ends])]
 
 
 @dataclass(frozen=True)
@@ -148,46 +143,32 @@ def measure_tables(tables: Iterable[pa.Table]) -> Measured:
     shared: list[bytes] = []  # the first tokens of all sequences so far
     answers = 1
     checksums: dict[str, int] = defaultdict(int)  # one each, so that it does not matter where a table ends
-    for table in filter(len, tables):
-        sequences_D, counts_N = _sequences(table)
-        values_T = np.concatenate(sequences_D)
+    for rows in filter(None, map(read_table, tables)):
+        sequences_D, counts_N = _sequences(rows)
         parts.append(_lengths(sequences_D, counts_N))
-        scored = STEP_ENDS if STEP_ENDS in table.column_names else ANSWERS
-        answers = max(answers, pc.max(pc.list_value_length(table[scored])).as_py())
+        answers = max(answers, *(len(row.get(STEP_ENDS, row[ANSWERS])) for row in rows))
         beginnings = [*shared, *(ids.tobytes() for ids in sequences_D)]
         shared = [beginnings[0][: len(os.path.commonprefix(beginnings))]]
-        contents = {ANSWERS: values_T, "lengths": np.array([*map(len, sequences_D)]), "counts": counts_N}
+        contents = {ANSWERS: np.concatenate(sequences_D), "lengths": [*map(len, sequences_D)], "counts": counts_N}
         for name, content in contents.items():
             checksums[name] = crc32(np.ascontiguousarray(content, dtype=np.int64).data, checksums[name])
-        for label in set(table.column_names) - {ANSWERS}:
-            text = "".join(f"{value}," for value in table[label].to_pylist())
+        for label in rows[0].keys() - {ANSWERS}:
+            text = "".join(f"{row[label]}," for row in rows)
             checksums[label] = crc32(text.encode(), checksums[label])
     checksum = crc32(repr(sorted(checksums.items())).encode())
     return Measured(PairLengths.joined(parts), len(b"".join(shared)) // 4, checksum, answers)
 
 
 def tables_of(dataset: Dataset) -> Iterator[pa.Table]:
-    """Read tokenized rows as arrow tables of many rows, in the schema of `read_row`."""
-    return map(read_table, raw_tables_of(dataset))
-
-
-def raw_tables_of(dataset: Dataset) -> Iterator[pa.Table]:
     """Read the token ids and the labels of tokenized rows as arrow tables of many rows."""
     form = form_of(dataset.column_names)
     labels = [name for name in PAIR_LABELS if name in dataset.column_names and form == PAIR]
     return dataset.with_format("arrow", columns=[*form, *labels]).iter(batch_size=_ROWS)
 
 
-def _arrays(lists: pa.ChunkedArray, kind: type = np.int64) -> list[np.ndarray]:
-    """Return the values of each list."""
-    values_T = pc.list_flatten(lists).to_numpy().astype(kind)
-    ends = np.cumsum(pc.list_value_length(lists).to_numpy()).tolist()
-    return [values_T[start:end] for start, end in pairwise([0, *ends])]
-
-
-def _sequences(table: pa.Table) -> tuple[list[np.ndarray], np.ndarray]:
-    """Return the token ids of all answers, row after row, 4 bytes each, and the number of answers of each row."""
-    return _arrays(pc.list_flatten(table[ANSWERS]), np.uint32), pc.list_value_length(table[ANSWERS]).to_numpy()
+def _sequences(rows: list[dict[str, Any]]) -> tuple[list[np.ndarray], np.ndarray]:
+    """Return the token ids of all answers, row after row, and the number of answers of each row."""
+    return [ids for row in rows for ids in row[ANSWERS]], np.array([len(row[ANSWERS]) for row in rows])
 
 
 def _common_prefix(one: np.ndarray, other: np.ndarray) -> int:
@@ -239,12 +220,9 @@ def _shared_prompts(dataset: Dataset, skip: int | None = None) -> Iterator[bytes
     """
     measured = measure(dataset)
     skip = measured.shared_prefix if skip is None else skip
-    prefixes = iter(measured.lengths.prefix_P.tolist())
-    for table in tables_of(dataset):
-        sequences_D, counts_N = _sequences(table)
-        firsts_N = np.cumsum(counts_N) - counts_N
-        for first, prefix in zip(firsts_N.tolist(), prefixes, strict=False):
-            yield sequences_D[first][skip:prefix].tobytes()
+    rows = chain.from_iterable(map(read_table, tables_of(dataset)))
+    for row, prefix in zip(rows, measured.lengths.prefix_P.tolist(), strict=True):
+        yield row[ANSWERS][0][skip:prefix].tobytes()
 
 
 def prompts_in_training(train: Any, evaluation: Any, name: str = "") -> tuple[int, ...]:

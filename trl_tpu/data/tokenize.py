@@ -9,7 +9,6 @@ from itertools import islice
 from typing import Any
 
 import numpy as np
-import pyarrow.compute as pc
 import torch.distributed
 from accelerate import PartialState
 from datasets import Dataset, Features, IterableDataset, Sequence, Value
@@ -30,8 +29,8 @@ from .measure import (
     TOKENS,
     form_of,
     measure,
-    raw_tables_of,
     read_row,
+    read_table,
     select,
     tables_of,
 )
@@ -302,7 +301,7 @@ def prepare_solutions(
                 raise UserError(f"{where} must be as long as `input_ids`, each 0, 1 or {NO_LABEL}.")
     dataset = dataset.select_columns([*SOLUTION])
     fitting: Any = keep_fitting(dataset, num_embeddings=num_embeddings, max_length=None, name=name)
-    kept_N = np.concatenate([pc.list_value_length(table[STEP_ENDS]).to_numpy() for table in tables_of(fitting)])
+    kept_N = np.array([len(row[STEP_ENDS]) for table in tables_of(fitting) for row in read_table(table)])
     is_eval, fix = settings["is_eval"], "Raise `max_length` and `max_completion_length`, or remove such rows."
     if settings["train_on_last_step_only"] and not is_eval:
         given_N = np.minimum(given_N, 1)
@@ -373,7 +372,7 @@ def keep_fitting(
         settings = {"num_embeddings": num_embeddings, "max_length": max_length, "name": name}
         return dataset.filter(_fits, with_indices=True, fn_kwargs=settings)
     first = 0
-    for table in raw_tables_of(dataset):
+    for table in tables_of(dataset):
         checks.check_tokens(table, first, num_embeddings, name)
         labels = table.drop_columns([column for column in TOKENS if column in table.column_names])
         for index, row in enumerate(labels.to_pylist(), start=first):
