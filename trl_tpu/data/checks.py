@@ -15,7 +15,7 @@ import pyarrow.compute as pc
 from datasets import Dataset, IterableDataset
 
 from ..errors import UserError, UserKeyError, UserTypeError
-from .measure import PAIR, TOKENS
+from .measure import PAIR, TOKENS, form_of
 
 logger = logging.getLogger(__name__)
 
@@ -248,12 +248,18 @@ def check_tokens(table: pa.Table, first: int, num_embeddings: int, name: str) ->
     Args:
         first: The number of the first row.
     """
-    for column in [column for column in TOKENS if column in table.column_names]:
-        lists = pc.list_flatten(table[column]) if column == "answer_ids" else table[column]
-        if not _are_ids(lists, num_embeddings):
-            for index, value in enumerate(table[column].to_pylist(), start=first):
-                for ids in value if column == "answer_ids" else [value]:
-                    check_ids(ids, row_of(index, name, column), num_embeddings)
+    tokens = [column for column in TOKENS if column in table.column_names]
+    lists = (pc.list_flatten(table[name]) if name == "answer_ids" else table[name] for name in tokens)
+    if not all(_are_ids(each, num_embeddings) for each in lists):
+        for index, row in enumerate(table.to_pylist(), start=first):
+            check_row_ids(row, index, num_embeddings, name)
+
+
+def check_row_ids(row: Mapping[str, Any], index: int, num_embeddings: int, name: str) -> None:
+    """Check the token ids of all answers of a row, see `check_ids`."""
+    for column in [column for column in form_of(row) if column in TOKENS]:
+        for ids in row[column] if column == "answer_ids" else [row[column]]:
+            check_ids(ids, row_of(index, name, column), num_embeddings)
 
 
 def _are_ids(lists: pa.ChunkedArray, num_embeddings: int) -> bool:
@@ -303,18 +309,6 @@ def check_margin(value: Any, where: str) -> None:
         raise UserError(
             f"{where} is {value!r}. Every `margin` must be a finite number, since it is subtracted from the pair's "
             "reward margin in the loss: fill it with 0, or drop the row or the column."
-        )
-
-
-def check_labels(row: Mapping[str, Any], index: int, name: str) -> None:
-    """Raise UserError where a pair's margin, or its probability, is not what it must be."""
-    if "margin" in row:
-        check_margin(row["margin"], row_of(index, name, "margin"))
-    value = row.get("chosen_probability", 0)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
-        raise UserError(
-            f"{row_of(index, name, 'chosen_probability')} is {value!r}; it must be how likely the chosen answer is "
-            "the better one, 0 to 1. Correct or remove such rows, or drop the column."
         )
 
 

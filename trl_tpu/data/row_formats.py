@@ -12,13 +12,49 @@ from . import checks
 from .batch import OLD_KEYS
 from .checks import RAW_COLUMNS
 from .formats import maybe_apply_chat_template
-from .measure import NO_LABEL, PAIR
+from .measure import ANSWERS, NO_LABEL, PAIR, RANKING
 
 OLD_IDS = OLD_KEYS[::2]
 MOST_ANSWERS = 64
 Row = Mapping[str, Any]
 
 # ---- pairs and rankings
+
+
+class Pairs:
+    """A chosen and a rejected answer, perhaps with a `margin` or a `chosen_probability`."""
+
+    columns = PAIR
+    """The columns that tokenizing makes."""
+
+    def raw_answers(self, row: Row, where: str) -> dict[str, Any]:
+        """Check a raw row, and return its answers by their places in it.
+
+        Args:
+            where: How errors begin, see `checks.row_of`.
+        """
+        answers = {column: row[column] for column in RAW_COLUMNS}
+        checks.check_raw_row(row, answers, where)
+        return answers
+
+    def tokenized(self, row: Row, ids_K: list[list[int]]) -> dict[str, Any]:
+        """Return the columns of a checked raw row whose answers have these token ids."""
+        return dict(zip(PAIR, ids_K, strict=True))
+
+    def check_labels(self, row: Row, where: str) -> None:
+        """Check the labels of a row of `measure.read_row`.
+
+        Raises:
+            UserError: The margin is not a finite number, or the probability not one from 0 to 1.
+        """
+        if "margin" in row:
+            checks.check_margin(row["margin"], f"{where}: `margin`")
+        value = row.get("chosen_probability", 0)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
+            raise UserError(
+                f"{where}: `chosen_probability` is {value!r}; it must be how likely the chosen answer is the better "
+                "one, 0 to 1. Correct or remove such rows, or drop the column."
+            )
 
 
 @dataclass(frozen=True)
@@ -41,13 +77,10 @@ class Rankings:
     needs_scores: bool = False
     attributes: tuple[str, ...] = ()
     settings: tuple[str, ...] = ()
+    columns = RANKING
 
     def raw_answers(self, row: Row, where: str) -> dict[str, Any]:
-        """Check a raw row, and return its answers by their places in it.
-
-        Args:
-            where: How errors begin, see `checks.row_of`.
-        """
+        """Check a raw row, and return its answers by their places in it."""
         has_halves, answers = set(RAW_COLUMNS) <= set(row) and not self.attributes, dict[str, Any]()
         for column in RAW_COLUMNS if has_halves else ("completions",):
             values = [row["chosen"]] if column == "chosen" else row.get(column)
@@ -63,10 +96,15 @@ class Rankings:
         self.check_grades(grades_of(row) if has_halves else row[column], len(answers), where, column)
         return answers
 
-    def grades(self, row: Row) -> Any:
-        """Return the grades of a checked raw row: a list, or one for each attribute, None where it does not say."""
+    def tokenized(self, row: Row, ids_K: list[list[int]]) -> dict[str, Any]:
+        """Return the columns of a checked raw row; its grades are a list, or one or None for each attribute."""
         given = [row["scores"][name] for name in self.attributes]
-        return [scores and grades_of({**row, "scores": scores}) for scores in given] or grades_of(row)
+        grades = [scores and grades_of({**row, "scores": scores}) for scores in given] or grades_of(row)
+        return {"answer_ids": ids_K, "grades": grades}
+
+    def check_labels(self, row: Row, where: str) -> None:
+        """Check the grades of a row of `measure.read_row`."""
+        self.check_grades(row["grades"], len(row[ANSWERS]), where, "grades")
 
     def check_grades(self, given: Any, answers: int, where: str, column: str) -> None:
         """Check the scores, ranks or prepared grades of a row.
@@ -104,15 +142,6 @@ class Rankings:
         if not isinstance(given, Mapping) or not set(self.attributes) <= set(given):
             raise UserError(f"{place} is {given!r:.80}; each of attributes={self.attributes} needs a list, or None.")
         return {f"{place} of {name!r}": given[name] for name in self.attributes if given[name] is not None}
-
-
-def raw_answers(row: Row, where: str, rankings: Rankings | None) -> dict[str, Any]:
-    """Check a raw row, and return its answers by their places in it: of a pair if ``rankings`` is None."""
-    if rankings is not None:
-        return rankings.raw_answers(row, where)
-    answers = {column: row[column] for column in RAW_COLUMNS}
-    checks.check_raw_row(row, answers, where)
-    return answers
 
 
 def grades_of(row: Row) -> list[float]:

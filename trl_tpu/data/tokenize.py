@@ -26,7 +26,6 @@ from .measure import (
     RANKING,
     SOLUTION,
     STEP_ENDS,
-    TOKENS,
     form_of,
     measure,
     read_row,
@@ -36,12 +35,12 @@ from .measure import (
 )
 from .row_formats import (
     OLD_KEYS,
+    Pairs,
     Rankings,
     are_labels,
     check_solution,
     is_ranking,
     old_margin,
-    raw_answers,
     read_old_row,
     render_old,
 )
@@ -105,19 +104,7 @@ def prepare_preference_dataset(
         dataset = dataset.rename_columns(_OLD_TOKEN_COLUMNS)
         columns = [_OLD_TOKEN_COLUMNS.get(column, column) for column in columns]
     checks.check_one_form(columns, f"The {name} dataset")
-    form, is_tokenized = _form_of(dataset, columns, name, rankings or Rankings(), are_old)
-    if form is None and rankings is not None and rankings.settings:
-        raise UserError(
-            f"{', '.join(rankings.settings)}: only rankings use these settings, and the {name} dataset has pairs. "
-            "Leave them out, or give `completions` with `scores` or `ranks`."
-        )
-    if form is not None and (unused := [column for column in PAIR_LABELS if column in columns]):
-        raise UserError(
-            f"The {name} dataset has rankings, whose loss does not use the column `{unused[0]}`. Drop the column: "
-            f"`dataset.remove_columns({unused})`."
-        )
-    if form is not None and set(RAW_COLUMNS) <= set(columns):  # one chosen answer and several rejected ones
-        form = replace(form, may_tie=True)
+    kind, is_tokenized = _kind_of(dataset, columns, name, rankings or Rankings(), are_old)
     if not is_tokenized:
         if processing_class.eos_token is None:
             logger.warning(f"The tokenizer has no end-of-sequence token, so none is added to the {name} texts.")
@@ -126,9 +113,9 @@ def prepare_preference_dataset(
                 f"{name} dataset: as in TRL up to 0.23, the column `prompt` is left out of the tokens, so rewards do "
                 "not see it. Put it at the beginning of both dialogues, or use today's columns and collator."
             )
-        written = PAIR if form is None else RANKING  # a user's column would lend them its type
-        dataset = dataset.remove_columns([column for column in written if column in columns])
-        settings = {"processing_class": processing_class, "name": name, "rankings": form, "are_old": are_old}
+        # a user's column would lend them its type
+        dataset = dataset.remove_columns([column for column in kind.columns if column in columns])
+        settings = {"processing_class": processing_class, "name": name, "kind": kind, "are_old": are_old}
         settings["warned"] = None if isinstance(dataset, Dataset) else set()
         how: dict[str, Any] = {"with_indices": True, "batched": True, "fn_kwargs": settings}
         dataset = map_rows(dataset, _tokenize_rows, num_proc, name, **how)
@@ -137,13 +124,17 @@ def prepare_preference_dataset(
         how = {"with_indices": True, "fn_kwargs": settings, "remove_columns": list(OLD_KEYS)}
         dataset = map_rows(dataset, read_old_row, num_proc, name, **how)
     how = {"max_length": max_length, "truncation_mode": truncation_mode, "num_proc": num_proc, "name": name}
-    return keep_fitting(dataset, num_embeddings=num_embeddings, rankings=form if is_tokenized else None, **how)
+    return keep_fitting(dataset, num_embeddings=num_embeddings, kind=kind, **how)
 
 
-def _form_of(
+def _kind_of(
     dataset: Dataset | IterableDataset, columns: list[str], name: str, rankings: Rankings, are_old: bool
-) -> tuple[Rankings | None, bool]:
-    """Return the rule for ranked rows, None for pairs, and whether the rows are tokenized."""
+) -> tuple[Pairs | Rankings, bool]:
+    """Return the kind of the rows, and whether they are tokenized.
+
+    Raises:
+        UserError: Missing columns, or columns or settings that have no effect for this kind; a stream of rankings.
+    """
     missing = [column for column in OLD_KEYS if column not in columns]
     is_old = not set(PAIR) <= set(columns) and len(missing) < len(OLD_KEYS)
     if is_old and missing:
@@ -159,13 +150,24 @@ def _form_of(
     if not (rankings.attributes or has_token_rankings or is_raw_ranking):
         if not is_old:
             checks.check_columns([*first], name)
-        return None, has_token_pairs
+        if rankings.settings:
+            raise UserError(
+                f"{', '.join(rankings.settings)}: only rankings use these settings, and the {name} dataset has "
+                "pairs. Leave them out, or give `completions` with `scores` or `ranks`."
+            )
+        return Pairs(), has_token_pairs
     if isinstance(dataset, IterableDataset):
         raise UserError(
             f"The {name} dataset is a stream of rankings, and nothing says how many answers a row may have. Make "
             "it a dataset: `datasets.Dataset.from_list(list(stream.take(n)))`."
         )
-    return rankings, has_token_rankings
+    if unused := [column for column in PAIR_LABELS if column in columns]:
+        raise UserError(
+            f"The {name} dataset has rankings, whose loss does not use the column `{unused[0]}`. Drop the column: "
+            f"`dataset.remove_columns({unused})`."
+        )
+    # one chosen answer and several rejected ones
+    return replace(rankings, may_tie=rankings.may_tie or set(RAW_COLUMNS) <= set(columns)), has_token_rankings
 
 
 def map_rows(
@@ -197,7 +199,7 @@ def _tokenize_rows(
     indices: list[int],
     processing_class: PreTrainedTokenizerBase,
     name: str,
-    rankings: Rankings | None,
+    kind: Pairs | Rankings,
     are_old: bool,
     warned: set[str] | None,
 ) -> dict[str, list[Any]]:
@@ -206,7 +208,7 @@ def _tokenize_rows(
     rows, forms = zip(*map(convert_row, rows_N), strict=True)
     answers_N, dialogues = list[dict[str, Any]](), list[tuple[Any, Mapping[str, Any], str]]()
     for at, row in zip(indices, rows, strict=True):
-        answers = raw_answers(row, checks.row_of(at, name), rankings)
+        answers = kind.raw_answers(row, checks.row_of(at, name))
         if are_old:
             answers = render_old(row, checks.row_of(at, name), processing_class)
         answers_N.append(answers)
@@ -221,9 +223,7 @@ def _tokenize_rows(
     prepared = list[dict[str, Any]]()
     for at, row, answers, converted in zip(indices, rows, answers_N, forms, strict=True):
         ids_K = list(islice(ids, len(answers)))
-        values = ids_K if rankings is None else [ids_K, rankings.grades(row)]
-        columns = dict(zip(PAIR if rankings is None else RANKING, values, strict=True))
-        columns |= old_margin(row, at, name) if are_old else {}
+        columns = kind.tokenized(row, ids_K) | (old_margin(row, at, name) if are_old else {})
         traps = "" if are_old else checks.find_traps(row, converted, [*answers.values()], ids_K, processing_class)
         if warned is None:
             columns[TRAPS] = traps
@@ -343,19 +343,21 @@ def keep_fitting(
     name: str,
     truncation_mode: str | None = None,
     num_proc: int | None = None,
-    rankings: Rankings | None = None,
+    kind: Pairs | Rankings | None = None,
 ) -> Dataset | IterableDataset:
-    """Check the token ids, and cut or leave out rows that are too long; count them, and rows of equals, in the log.
+    """Check token ids and labels, and truncate or drop rows that are too long.
+
+    The log counts these rows, and those whose answers are equal.
 
     Args:
-        dataset: Of tokenized rows. A stream is checked, its margins too, as it is read, and nothing is logged of it.
+        dataset: Of tokenized rows. A stream is checked as it is read, and nothing is logged of it.
         num_embeddings: Rows of the model's embedding table.
         max_length: The most tokens an answer may have; None keeps all.
         name: What the log calls the dataset.
         truncation_mode: "keep_start" cuts what is beyond ``max_length``, "keep_end" the first tokens: of all answers
             of a row as many as the longest has too many, so that what they share stays shared. None cuts nothing.
         num_proc: Worker processes that cut.
-        rankings: What the grades of rankings must be, where they have not been checked.
+        kind: Checks the labels; None if they have been checked.
 
     Returns:
         The rows that fit; those of a dataset measured in the same pass: see `measure.measure`.
@@ -369,17 +371,14 @@ def keep_fitting(
         limit = {"max_length": max_length, "truncation_mode": truncation_mode}
         dataset = map_rows(dataset, _cut, num_proc, name, fn_kwargs=limit)
     if isinstance(dataset, IterableDataset):
-        settings = {"num_embeddings": num_embeddings, "max_length": max_length, "name": name}
+        settings = {"num_embeddings": num_embeddings, "max_length": max_length, "name": name, "kind": kind}
         return dataset.filter(_fits, with_indices=True, fn_kwargs=settings)
     first = 0
     for table in tables_of(dataset):
         checks.check_tokens(table, first, num_embeddings, name)
-        labels = table.drop_columns([column for column in TOKENS if column in table.column_names])
-        for index, row in enumerate(labels.to_pylist(), start=first):
-            checks.check_labels(row, index, name)
-            if rankings is not None:
-                answers = len(table["answer_ids"][index - first])
-                rankings.check_grades(row["grades"], answers, checks.row_of(index, name), "grades")
+        if kind is not None:
+            for index, row in enumerate(read_table(table), start=first):
+                kind.check_labels(row, checks.row_of(index, name))
         first += len(table)
     longest_N = measure(dataset).longest_N
     fits_N = longest_N <= (np.inf if max_length is None else max_length)
@@ -423,9 +422,11 @@ def _cut(row: Mapping[str, Any], max_length: int, truncation_mode: str) -> dict[
     return dict(zip(PAIR, cut, strict=True)) if form_of(row) == PAIR else {"answer_ids": cut}
 
 
-def _fits(row: Mapping[str, Any], index: int, num_embeddings: int, max_length: int | None, name: str) -> bool:
+def _fits(
+    row: Mapping[str, Any], index: int, num_embeddings: int, max_length: int | None, name: str, kind: Pairs
+) -> bool:
     """Check a streamed pair, and tell whether it is short enough."""
-    for column in PAIR:
-        checks.check_ids(row[column], checks.row_of(index, name, column), num_embeddings)
-    checks.check_labels(row, index, name)
-    return max_length is None or max(len(row[column]) for column in PAIR) <= max_length
+    checks.check_row_ids(row, index, num_embeddings, name)
+    pair = read_row(row)
+    kind.check_labels(pair, checks.row_of(index, name))
+    return max_length is None or max(map(len, pair[ANSWERS])) <= max_length
