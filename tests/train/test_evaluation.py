@@ -252,3 +252,12 @@ def test_a_tracker_that_is_not_installed_is_named_at_once(tmp_path: Path) -> Non
         pytest.raises(UserError, match="report_to.*wandb"),
     ):
         RewardConfig(str(tmp_path), report_to=["tensorboard", "wandb"])
+
+
+def test_an_evaluation_after_training_counts_the_tokens_since_the_last_log(folder: str, tmp_path: Path) -> None:
+    counts = []
+    for logging_steps in (1, 2):
+        trainer = make_trainer(folder, tmp_path, max_steps=3, logging_steps=logging_steps)
+        trainer.train()
+        counts.append(trainer.evaluate(tiny.made_up_pairs(8))["eval_num_tokens"])
+    assert counts[0] == counts[1] > 0

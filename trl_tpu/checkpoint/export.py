@@ -8,6 +8,7 @@ import json
 import math
 import os
 import shutil
+import tempfile
 from collections.abc import Iterable
 from fnmatch import fnmatchcase
 from functools import reduce
@@ -23,7 +24,7 @@ from transformers.dynamic_module_utils import get_relative_imports
 
 from ..config.reward_config import is_url
 from ..errors import UserError
-from ..modeling.adapters import adapter_weights, empty_adapters
+from ..modeling.adapters import adapter_weights, empty_adapters, merge_adapters
 from ..modeling.load import load_classifier, load_tokenizer
 from ..modeling.model_shape import model_without_weights
 from ..modeling.outputs import (
@@ -197,15 +198,16 @@ def _merged_model(
     """Return the base model with the trained adapters merged in float32, then rounded once."""
     base, outputs = _base_name(checkpoint, base), Outputs.saved(checkpoint)
     kwargs: Any = {"num_labels": len(outputs.weights), "trust_remote_code": trust_remote_code}
-    model, info = load_classifier(base, outputs, dtype=torch.float32, **kwargs)
-    adapted = _read_adapters(checkpoint, model, torch.float32)
-    trained = {name.removeprefix("base_model.model.") for name in adapter_weights(adapted)}
-    if random := sorted(set(info["missing_keys"]) - trained)[:5]:
-        raise UserError(
-            f"{', '.join(random)}: neither the adapters nor the base model {base} have a value, so it would be "
-            "random. Train adapters with `modules_to_save` or `task_type='SEQ_CLS'`."
-        )
-    merged: Any = adapted.merge_and_unload()
+    with tempfile.TemporaryDirectory() as adapters:  # peft loads adapters from a folder only
+        _write_adapters(checkpoint, Path(adapters), base, None, trust_remote_code)
+        model, info = load_classifier(base, outputs, dtype=torch.float32, **kwargs)
+        trained = {name.removeprefix("base_model.model.") for name in load_file(Path(adapters, ADAPTER_FILE))}
+        if random := sorted(set(info["missing_keys"]) - trained)[:5]:
+            raise UserError(
+                f"{', '.join(random)}: neither the adapters nor the base model {base} have a value, so it would be "
+                "random. Train adapters with `modules_to_save` or `task_type='SEQ_CLS'`."
+            )
+        merged: Any = merge_adapters(model, adapters)
     if (checkpoint / "tokenizer_config.json").is_file():
         tokenizer = load_tokenizer(str(checkpoint), trust_remote_code=trust_remote_code)
         if tokenizer.pad_token_id is not None:  # as in training: rewards are read at the last token that is not it
@@ -229,20 +231,15 @@ def _write_adapters(
         outputs = Outputs.saved(checkpoint)
         write_outputs(config, [*outputs.attributes], outputs.weights, outputs.step_separator)
         model = model_without_weights(config, stored, trust_remote_code)
-        weights = adapter_weights(_read_adapters(checkpoint, model, stored))
+        adapted = empty_adapters(model, str(checkpoint), stored)
+        read_weights(adapted, checkpoint, Runtime())
+        weights = adapter_weights(adapted)
     _check_range(weights.items(), dtype)
     weights = {name: tensor.to(dtype or tensor.dtype).contiguous() for name, tensor in weights.items()}
     save_file(weights, folder / ADAPTER_FILE, {"format": "pt"})
     config = _read_config(checkpoint / ADAPTER_CONFIG)
     config |= {"inference_mode": True} | ({} if base is None else {"base_model_name_or_path": base})
     (folder / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-
-
-def _read_adapters(checkpoint: Path, model: PreTrainedModel, dtype: torch.dtype) -> Any:
-    """Return ``model`` with the trained adapters of a checkpoint."""
-    adapted = empty_adapters(model, str(checkpoint), dtype)
-    read_weights(adapted, checkpoint, Runtime())
-    return adapted
 
 
 def _stored_dtype(folder: Path, prefix: str = "") -> torch.dtype:

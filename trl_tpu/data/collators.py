@@ -107,6 +107,10 @@ class BatchCollator:
         """Make the batch; of examples after the first ``real`` ones nothing is computed."""
         part, rows = self.part or Part(len(examples)), list(map(read_row, examples))
         every = rows[:real]
+        if len(every) > part.pairs * part.count:
+            raise UserError(
+                f"A batch has at most {part.pairs * part.count} rows, as its shapes were planned; got {len(every)}."
+            )
         own = part.of(every)
         settings = {"pad_token_id": self.pad_token_id, "most_pairs": part.pairs, "answers": self.rule.answers}
         laid_out = self.lay_out([scored(row, self.pad_token_id) for row in own or rows[:1]], **settings)

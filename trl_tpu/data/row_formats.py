@@ -1,7 +1,7 @@
 """Forms of rows: their answers and labels, and the columns that tokenizing makes of them."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -93,7 +93,8 @@ class Rankings:
         column = "rejected" if has_halves else next((name for name in ("scores", "ranks") if name in row), "")
         if not column:
             raise UserError(f"{where} has `completions`, but neither `scores` nor `ranks` of them.")
-        self.check_grades(grades_of(row) if has_halves else row[column], len(answers), where, column)
+        rule = replace(self, may_tie=True) if has_halves else self  # rejected answers are not compared
+        rule.check_grades(grades_of(row) if has_halves else row[column], len(answers), where, column)
         return answers
 
     def tokenized(self, row: Row, ids_K: list[list[int]]) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 import copy
 import logging
 import sys
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -275,3 +276,18 @@ def empty_adapters(model: PreTrainedModel, folder: str, dtype: torch.dtype) -> "
     empty = {name: torch.empty_like(state[name], dtype=dtype, device="cpu") for name in adapter_names(adapted, state)}
     adapted.load_state_dict(empty, strict=False, assign=True)
     return adapted
+
+
+def merge_adapters(model: PreTrainedModel, folder: str) -> PreTrainedModel:
+    """Return a model with the adapters saved in `folder` merged into its weights.
+
+    Raises:
+        RuntimeError: The adapters have other shapes.
+        UserWarning: They lack weights.
+    """
+    from peft import PeftModel
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "Found missing adapter keys")
+        adapted: Any = PeftModel.from_pretrained(model, folder)
+    return adapted.merge_and_unload()

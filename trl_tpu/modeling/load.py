@@ -174,9 +174,12 @@ def _load_in_files(
     name: str, outputs: Outputs, kwargs: dict[str, Any]
 ) -> tuple[PreTrainedModel, dict[str, Any]] | None:
     """Load a model whose backbone, but for its input embeddings, is "offloaded to disk"; None where it cannot be."""
-    config = AutoConfig.from_pretrained(name, **kwargs)
-    write_outputs(config, (), None, outputs.step_separator)
-    empty = model_without_weights(config, None, kwargs["trust_remote_code"])
+    try:
+        config = AutoConfig.from_pretrained(name, **kwargs)
+        write_outputs(config, (), None, outputs.step_separator)
+        empty = model_without_weights(config, None, kwargs["trust_remote_code"])
+    except (OSError, ValueError):  # an error that the host meets as well
+        return None
     offloaded = set(empty.base_model.modules()) - {empty.get_input_embeddings()}
     device_map = {
         path: "disk" if module in offloaded and any(True for _ in module.parameters()) else "cpu"

@@ -42,7 +42,7 @@ def take_config(args: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
     if not isinstance(values, dict):
         raise UserError(f"Config file {path} is not a YAML mapping, `name: value`.")
     try:
-        os.environ.update(values.pop("env", {}))
+        os.environ.update(values.pop("env", None) or {})
     except (OSError, TypeError, ValueError) as error:
         raise UserError(f"{path}: `env` field should be a dict in the YAML file. ({error})") from error
     return values, rest

@@ -197,6 +197,8 @@ class RewardTrainer(DeviceTrainer):
             attribute_weights=tuple(Outputs.of(without_adapters(built).config).attributes.values()),
             work_of_a_pair=work_of_a_pair(built, train_rows),
         )
+        if type(self)._set_signature_columns_if_needed is Trainer._set_signature_columns_if_needed:
+            self._signature_columns = [*COLUMNS]  # type: ignore[assignment]  # else transformers takes those that the model reads
         self._make_parts(plan, statistics)
         self.trl_tpu.build = build
         self.trl_tpu.date = date_written(own_tokenizer, first_chat(train_dataset))
@@ -227,9 +229,8 @@ class RewardTrainer(DeviceTrainer):
         return name not in vars(self) and getattr(type(self), name) is _OWN[name]
 
     def _get_dataloader(self, dataset: Any, description: str, *args: Any, **kwargs: Any) -> Any:
-        if type(self)._set_signature_columns_if_needed is not Trainer._set_signature_columns_if_needed:
-            self._set_signature_columns_if_needed()  # a subclass may name columns that its collator reads
-        self._signature_columns = list({*(self._signature_columns or ()), *COLUMNS})  # type: ignore
+        self._set_signature_columns_if_needed()  # a subclass may name columns that its collator reads
+        self._signature_columns = list({*(self._signature_columns or ()), *COLUMNS})  # type: ignore[assignment]
         sets = self.eval_dataset.values() if isinstance(self.eval_dataset, Mapping) else (self.eval_dataset,)
         if not any(dataset is own for own in (self.train_dataset, *sets)):
             dataset = self._prepared(dataset, "eval" if description == "Evaluation" else description)

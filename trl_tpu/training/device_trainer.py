@@ -15,6 +15,7 @@ _move_model_to_device               place each parameter in its shards
 compute_loss_context_manager        compute in bfloat16 over float32 weights
 _get_dataloader                     batches of planned shapes, split over the mesh; by prompts
 _run_epoch                          skip a resumed epoch's batches; take no step after the last
+create_optimizer                    over the shards of a model that processes share
 create_scheduler                    the optimizer's state before step 1; layers as a loop
 training_step                       a batch in one or several micro-batches
 floating_point_ops                  operations of packed rows; end the micro-batch's program
@@ -167,8 +168,6 @@ class DeviceTrainer(Trainer):
         with preemption.hearing_sigterm(listens=not self.args.enable_jit_checkpoint):
             ours.best_model_lost = None
             ours.run_folder = run = RunFolder(Path(self._get_output_dir(trial)), ours.remote, self.args.should_save)
-            if self.model is not None:  # `model_init` makes it anew
-                reshard(self.model)  # an evaluation may have gathered what the optimizer needs sharded
             try:
                 checkpoint = self._checkpoint_of(run, resume_from_checkpoint)
                 output = super().train(checkpoint, trial, ignore_keys_for_eval)
@@ -333,7 +332,7 @@ class DeviceTrainer(Trainer):
         pairs = args.train_batch_size * self._batch_parts * args.gradient_accumulation_steps
         return ByPrompt(prompt_groups(dataset), pairs, args.seed if args.data_seed is None else args.data_seed)
 
-    def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
+    def _run_epoch(self, model: Any, epoch: int, train_dataloader: Any, *args: Any, **kwargs: Any) -> None:
         def skip(loader: Any, count: int) -> Any:
             # a script's own loader is torch's, or accelerate's around it
             batches = skip_batches(getattr(loader, "dataloader", loader), count)
@@ -343,10 +342,18 @@ class DeviceTrainer(Trainer):
         self.control.should_training_stop |= self.state.global_step >= self.state.max_steps
         if not self.control.should_training_stop:
             shards = self._shards_model
-            with skipping_by(skip, kwargs["train_dataloader"]) if shards else contextlib.nullcontext():
-                super()._run_epoch(*args, **kwargs)
+            with skipping_by(skip, train_dataloader) if shards else contextlib.nullcontext():
+                super()._run_epoch(model, epoch, train_dataloader, *args, **kwargs)
 
     # ---- the step
+
+    def create_optimizer(self, model: Any = None) -> Any:
+        """Make the optimizer over shards, where processes have them: an evaluation may have gathered some weights.
+
+        transformers 5.24 does so by itself.
+        """
+        reshard(self.model)
+        return super().create_optimizer(model)
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
         """Make the schedule. The optimizer is final now, and nothing is loaded into it yet: create its state, once."""

@@ -257,7 +257,7 @@ class StepStatistics:
         everyone = over_processes(self._accelerator, (loss.item(), _rewards_in(*vectors)))
         loss_sum = sum(loss for loss, _ in everyone) / len(everyone)
         rewards = sum((each for _, each in everyone), RewardSums())
-        counted = self._reset_steps(vectors[0])
+        counted = self._reset(vectors[0], RewardSums())
         finite = steps - counted.nonfinite
         logs = {"loss": loss_sum / finite} if finite else {}
         if grad_norm is not None and not counted.in_a_row:
@@ -279,15 +279,16 @@ class StepStatistics:
         return logs, loss_sum, counted
 
     def close_steps(self, loss_sum_1: torch.Tensor) -> tuple[float, StepCounts]:
-        """Read the sum of losses and the steps since the last log, when no step is left to be logged."""
-        loss, counts = self._runtime.fetch([loss_sum_1, self.device_counts])
-        return loss.item(), self._reset_steps(counts)
+        """Read the sum of losses and the steps since the last log, when no step is left. Rewards stay for later."""
+        loss, *vectors = self._runtime.fetch([loss_sum_1, self.device_counts, self.device_sums])
+        return loss.item(), self._reset(vectors[0], _rewards_in(*vectors))
 
-    def _reset_steps(self, counts: torch.Tensor) -> StepCounts:
+    def _reset(self, counts: torch.Tensor, rewards: RewardSums) -> StepCounts:
+        """Count steps anew, and go on from the sums ``rewards``."""
         counted = _steps_in(counts)
         self.nonfinite += counted.nonfinite
         # after a stop a resumed run begins a row of its own
-        self._load(RewardSums(), StepCounts(in_a_row=0 if counted.reached_at else counted.in_a_row))
+        self._load(rewards, StepCounts(in_a_row=0 if counted.reached_at else counted.in_a_row))
         return counted
 
     def _rates(self, sums: RewardSums, step: int) -> dict[str, float]:
