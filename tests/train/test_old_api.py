@@ -296,7 +296,7 @@ def test_model_init_may_stand_where_trl_once_had_it(old: Old, tmp_path: Path) ->
 def test_bad_arguments_and_data_stop_before_training(old: Old, tmp_path: Path) -> None:
     for message, pairs, more in (
         ("only `processing_class`", old.pairs, {"processing_class": old.tokenizer}),
-        ("lacks attention_mask_rejected", old.pairs.remove_columns("attention_mask_rejected"), {}),
+        ("attention_mask_rejected", old.pairs.remove_columns("attention_mask_rejected"), {}),
     ):
         collate = RewardDataCollatorWithPadding(old.tokenizer)
         with pytest.raises(ValueError, match=message):

@@ -53,7 +53,7 @@ def test_pair_sizes_equal_a_loop_over_sliced_chunks(
     parts: list[list[Any]], kind: pa.DataType, before: int, after: int, before_too: int, after_too: int
 ) -> None:
     table = table_of(parts, kind, before, after, before_too, after_too)
-    assert measure_tables([table]).sizes_N.tolist() == [size(*pair) for part in parts for pair in part]
+    assert measure_tables([table]).lengths.sizes_P.tolist() == [size(*pair) for part in parts for pair in part]
 
 
 FORMS: dict[str, Any] = {
@@ -92,7 +92,7 @@ def test_pairs_are_measured_once() -> None:
     measured = measure(dataset)
     found = np.column_stack([measured.lengths.prefix_P, measured.lengths.tails_PK])
     assert found.tolist() == [[2, 1, 2], [1, 0, 0], [0, 2, 1]] * 500
-    assert measured.longest_N.tolist() == [4, 1, 2] * 500
+    assert measured.lengths.longest_P.tolist() == [4, 1, 2] * 500
     assert measure(dataset) is measured
     assert len(measure(dataset.select([])).lengths) == 0
     with pytest.raises(ValueError, match="other"):

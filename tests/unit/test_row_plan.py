@@ -79,7 +79,7 @@ def tokenized(source: str) -> list[tuple[list[int], list[int]]]:
 def test_tokens_processed_per_real_token(source: str, pairs: int, shards: int, most_tokens: float) -> None:
     """For a model of hidden size 1,024, with at most four shapes; padding to the longest takes 2.5."""
     both = tokenized(source)
-    sizes = measure(dataset_of(both)).sizes_N
+    sizes = measure(dataset_of(both)).lengths.sizes_P
     plan = plan_rows(sizes, pairs, shards, attention_crossover_length=6 * 1024)
     assert len(plan.shapes) <= 4
     columns = real = unpadded = 0

@@ -15,6 +15,7 @@ import pyarrow.compute as pc
 from datasets import Dataset, IterableDataset
 
 from ..errors import UserError, UserKeyError, UserTypeError
+from .batch import OLD_KEYS
 from .measure import PAIR, TOKENS, form_of
 
 logger = logging.getLogger(__name__)
@@ -27,7 +28,8 @@ _ACCEPTED = (
     "Preference data has the columns `chosen` and `rejected` (text, or lists of messages), optionally with `prompt`, "
     "`margin`, `chosen_probability`, `tools` and `chat_template_kwargs`; or, already tokenized, `chosen_ids` and "
     "`rejected_ids`, optionally with `margin` or `chosen_probability`. Rankings have `completions` (a list of "
-    "answers), with `scores` or `ranks` of them."
+    "answers), with `scores` or `ranks` of them. Pairs tokenized for TRL up to 0.23 have "
+    f"{', '.join(OLD_KEYS)}."
 )
 
 
@@ -61,15 +63,18 @@ def column_names(dataset: Dataset | IterableDataset, name: str = "given") -> lis
 
 def check_columns(columns: list[str], name: str) -> None:
     """Raise UserKeyError where a needed column is missing; warn where an optional one looks misspelled."""
-    is_raw = set(RAW_COLUMNS) <= set(columns) or not set(PAIR) & set(columns)
-    needed = RAW_COLUMNS if is_raw else PAIR
+    present = set(columns)
+    if not present.issuperset(PAIR) and present & set(OLD_KEYS):
+        needed: tuple[str, ...] = OLD_KEYS
+    else:
+        needed = RAW_COLUMNS if present.issuperset(RAW_COLUMNS) or not present & set(PAIR) else PAIR
     missing = [column for column in needed if column not in columns]
     if missing:
         raise UserKeyError(
             f"The {name} dataset lacks {' and '.join(f'`{column}`' for column in missing)}; its columns are "
             f"{sorted(columns)}. {_ACCEPTED} Rename columns of other names: `dataset.rename_column(old, new)`."
         )
-    for want in set(_OPTIONAL_COLUMNS) - set(columns):
+    for want in set(_OPTIONAL_COLUMNS) - present:
         for near in difflib.get_close_matches(want, columns, n=1, cutoff=0.85):
             logger.warning(f"The {name} dataset's column `{near}` is not used; if `{want}` is meant, rename it.")
 
@@ -117,12 +122,9 @@ def check_raw_row(row: Mapping[str, Any], answers: Mapping[str, Any], where: str
             raise UserError(f"{where}: `{key}` is empty, and there is no prompt. Remove such rows.")
     roles = {key: value[-1]["role"] for key, value in answers.items() if isinstance(value, list) and value}
     if len(set(roles.values())) > 1:
-        (first, role), *others = roles.items()
-        other, its_role = next(each for each in others if each[1] != role)
         raise UserError(
-            f"{where}: `{first}` ends with a message of the role {role!r}, but `{other}` with one of the role "
-            f"{its_role!r}; their last tokens are compared, so both must be answers. Correct the roles, or remove "
-            "such rows."
+            f"{where}: answers must end with messages of one role, since their last tokens are compared; their roles "
+            f"are {roles!s:.200}. Correct the roles, or remove such rows."
         )
 
 

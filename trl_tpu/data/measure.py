@@ -92,16 +92,6 @@ class Measured:
     checksum: int
     answers: int = 2
 
-    @property
-    def sizes_N(self) -> np.ndarray:
-        """Tokens that each row of the data takes: all of its sequences, with their common prefix counted once."""
-        return self.lengths.sizes_P
-
-    @property
-    def longest_N(self) -> np.ndarray:
-        """Tokens of the longest sequence of each row."""
-        return self.lengths.longest_P
-
 
 _MEASURED: WeakKeyDictionary[Dataset, Measured] = WeakKeyDictionary()
 

@@ -135,21 +135,13 @@ def _kind_of(
     Raises:
         UserError: Missing columns, or columns or settings that have no effect for this kind; a stream of rankings.
     """
-    missing = [column for column in OLD_KEYS if column not in columns]
-    is_old = not set(PAIR) <= set(columns) and len(missing) < len(OLD_KEYS)
-    if is_old and missing:
-        raise UserError(
-            f"The {name} dataset lacks {', '.join(missing)}; its columns are {sorted(columns)}. Rows in the form of "
-            f"TRL up to 0.23 have {', '.join(OLD_KEYS)}; today's have {' and '.join(PAIR)}."
-        )
-    has_token_pairs = is_old or set(PAIR) <= set(columns)
+    has_token_pairs = set(PAIR) <= set(columns) or bool(set(OLD_KEYS) & set(columns))
     first, _ = convert_row(dataset[0] if isinstance(dataset, Dataset) else dict.fromkeys(columns, ""))
     ids = first["answer_ids"] if form_of(columns) == RANKING and not has_token_pairs else None
     has_token_rankings = ids is not None and not isinstance(next(iter(ids), None), str | int)  # else an extra column
     is_raw_ranking = is_ranking(first) and not are_old and not has_token_pairs
     if not (rankings.attributes or has_token_rankings or is_raw_ranking):
-        if not is_old:
-            checks.check_columns([*first], name)
+        checks.check_columns([*first], name)
         if rankings.settings:
             raise UserError(
                 f"{', '.join(rankings.settings)}: only rankings use these settings, and the {name} dataset has "
@@ -380,7 +372,7 @@ def keep_fitting(
             for index, row in enumerate(read_table(table), start=first):
                 kind.check_labels(row, checks.row_of(index, name))
         first += len(table)
-    longest_N = measure(dataset).longest_N
+    longest_N = measure(dataset).lengths.longest_P
     fits_N = longest_N <= (np.inf if max_length is None else max_length)
     dropped = len(longest_N) - fits_N.sum()
     if not fits_N.any():
@@ -397,7 +389,7 @@ def keep_fitting(
         )
         dataset = select(dataset, fits_N)
     if cuts:
-        cut = (measure(whole).longest_N > max_length).sum() - dropped
+        cut = (measure(whole).lengths.longest_P > max_length).sum() - dropped
         logger.warning(f"{name} dataset: {cut} of {len(longest_N)} pairs cut to max_length={max_length} tokens.")
     lengths = measure(dataset).lengths
     same_N = np.flatnonzero(lengths.sizes_P == lengths.prefix_P)

@@ -243,7 +243,7 @@ def check_positions(dataset: Any, model: PreTrainedModel, name: str) -> Any:
     if not isinstance(dataset, Dataset):
         settings = {"limit": limit, "name": name}
         return dataset.map(_check_length, with_indices=True, fn_kwargs=settings)
-    longest = int(measure(dataset).longest_N.argmax())
+    longest = int(measure(dataset).lengths.longest_P.argmax())
     _check_length(dataset[longest], longest, limit, name)
     return dataset
 

@@ -207,7 +207,7 @@ def plan_rows(
 
     Args:
         sizes: The size of each pair of the data, [N]: its tokens with the common prefix once (see
-            `trl_tpu.data.measure.Measured.sizes_N`). For a stream: of a sample, and of the longest pair that may come,
+            `PairLengths.sizes_P`). For a stream: of a sample, and of the longest pair that may come,
             ``pairs`` times.
         pairs: P, pairs in a batch.
         shards: Over how many devices the rows are split: the number of rows is a multiple of it.

@@ -67,7 +67,7 @@ def plan_rows_of(
     """
     measured = measure(dataset)
     return plan_rows(
-        measured.sizes_N if sizes_N is None else sizes_N,
+        measured.lengths.sizes_P if sizes_N is None else sizes_N,
         pairs,
         shards,
         max_shapes=args.max_shapes,
@@ -101,13 +101,13 @@ def sizes_by_prompt(dataset: Any, pairs: int) -> np.ndarray:
         added_D = np.array([len(ids) for ids in sequences])
         added_D[order] -= [measured.shared_prefix, *shared]
         added += added_D.reshape(-1, 2).sum(axis=1).tolist()
-    here, alone = np.mean(added), measured.sizes_N.mean() - measured.shared_prefix
+    here, alone = np.mean(added), measured.lengths.sizes_P.mean() - measured.shared_prefix
     logger.warning(
         f"group_by_prompt: {len(group_N):,} pairs have {group_N.max() + 1:,} prompts. A pair in packed batches of "
         f"{pairs} takes {here:,.0f} tokens, not {alone:,.0f} ({1 - here / alone:.0%} less), beside what all share."
     )
     sizes_N = np.resize(added, len(dataset)) + measured.shared_prefix
-    return np.append(sizes_N, np.sort(measured.sizes_N)[-pairs:])
+    return np.append(sizes_N, np.sort(measured.lengths.sizes_P)[-pairs:])
 
 
 def bucket_lengths(longest: int, max_lengths: int = 4, multiple: int = 64) -> tuple[int, ...]:
@@ -421,7 +421,7 @@ class BatchPlan:
         if not self.plans_shapes or self._keeps_lengths() or not is_ours:
             return None
         is_known = isinstance(dataset, Dataset) and len(dataset) > 0
-        longest = int(measure(dataset).longest_N.max()) if is_known else self._args.max_length
+        longest = int(measure(dataset).lengths.longest_P.max()) if is_known else self._args.max_length
         if not longest:
             return None
         if multiple := self._args.pad_to_multiple_of:
