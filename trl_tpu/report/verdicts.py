@@ -268,6 +268,8 @@ class LabeledRewards:
         return None if column is None else [label_of(row.get(column)) for row in self.rows]
 
 
+_HALVES = (("chosen", "rejected"), ("rejected", "chosen"))
+
 #: What is judged by itself, with the rewards of its answers and their grades.
 _Part = tuple[Row, list[float], list[float]]
 
@@ -276,6 +278,12 @@ def _pair(row: Row) -> Iterator[_Part]:
     chosen, rejected = (_numbers(row.get(column)) for column in _REWARDS)
     probability = row.get("chosen_probability")
     better = float(probability) if isinstance(probability, int | float) else 1.0
+    if better == 0.5 and len(chosen) + len(rejected) > 2:  # none of the answers is a right one
+        return
+    if better < 0.5:  # the halves exchanged, as a reader of the worst rows expects
+        names = [(f"{of}{one}", f"{of}{other}") for of in ("", "reward_", "tokens_") for one, other in _HALVES]
+        row = {**row, "chosen_probability": 1 - better, **{one: row[other] for one, other in names if other in row}}
+        chosen, rejected, better = rejected, chosen, 1 - better
     yield row, [*chosen, *rejected], [better] * len(chosen) + [1 - better] * len(rejected)
 
 
@@ -284,7 +292,8 @@ def _steps(row: Row) -> Iterator[_Part]:
     if not isinstance(rewards, list) or not isinstance(labels, list) or not are_labels(labels, len(rewards)):
         yield row, [math.nan], [1.0]  # counted as left out
         return
-    for end, (label, reward) in enumerate(zip(labels, _numbers(rewards), strict=True), start=1):
+    numbers = _numbers(rewards) if rewards else []
+    for end, (label, reward) in enumerate(zip(labels, numbers, strict=True), start=1):
         yield {**row, "completions": steps[:end], "reward": reward}, [reward], [float(label)]
 
 

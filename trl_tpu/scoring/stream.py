@@ -289,8 +289,9 @@ def score(
     Raises:
         UserError: No rows, or columns that cannot be scored; a folder that holds no saved reward model.
     """
-    columns: dict[Any, str] = {str: "text", list: "messages"}
-    named: Iterable[Any] = ({columns[type(row)]: row} if type(row) in columns else row for row in rows)
+    named: Iterable[Any] = (
+        {"text" if isinstance(row, str) else "messages": row} if isinstance(row, str | list) else row for row in rows
+    )
     form, coming = look_at(named, best_of_n)
     if not isinstance(model, Scorer):
         settings: dict[str, Any] = {"bf16": bf16, "mesh": mesh, "tokens_per_pass": tokens_per_pass}
