@@ -1,11 +1,14 @@
 """Rows of token ids in the columns of prepared datasets."""
 
 from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import Any
 
-from datasets import Dataset
+from datasets import Dataset, IterableDataset
+from preference_forms import stream, tiny_tokenizer
 
 from trl_tpu.data.measure import NO_LABEL
+from trl_tpu.data.tokenize import prepare_preference_dataset
 
 COLUMNS = ("chosen_ids", "rejected_ids")
 
@@ -24,3 +27,11 @@ def in_columns(row: Mapping[str, Any]) -> dict[str, Any]:
 def dataset_of(pairs: Iterable[Any], **more: list[Any]) -> Dataset:
     """Make a prepared dataset of pairs of lists of token ids, with ``more`` columns."""
     return Dataset.from_dict({**dict(zip(COLUMNS, zip(*pairs, strict=True), strict=True)), **more})
+
+
+def prepare(data: Any, tokenizer: Any = None, streaming: bool = False, **settings: Any) -> Any:
+    """Prepare a dataset, or a list of rows, for training."""
+    if isinstance(data, list):
+        data = IterableDataset.from_generator(partial(stream, data)) if streaming else Dataset.from_list(data)
+    defaults: dict[str, Any] = {"num_embeddings": 100_000, "max_length": None, "num_proc": None, "name": "train"}
+    return prepare_preference_dataset(data, tokenizer or tiny_tokenizer(), **defaults | settings)

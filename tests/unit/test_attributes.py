@@ -7,16 +7,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from datasets import Dataset
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny import tiny_tokenizer
+from tokenized import prepare
 from transformers import LlamaConfig
 
 from trl_tpu import RewardConfig
 from trl_tpu.data.comparisons import Labels
 from trl_tpu.data.row_formats import Rankings
-from trl_tpu.data.tokenize import prepare_preference_dataset
 from trl_tpu.evaluation.judge import judge_rows, sums_on_host
 from trl_tpu.modeling.outputs import Outputs, write_outputs
 from trl_tpu.report.verdicts import LabeledRewards
@@ -52,13 +50,6 @@ def test_a_model_of_other_outputs_may_begin_as_one_of_attributes(tmp_path: Path)
 TWO = {"prompt": "a", "completions": ["b", "c"]}
 
 
-def prepare(*rows: dict[str, Any], attributes: tuple[str, ...] = ()) -> Any:
-    settings: dict[str, Any] = {"num_embeddings": 300, "max_length": None, "num_proc": None, "name": "train"}
-    dataset = Dataset.from_list(list(rows))
-    rankings = Rankings(attributes=attributes)
-    return prepare_preference_dataset(dataset, tiny_tokenizer(["a b c"]), rankings=rankings, **settings)
-
-
 BAD: list[tuple[dict[str, Any], str]] = [
     ({**TWO, "scores": [1.0, 2.0]}, "Row 0 .*`scores` of 'helpful' is 1.0"),
     ({**TWO, "scores": {"helpful": [1, 2]}}, r"Row 0 .*`scores` .*attributes=\('helpful', 'brief'\)"),
@@ -74,14 +65,14 @@ BAD: list[tuple[dict[str, Any], str]] = [
 @pytest.mark.parametrize(("row", "text"), BAD)
 def test_bad_rows_are_refused_with_row_and_column(row: dict[str, Any], text: str) -> None:
     with pytest.raises((ValueError, TypeError), match=text):
-        prepare(row, attributes=NAMES)
+        prepare([row], rankings=Rankings(attributes=NAMES))
 
 
 def test_grades_by_attributes_need_their_names() -> None:
     with pytest.raises(ValueError, match="Row 0 .*`scores`"):
-        prepare({**TWO, "scores": {"helpful": [1, 2], "brief": [2, 1]}})
+        prepare([{**TWO, "scores": {"helpful": [1, 2], "brief": [2, 1]}}])
     with pytest.raises(ValueError, match="Row 0 .*`grades` "):
-        prepare({"answer_ids": [[1], [2]], "grades": [[1.0, 2.0], None]})
+        prepare([{"answer_ids": [[1], [2]], "grades": [[1.0, 2.0], None]}])
 
 
 def test_a_row_may_lack_an_attribute() -> None:
@@ -89,7 +80,8 @@ def test_a_row_may_lack_an_attribute() -> None:
         {**TWO, "scores": {"helpful": None, "brief": [1, 2]}},
         {**TWO, "scores": {"helpful": [1, 2], "brief": [3, 3]}},
     ]
-    assert prepare(*rows, attributes=NAMES)["grades"] == [[None, [1.0, 2.0]], [[1.0, 2.0], [3.0, 3.0]]]
+    prepared = prepare(rows, rankings=Rankings(attributes=NAMES))
+    assert prepared["grades"] == [[None, [1.0, 2.0]], [[1.0, 2.0], [3.0, 3.0]]]
 
 
 @pytest.mark.parametrize(

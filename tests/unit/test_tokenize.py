@@ -1,26 +1,19 @@
 """Token pairs are TRL 1.16's, for every form of preference data, and the old forms' are TRL 0.23's."""
 
 import logging
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import real_pairs
 import trl
-from datasets import Dataset, IterableDataset
+from datasets import Dataset
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from preference_forms import assistant, rows_of_every_form, stream, tiny_model, tiny_tokenizer
-
-from trl_tpu.data.tokenize import prepare_preference_dataset
+from preference_forms import assistant, rows_of_every_form, tiny_model, tiny_tokenizer
+from tokenized import prepare
 
 FORMS = rows_of_every_form()
-
-
-def prepare(dataset: Any, tokenizer: Any = None, **kwargs: Any) -> Any:
-    settings = {"num_embeddings": 100_000, "max_length": None, "num_proc": None, "name": "train", **kwargs}
-    return prepare_preference_dataset(dataset, tokenizer or tiny_tokenizer(), **settings)
 
 
 def trl_train_dataset(dataset: Any, tmp_path: Path, tokenizer: Any = None, **kwargs: Any) -> Any:
@@ -51,20 +44,15 @@ def test_token_pairs_are_trls(form: str, is_limited: bool, tmp_path: Path) -> No
 
 @pytest.mark.parametrize("form", FORMS)
 def test_a_stream_gives_the_same_pairs(form: str) -> None:
-    rows = FORMS[form]
-    expected = prepare(Dataset.from_list(rows))
-    for dataset in (
-        Dataset.from_list(rows).to_iterable_dataset(),
-        IterableDataset.from_generator(partial(stream, rows)),
-    ):
-        assert pairs_in(prepare(dataset, max_length=100_000)) == pairs_in(expected)
+    rows, expected = FORMS[form], prepare(FORMS[form])
+    for streamed in (prepare(Dataset.from_list(rows).to_iterable_dataset()), prepare(rows, streaming=True)):
+        assert pairs_in(streamed) == pairs_in(expected)
 
 
 def test_a_stream_may_mix_texts_and_messages() -> None:
     forms = [FORMS[f"{form}, implicit prompt"][0] for form in ("standard", "conversational")]
     rows = [*forms, *reversed(forms)]
-    streamed = prepare(IterableDataset.from_generator(partial(stream, rows)))
-    assert pairs_in(streamed) == pairs_in([prepare(Dataset.from_list([row]))[0] for row in rows])
+    assert pairs_in(prepare(rows, streaming=True)) == pairs_in([prepare([row])[0] for row in rows])
 
 
 @pytest.mark.parametrize("source", real_pairs.SOURCES)
@@ -88,9 +76,8 @@ def test_any_text_is_prompt_then_answer_then_one_eos(triples: list[tuple[str, st
 
 
 def test_columns_of_the_user_stay_as_they_are() -> None:
-    dataset = Dataset.from_list([{**row, "id": i} for i, row in enumerate(FORMS["standard"])])
-    prepared = prepare(dataset)
-    assert prepared.remove_columns(["chosen_ids", "rejected_ids"])[:] == dataset[:]
+    rows = [{**row, "id": i} for i, row in enumerate(FORMS["standard"])]
+    assert prepare(rows).remove_columns(["chosen_ids", "rejected_ids"]).to_list() == rows
 
 
 def test_token_ids_pass_through_and_are_filtered() -> None:
@@ -142,15 +129,14 @@ def test_old_token_columns_are_renamed_with_trls_warning(streaming: bool) -> Non
 
 def test_dropped_and_identical_pairs_are_counted_and_logged(caplog: pytest.LogCaptureFixture) -> None:
     rows = [("same", "same"), ("near", "nearer"), ("abcd", "abce"), ("x" * 40, "y"), ("ü", "ü")]
-    dataset = Dataset.from_list([{"chosen": chosen, "rejected": rejected} for chosen, rejected in rows])
     with caplog.at_level(logging.WARNING, logger="trl_tpu"):
-        assert len(prepare(dataset, max_length=10)) == 4
+        assert len(prepare([dict(zip(("chosen", "rejected"), row, strict=True)) for row in rows], max_length=10)) == 4
     assert "1 of 5 pairs dropped" in caplog.text and "has 41" in caplog.text and "in 2 of 4 pairs" in caplog.text
 
 
 def test_a_tokenizer_without_eos_adds_none(caplog: pytest.LogCaptureFixture) -> None:
     tokenizer = tiny_tokenizer(eos_token=None)
-    prepared = prepare(Dataset.from_dict({"chosen": ["a"], "rejected": ["bc"]}), tokenizer)
+    prepared = prepare([{"chosen": "a", "rejected": "bc"}], tokenizer)
     assert [len(prepared["chosen_ids"][0]), len(prepared["rejected_ids"][0])] == [1, 2]
     assert "no end-of-sequence token" in caplog.text
 
@@ -172,11 +158,6 @@ def test_the_old_columns_are_trl_0_23s(form: str, caplog: pytest.LogCaptureFixtu
     assert prepared["margin"][:] == [row["margin"] for row in FORMS[form][:2]]
     assert list(streamed) == list(prepared)
     assert ("column `prompt` is left out" in caplog.text) == ("implicit" not in form)
-
-
-def test_the_old_way_filters_by_length_too() -> None:
-    dataset = Dataset.from_dict({"chosen": ["ab", "c"], "rejected": ["d", "efg"]})
-    assert prepare(dataset, max_length=2, are_old=True)["chosen"][:] == ["ab"]
 
 
 def each_message(written: str) -> str:
@@ -251,5 +232,4 @@ def test_what_other_rows_give_the_template_is_not_given_as_none() -> None:
     tokenizer.chat_template = "{% if mute is not defined %}{{ messages[-1]['content'] }}{% endif %}{{ shout }}"
     pair = {"chosen": [assistant("a")], "rejected": [assistant("b")]}
     rows = [pair | {"chat_template_kwargs": words} for words in ({"shout": "A"}, {"mute": True, "shout": "B"})]
-    prepared = prepare(Dataset.from_list(rows), tokenizer)
-    assert [tokenizer.decode(ids) for ids in prepared["chosen_ids"]] == ["aA", "B"]
+    assert [tokenizer.decode(ids) for ids in prepare(rows, tokenizer)["chosen_ids"]] == ["aA", "B"]

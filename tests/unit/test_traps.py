@@ -3,17 +3,16 @@
 import copy
 import json
 import logging
-from functools import partial
 from typing import Any
 
 import pytest
-from datasets import Dataset, IterableDataset
-from preference_forms import assistant, rows_of_every_form, stream, tiny_tokenizer, user
+from datasets import Dataset
+from preference_forms import assistant, rows_of_every_form, tiny_tokenizer, user
+from tokenized import prepare
 from tokenizers.processors import TemplateProcessing
 
 from trl_tpu.data.formats import apply_template
 from trl_tpu.data.measure import PAIR
-from trl_tpu.data.tokenize import prepare_preference_dataset
 from trl_tpu.errors import UserError
 from trl_tpu.scoring.stream import Form, all_of
 from trl_tpu.scripts.synthetic import load_dataset
@@ -22,12 +21,6 @@ GOOD = {"chosen": "good", "rejected": "bad"}
 CHAT = {"chosen": [user("q"), assistant("yes")], "rejected": [user("q"), assistant("no")]}
 ANSWERS = {"chosen": [assistant("yes")], "rejected": [assistant("no")]}
 RANKED = {"completions": ["a", "b"], "scores": [1.0, 2.0]}
-
-
-def prepare(rows: list[dict[str, Any]], tokenizer: Any = None, streaming: bool = False, **kwargs: Any) -> Any:
-    dataset = IterableDataset.from_generator(partial(stream, rows)) if streaming else Dataset.from_list(rows)
-    settings = {"num_embeddings": 10_000, "max_length": None, "num_proc": None, "name": "train", **kwargs}
-    return list(prepare_preference_dataset(dataset, tokenizer or tiny_tokenizer(), **settings))
 
 
 def adding_bos() -> Any:
@@ -74,7 +67,7 @@ def test_a_trap_is_logged_once_with_count_and_first_row(
     if streaming and "scores" in row:
         pytest.skip("a stream has no rankings")
     with caplog.at_level(logging.WARNING, logger="trl_tpu"):
-        prepare([row, row | others, row | others, row], adding_bos(), streaming)
+        list(prepare([row, row | others, row | others, row], adding_bos(), streaming))
     messages = [each.getMessage() for each in caplog.records if each.name.endswith("checks")]
     assert len(messages) == (len(named.split(", ")) if streaming else 1)
     for message, name in zip(messages, named.split(", ") if streaming else [named], strict=True):
@@ -102,7 +95,7 @@ def test_pairs_that_the_template_makes_equal_are_named_and_most_of_them_are_an_e
     with caplog.at_level(logging.WARNING, logger="trl_tpu"):
         prepare([CHAT, dropped, CHAT], tokenizer)
     assert "1 of 3" in caplog.text and "row 1" in caplog.text and "['Bot', 'Human']" in caplog.text
-    prepare([CHAT, dropped], tokenizer, streaming=True)
+    list(prepare([CHAT, dropped], tokenizer, streaming=True))
     assert "same tokens" in caplog.records[-1].getMessage()
     with pytest.raises(UserError, match="2 of 3 pairs.*row 0"):
         prepare([dropped] * 2 + [CHAT], tokenizer)
