@@ -28,72 +28,32 @@ class ShardReport:
 
     mesh: MeshShape
     placements: dict[str, Placement]
-    shapes: dict[str, tuple[int, ...]]
-    sizes: dict[str, int]  # bytes of each parameter, whole
-
-    @classmethod
-    def of(cls, model: nn.Module, mesh: MeshShape, placements: dict[str, Placement]) -> "ShardReport":
-        """Report on the parameters of a model, which may be split already."""
-        parameters = dict(model.named_parameters())
-        sizes = {name: each.numel() * each.element_size() for name, each in parameters.items()}
-        return cls(mesh, placements, {name: tuple(each.shape) for name, each in parameters.items()}, sizes)
+    sizes: dict[str, int]
+    """Bytes of each unsharded parameter. A tied one counts once."""
 
     @property
     def total_bytes(self) -> int:
         return sum(self.sizes.values())
 
     @property
-    def replicated_bytes(self) -> int:
-        """Bytes of the parameters that every device holds whole."""
-        return sum(size for name, size in self.sizes.items() if not self.placements[name].is_sharded)
-
-    @property
     def bytes_per_device(self) -> int:
         return sum(size // self.placements[name].parts(self.mesh) for name, size in self.sizes.items())
 
     def __str__(self) -> str:
-        """Return the totals and, on several devices, a line for each kind of parameter: layers count together."""
-        head = (
-            f"mesh {self.mesh} on {self.mesh.devices} device(s): parameters take {_mib(self.bytes_per_device)} a "
-            f"device of {_mib(self.total_bytes)} in all, {_mib(self.replicated_bytes)} of them replicated"
-        )
-        if self.mesh.devices == 1:
-            return head
-        return "\n".join([head, *_table(self._rows())])
+        """Return the totals, and on several devices the axes of each parameter as lines of a sharding plan.
 
-    def _rows(self) -> list[tuple[str, ...]]:
-        kinds: dict[tuple[str, ...], list[str]] = {}
-        for name, placement in self.placements.items():
-            shape = "x".join(map(str, self.shapes[name])) or "scalar"
-            axes = ", ".join(_text(each) for each in placement.axes)
-            over = f"[{axes}]" if placement.is_sharded else "replicated"
-            key = (kind_of(name), shape, over, placement.reason)
-            kinds.setdefault(key, []).append(name)
-        rows: list[tuple[str, ...]] = []
-        for (pattern, shape, over, reason), names in kinds.items():
-            held = sum(self.sizes[name] // self.placements[name].parts(self.mesh) for name in names)
-            count = f"{len(names)} x " if len(names) > 1 else ""
-            rows.append((pattern, f"{count}{shape}", over, _mib(held), reason))
-        return rows
+        The layers of a model share their lines.
+        """
+        held, total = (f"{size / 2**20:.2f} MiB" for size in (self.bytes_per_device, self.total_bytes))
+        lines = [f"mesh {self.mesh} on {self.mesh.devices} device(s): {held} of parameters per device, {total} in all"]
+        if self.mesh.devices > 1:
+            lines += dict.fromkeys(f"  {kind_of(name)}: {placement}" for name, placement in self.placements.items())
+        return "\n".join(lines)
 
 
 def kind_of(name: str) -> str:
     """Return a parameter's name without the number of its layer: ``model.layers.*.mlp.up_proj.weight``."""
     return re.sub(r"(?<![^.])\d+(?=\.|$)", "*", name)
-
-
-def _table(rows: list[tuple[str, ...]]) -> list[str]:
-    rows = [("parameter", "shape", "over", "a device", "why"), *rows]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [f"  {'  '.join(map(str.ljust, row, widths))}".rstrip() for row in rows]
-
-
-def _text(axes: str | tuple[str, ...] | None) -> str:
-    return "-" if axes is None else axes if isinstance(axes, str) else "+".join(axes)
-
-
-def _mib(size: int) -> str:
-    return f"{size / 2**20:.2f} MiB"
 
 
 #: What transformers calls the axes.
@@ -145,7 +105,7 @@ def spread_model(model: Any, mesh: MeshShape, runtime: Runtime, device: torch.de
             tensor.data = tensor.data.to(device)
     runtime.set_mesh(mesh.sizes, mesh.slices)
     placements = {name: _placement(each, mesh) for name, each in model.named_parameters()}
-    return ShardReport.of(model, mesh, placements)
+    return ShardReport(mesh, placements, {name: each.nbytes for name, each in model.named_parameters()})
 
 
 def _placement(parameter: nn.Parameter, mesh: MeshShape) -> Placement:
@@ -260,7 +220,7 @@ def place_model(model: nn.Module, plan: Plan, runtime: Runtime, device: torch.de
         module._parameters.update({leaf: placed[name] for leaf, name in leaves.items()})
         for leaf, buffer in module.named_buffers(recurse=False):
             module._buffers[leaf] = runtime.place(buffer, (None,) * buffer.dim(), device)
-    return ShardReport.of(model, plan.mesh, placements)
+    return ShardReport(plan.mesh, placements, {name: each.nbytes for name, each in model.named_parameters()})
 
 
 def keep_activations_split(

@@ -86,7 +86,7 @@ class Rules:
         axes = self.patterns[pattern]
         if isinstance(axes, str):
             return None
-        where = f"{self.source}: {pattern!r}: [{', '.join(_text(each) for each in axes)}]"
+        where = f"{self.source}: {pattern!r}: {_text(axes)}"
         if len(axes) != len(shape):
             raise UserError(
                 f"{where} has {len(axes)} dimension(s), but {name} has the shape {list(shape)}: write an axis, a list "
@@ -116,8 +116,12 @@ def _axes(source: str, pattern: Any, value: Any) -> PartitionSpec | str:
     return tuple(tuple(each) if isinstance(each, list) else each for each in value)
 
 
-def _text(axes: str | tuple[str, ...] | None) -> str:
-    return "null" if axes is None else axes if isinstance(axes, str) else f"[{', '.join(axes)}]"
+def _text(axes: PartitionSpec) -> str:
+    """Write axes as in a YAML file."""
+    each = (
+        "null" if names is None else names if isinstance(names, str) else f"[{', '.join(names)}]" for names in axes
+    )
+    return f"[{', '.join(each)}]"
 
 
 def _some(names: list[str]) -> str:
@@ -172,6 +176,9 @@ class Placement:
     @property
     def is_sharded(self) -> bool:
         return bool(self.names)
+
+    def __str__(self) -> str:
+        return f"{_text(self.axes)}  # {self.reason}"
 
     def parts(self, mesh: MeshShape) -> int:
         """Return how many parts the mesh cuts the parameter into; the other devices hold copies."""
