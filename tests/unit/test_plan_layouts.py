@@ -15,8 +15,18 @@ from trl_tpu.modeling.model_shape import model_without_weights
 from trl_tpu.packing.shapes import PairLengths
 from trl_tpu.parallel.mesh import GiB, MeshShape
 from trl_tpu.plan.compile import CompiledProgram, call_in_child, received
-from trl_tpu.plan.layouts import Attempt, Layout, attempt, depths_of, extend, with_layers
-from trl_tpu.plan.report import found, report, scaled, sized
+from trl_tpu.plan.layouts import (
+    Attempt,
+    Layout,
+    attempt,
+    depths_of,
+    extend,
+    found,
+    report,
+    scaled,
+    sized,
+    with_layers,
+)
 
 FSDP16 = MeshShape(fsdp=16)
 

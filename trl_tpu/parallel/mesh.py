@@ -172,7 +172,7 @@ def peak_flops_of(rented_as: str | None) -> float | None:
 
 
 @dataclass(frozen=True)
-class Topology:
+class TpuSlice:
     """A slice: its chips and how they are arranged."""
 
     chip: Chip
@@ -191,7 +191,7 @@ class Topology:
         return f"{self.chip.name}:2x2" if self.chips == 1 else str(self)
 
 
-def parse_topology(text: str) -> Topology:
+def parse_topology(text: str) -> TpuSlice:
     """Read ``"v6e:4x4"``.
 
     Raises:
@@ -208,4 +208,4 @@ def parse_topology(text: str) -> Topology:
         raise UserError(
             f"topology {text!r}: slices of {chip.name} have the shapes {', '.join(chip.shapes)} ({chip.source})."
         )
-    return Topology(chip, shape)
+    return TpuSlice(chip, shape)

@@ -8,15 +8,15 @@ where torch_tpu is installed.
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from .base import PartitionSpec, Planners, Remat, Topology, Value
 from .device_choice import choice
 
 if TYPE_CHECKING:
-    from .native import Runtime
+    from .native import PartitionSpec, Remat, Runtime, Topology, Value
 
-__all__ = ["PartitionSpec", "Planners", "Remat", "Runtime", "Topology", "Value", "choice", "current", "replace"]
+__all__ = ["PartitionSpec", "Remat", "Runtime", "Topology", "Value", "choice", "current", "replace"]
 
 _current: Runtime | None = None
 
@@ -54,8 +54,7 @@ def _started() -> Runtime:
 
 
 def __getattr__(name: str) -> Any:
-    if name != "Runtime":
+    """Import the types when they are first asked for: their module imports torch."""
+    if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from .native import Runtime
-
-    return Runtime
+    return getattr(import_module(f"{__name__}.native"), name)

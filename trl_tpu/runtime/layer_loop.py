@@ -15,8 +15,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch_xla.experimental.scan import _scan_impl_flat
 from torch_xla.experimental.stablehlo_custom_call import place_to_device, place_to_host
 
-from .base import PartitionSpec, Remat
-from .native import MATMULS, Runtime
+from .native import MATMULS, PartitionSpec, Remat, Runtime
 
 Operations = frozenset[OpOverload]
 

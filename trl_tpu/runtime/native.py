@@ -7,14 +7,18 @@ import resource
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from datetime import timedelta
+from enum import StrEnum
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.autograd.graph import save_on_cpu
+from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import scaled_dot_product_attention
 from torch.optim import Optimizer
@@ -22,7 +26,61 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from torch.utils.data import DataLoader
 from transformers.utils import is_torch_bf16_gpu_available
 
-from .base import PATIENCE, PartitionSpec, Planners, Remat, Topology, Value
+from ..errors import UserError
+
+#: The mesh axis or axes that each dimension of a tensor goes over, None meaning none.
+PartitionSpec = tuple[str | tuple[str, ...] | None, ...]
+
+#: How long processes wait for one that is busy: the first writes a large model to slow storage.
+PATIENCE = timedelta(hours=2)
+
+Value = TypeVar("Value")
+
+
+class Remat(StrEnum):
+    """What a layer's backward computes again: nothing, all, or all but its matrix products."""
+
+    NONE = "none"
+    FULL = "full"
+    DOTS = "dots"
+
+    @classmethod
+    def parse(cls, value: str) -> "Remat":
+        """Read what a user writes.
+
+        Raises:
+            UserError: If it is none of the three.
+        """
+        if value not in list(cls):
+            raise UserError(f"remat must be 'full', 'dots' or 'none', got {value!r}.")
+        return cls(value)
+
+
+@dataclass(frozen=True)
+class Topology:
+    """The devices and processes that train together."""
+
+    devices: int
+    """All devices of the mesh."""
+    slices: int
+    """Groups of devices that a slower network joins."""
+    process_index: int
+    process_count: int
+    """Processes that share the mesh: on a pod there is one a host."""
+    description: str
+    """What the devices are, for the log."""
+
+
+@dataclass(frozen=True)
+class Planners:
+    """What torch's distributed checkpoints need of a device; each is None where torch's own default will do."""
+
+    save: SavePlanner | None = None
+    """Takes the values of `Runtime.local_shards`."""
+    load: LoadPlanner | None = None
+    """Takes tensors on the devices, and fills each device's own part."""
+    group: dist.ProcessGroup | None = None
+    """The processes that write and read together, from any thread; None for one process by itself."""
 
 
 @torch.library.custom_op("trl_tpu::einsum", mutates_args=())

@@ -16,9 +16,8 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.optim import Adam, Optimizer
 
-from .base import PATIENCE
 from .device_choice import CPU
-from .native import Runtime
+from .native import PATIENCE, Runtime
 
 # that one function is compiled for; torch's own limit, of 8, is meant for code that varies by chance
 _MOST_SHAPES = 256

@@ -30,9 +30,19 @@ from transformers import BitsAndBytesConfig
 
 from ..errors import UserError
 from . import device_choice as libtpu
-from .base import PATIENCE, PartitionSpec, Planners, Remat, Topology
 from .layer_loop import OnHost, recompute, scan_layers
-from .native import DeviceLoader, Runtime, einsum, peak_resident_bytes, segment_attention
+from .native import (
+    PATIENCE,
+    DeviceLoader,
+    PartitionSpec,
+    Planners,
+    Remat,
+    Runtime,
+    Topology,
+    einsum,
+    peak_resident_bytes,
+    segment_attention,
+)
 
 logger = logging.getLogger(__name__)
 

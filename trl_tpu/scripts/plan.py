@@ -28,7 +28,7 @@ from trl_tpu.modeling.model_shape import model_without_weights
 from trl_tpu.modeling.outputs import write_outputs
 from trl_tpu.modeling.tokenizer import set_chat_template, set_eos_token, set_pad_token
 from trl_tpu.parallel.mesh import MeshShape, parse_mesh, parse_topology
-from trl_tpu.plan import layouts, report
+from trl_tpu.plan import layouts
 from trl_tpu.plan.compile import CompiledProgram, missing
 from trl_tpu.plan.layouts import Attempt, Layout
 from trl_tpu.runtime import Remat
@@ -144,10 +144,10 @@ def main(argv: list[str], compile_one: layouts.Compile | None = None, config: Ma
         policies = [each for each in Remat if each != Remat.NONE or not args.scan_layers]
         sizes = plan_args.batch_sizes or dict.fromkeys([size, -(-size // 2)])
         attempts = list(try_each(meshes, sizes, policies))
-        parts = [report.found(attempts)]
+        parts = [layouts.found(attempts)]
     else:
         attempts = [layouts.attempt(planned, say_and_compile)]
-        parts = [report.report(attempts[0], pairs_to_train(planned, plan_args))]
+        parts = [layouts.report(attempts[0], pairs_to_train(planned, plan_args))]
         if not attempts[0].fits:  # full remat, weights over all chips, and halves of the batch
             thrifty = [MeshShape(fsdp=mesh.batch_shards, tensor=mesh.tensor)]
             is_thrifty = planned.remat == Remat.FULL and thrifty == [mesh]
@@ -157,8 +157,8 @@ def main(argv: list[str], compile_one: layouts.Compile | None = None, config: Ma
                 others.append(other)
                 if other.fits:
                     break
-            parts.append(f"What would fit:\n\n{report.found(others)}")
-    print("\n\n".join([*parts, report.notes(planned, depths)]))
+            parts.append(f"What would fit:\n\n{layouts.found(others)}")
+    print("\n\n".join([*parts, layouts.notes(planned, depths)]))
     return 0 if any(each.fits for each in attempts) else 1
 
 
