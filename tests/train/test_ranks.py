@@ -168,7 +168,7 @@ def test_ranks_of_a_tensor_group_have_the_same_pairs_and_count_once(monkeypatch:
 def test_one_process_has_a_mesh_of_its_own_device(tmp_path: Path) -> None:
     args = trl_tpu.RewardConfig(str(tmp_path), use_cpu=True)
     assert (args.mesh, args.mesh_shape) == (None, parse_mesh("fsdp=-1", 1))
-    with pytest.raises(UserError, match="fsdp=2 .* is 2 and there are 1"):
+    with pytest.raises(UserError, match="fsdp=2"):
         trl_tpu.RewardConfig(str(tmp_path), use_cpu=True, mesh="fsdp=2")
 
 

@@ -8,7 +8,6 @@ import pytest
 import torch_xla
 from torch_xla._internal import tpu
 
-from trl_tpu.plan.compile import flags_for
 from trl_tpu.runtime import device_choice as libtpu
 
 TorchXla = Callable[[int, str], list[str]]
@@ -27,30 +26,22 @@ def torch_xlas_own(monkeypatch: pytest.MonkeyPatch) -> TorchXla:
     return flags
 
 
-@pytest.mark.parametrize("given", ["", "--xla_latency_hiding_scheduler_rerun=3 --xla_tpu_of_my_own=true"])
-@pytest.mark.parametrize("version", [5, 6])
-def test_torch_xlas_flags_are_those_that_torch_xla_sets(version: int, given: str, torch_xlas_own: TorchXla) -> None:
-    made = libtpu.with_flags(given, libtpu.torch_xla_flags(version)).split()
-    assert sorted(made) == sorted(torch_xlas_own(version, given))
-    assert made[: len(given.split())] == given.split()
-
-
 @pytest.mark.parametrize(("topology", "version"), [("v5e:2x4", 5), ("v5p:2x2x4", 5), ("v6e:4x4", 6)])
 def test_the_plan_tells_the_compiler_what_a_training_there_is_told(
     topology: str, version: int, torch_xlas_own: TorchXla, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    given = "--xla_tpu_of_my_own=true"
+    given = "--xla_latency_hiding_scheduler_rerun=3 --xla_tpu_of_my_own=true"
     torch_xlas_own(version, given)
     library = tmp_path / "libtpu.so"
     library.write_text(" ".join(libtpu.FLAGS))
     monkeypatch.setenv("TPU_LIBRARY_PATH", str(library))
     libtpu.set_flags()  # as the trainer does after torch_xla was imported
-    assert sorted(flags_for(topology, given).split()) == sorted(os.environ[libtpu.VARIABLE].split())
+    assert sorted(libtpu.flags_for(topology, given).split()) == sorted(os.environ[libtpu.VARIABLE].split())
 
 
 def test_a_users_own_choice_is_kept() -> None:
     name, value = next(iter(libtpu.FLAGS.items()))
-    kept = flags_for("v5e:2x4", f"--{name}=0 --mine=1").split()
+    kept = libtpu.flags_for("v5e:2x4", f"--{name}=0 --mine=1").split()
     assert f"--{name}=0" in kept and f"--{name}={value}" not in kept and "--mine=1" in kept
 
 

@@ -69,27 +69,33 @@ def parse_mesh(spec: str, devices: int, slices: int = 1) -> MeshShape:
         UserError: For an unknown or repeated axis, a size that is not a positive integer or -1, or sizes that do
             not multiply to ``devices``; the message shows the equation.
     """
-    asked = _read(spec)
-    slices = asked.pop("slices", slices)
-    sizes = {"data": slices, "fsdp": 1, "tensor": 1} | asked
-    open_axes = [axis for axis, size in sizes.items() if size == -1]
-    if len(open_axes) > 1:
-        raise UserError(f"mesh {spec!r}: only one axis can be -1, not {' and '.join(open_axes)}.")
-    fixed = prod(size for size in sizes.values() if size != -1)
+    sizes: dict[str, int] = {}
+    for part in spec.replace(" ", "").split(","):
+        found = _SIZE.fullmatch(part)
+        if found is None or found[1] in sizes:
+            raise UserError(
+                f"mesh {spec!r}: {part!r} is not AXIS=SIZE, once for each axis: the axes are {', '.join(AXES)}, and a "
+                "size is a positive integer, or -1 for what is left. `slices` is how many slices `data` goes over."
+            )
+        sizes[found[1]] = int(found[2])
+    slices = sizes.pop("slices", slices)
+    sizes = {"data": slices, "fsdp": 1, "tensor": 1} | sizes
     equation = " x ".join(f"{axis}={size}" for axis, size in sizes.items())
-    if open_axes and devices % fixed:
-        fault = f"{equation} leaves {devices}/{fixed}, no whole number, for {open_axes[0]} and there are {devices}"
-    elif not open_axes and fixed != devices:
-        fault = f"{equation} is {fixed} and there are {devices}"
-    else:
-        shape = MeshShape(**{axis: devices // fixed if size == -1 else size for axis, size in sizes.items()})
-        if shape.data % slices == 0:
-            return MeshShape(**shape.sizes, slices=slices)
-        fault = f"`data` also goes over the slices, and data={shape.data} / slices={slices} is no whole number"
-    raise UserError(
-        f"mesh {spec!r}: the axis sizes must multiply to the number of devices, but {fault}. Write -1 for one axis "
-        "that may be of any size."
+    fixed = prod(size for size in sizes.values() if size != -1)
+    shape = MeshShape(
+        **{axis: devices // fixed if size == -1 else size for axis, size in sizes.items()}, slices=slices
     )
+    if shape.devices != devices:
+        raise UserError(
+            f"mesh {spec!r}: the axis sizes must multiply to the number of devices, {devices}, but are {equation}. "
+            "Write -1 for one axis that may be of any size."
+        )
+    if shape.data % slices:
+        raise UserError(
+            f"mesh {spec!r}: `data` also goes over the slices, and data={shape.data} / slices={slices} is no whole "
+            "number."
+        )
+    return shape
 
 
 def check_heads(mesh: MeshShape, heads: Mapping[str, int | None]) -> None:
@@ -105,20 +111,6 @@ def check_heads(mesh: MeshShape, heads: Mapping[str, int | None]) -> None:
                 f"mesh '{mesh}': `tensor` gives each device whole attention heads, but {name}={count} / tensor="
                 f"{mesh.tensor} is no whole number. Choose a `tensor` that divides it."
             )
-
-
-def _read(spec: str) -> dict[str, int]:
-    """Return the sizes of the axes that ``spec`` names, and of `slices`."""
-    sizes: dict[str, int] = {}
-    for part in spec.replace(" ", "").split(","):
-        found = _SIZE.fullmatch(part)
-        if found is None or found[1] in sizes:
-            raise UserError(
-                f"mesh {spec!r}: {part!r} is not AXIS=SIZE, once for each axis: the axes are {', '.join(AXES)}, and a "
-                "size is a positive integer, or -1 for what is left. `slices` is how many slices `data` goes over."
-            )
-        sizes[found[1]] = int(found[2])
-    return sizes
 
 
 MiB, GiB = 2**20, 2**30

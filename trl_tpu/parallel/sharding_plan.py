@@ -105,10 +105,9 @@ class Rules:
 def _axes(source: str, pattern: Any, value: Any) -> PartitionSpec | str:
     if value == AUTO:
         return AUTO
-    are_listed = isinstance(value, list)
-    each_of = [each if isinstance(each, list) else [each] for each in value if each is not None] if are_listed else []
-    names = [name for each in each_of for name in each]
-    if not are_listed or any(name not in AXES or names.count(name) > 1 for name in names):
+    dimensions = [each for each in value if each is not None] if isinstance(value, list) else [None]
+    names = [name for each in dimensions for name in (each if isinstance(each, list) else [each])]
+    if any(name not in AXES or names.count(name) > 1 for name in names):
         raise UserError(
             f"{source}: {pattern!r}: {value!r} is not {AUTO!r}, nor a list of a mesh axis, a list of axes or null for "
             f"each dimension: the axes are {', '.join(AXES)}, each once."
@@ -214,7 +213,17 @@ class Plan:
             axes = self.rules.fit(pattern, bare, shape, self.mesh)
             if axes is not None:
                 return Placement(axes, f"rule {pattern!r}")
-        return self._derive(bare, shape)
+        if bare in self.embeddings and (embedding := self._embedding(shape)):
+            return embedding
+        over: list[str | None] = [None] * len(shape)
+        reasons = []
+        for axis, find in (("tensor", self._tensor_dim), ("fsdp", self._fsdp_dim)):
+            if self.mesh.sizes[axis] > 1:
+                dim, reason = find(bare, shape, over)
+                reasons.append(reason)
+                if dim is not None:
+                    over[dim] = axis
+        return Placement(tuple(over), "; ".join(reasons) or "fsdp=1")
 
     def style_of(self, name: str) -> str | None:
         """Return the style of a module or parameter (by its bare name) in the model's own plans."""
@@ -223,19 +232,6 @@ class Plan:
     def _find(self, styles: Mapping[str, str], name: str) -> str | None:
         pattern = re.sub(r"\.\d+(?=\.|$)", ".*", name)
         return styles.get(pattern) or styles.get(pattern.rpartition(".")[0])
-
-    def _derive(self, name: str, shape: tuple[int, ...]) -> Placement:
-        if name in self.embeddings and (embedding := self._embedding(shape)):
-            return embedding
-        axes: list[str | None] = [None] * len(shape)
-        reasons = []
-        for axis, find in (("tensor", self._tensor_dim), ("fsdp", self._fsdp_dim)):
-            if self.mesh.sizes[axis] > 1:
-                dim, reason = find(name, shape, axes)
-                reasons.append(reason)
-                if dim is not None:
-                    axes[dim] = axis
-        return Placement(tuple(axes), "; ".join(reasons) or "fsdp=1")
 
     def _embedding(self, shape: tuple[int, ...]) -> Placement | None:
         """Place an embedding table by features, over every axis that splits weights; None where they do not divide.
@@ -271,9 +267,8 @@ class Plan:
             dim for dim, size in enumerate(shape) if taken[dim] is None and size > 0 and size % self.mesh.fsdp == 0
         ]
         if not free:
-            left = [size for size, axis in zip(shape, taken, strict=True) if axis is None]
-            of = f"of {list(shape)}" if left == list(shape) else f"left of {list(shape)}"
-            return None, f"no dimension {of} is divisible by fsdp={self.mesh.fsdp}"
+            left = "left of" if any(taken) else "of"
+            return None, f"no dimension {left} {list(shape)} is divisible by fsdp={self.mesh.fsdp}"
         for dim in free:
             if dim < len(shape) - 1 and shape[dim] // self.mesh.fsdp % _TILE_ROWS == 0:
                 return dim, "rows in whole tiles"

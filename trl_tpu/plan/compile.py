@@ -106,14 +106,8 @@ def compile_for(traced: TracedProgram, topology: str) -> CompiledProgram:
     Raises:
         RuntimeError: libtpu does not know the topology or cannot compile; with libtpu's message.
     """
-    flags = flags_for(topology, os.environ.get(libtpu.VARIABLE, ""))
+    flags = libtpu.flags_for(topology, os.environ.get(libtpu.VARIABLE, ""))
     return call_in_child(compile_here, traced, topology, environment={libtpu.VARIABLE: flags})
-
-
-def flags_for(topology: str, given: str = "") -> str:
-    """Return the libtpu flags of a training on ``topology``, including the user's ``given`` ones."""
-    version = int(topology.removeprefix("v")[0])
-    return libtpu.with_flags(given, {**libtpu.torch_xla_flags(version), **libtpu.FLAGS})
 
 
 # ---- child processes
@@ -251,14 +245,11 @@ def received(listing: str) -> float:
     found: dict[str, float] = {}
     for shapes, name, starts, channel, members, size in _COLLECTIVE.findall(listing):
         chips = int(size) if size else members.count(",") + 1 if members else 0
-        sizes = [_bytes_of(*each) for each in re.findall(r"(\w+?)(\d+)\[([\d,]*)\]", shapes)]
+        # arrays such as bf16[8,128]: bits of a number, and sizes
+        arrays = re.findall(r"\w+?(\d+)\[([\d,]*)\]", shapes)
+        sizes = [int(bits) / 8 * prod(int(size) for size in shape.split(",") if size) for bits, shape in arrays]
         whole = max(sizes) if starts else sum(sizes)  # the result of a start repeats its operand
         if name == "reduce-scatter":
             whole *= chips
         found[channel] = whole * (1 - 1 / chips if chips else 1)
     return sum(found.values())
-
-
-def _bytes_of(kind: str, bits: str, shape: str) -> float:
-    """Return the bytes of an array such as bf16[8,128]."""
-    return int(bits) / 8 * prod(int(size) for size in shape.split(",") if size)

@@ -27,10 +27,13 @@ _TORCH_XLA: Mapping[str, str] = {
     "xla_tpu_prefer_async_allgather_to_allreduce": "true",
     "xla_tpu_enable_flash_attention": "false",
 }
-_TORCH_XLA_V5: Mapping[str, str] = {
-    "xla_enable_async_all_gather": "true",
-    "xla_enable_async_collective_permute": "true",
-}
+_TORCH_XLA_V5 = {"xla_enable_async_all_gather": "true", "xla_enable_async_collective_permute": "true"}
+"""What torch_xla 2.9 adds when it is imported on a TPU, and what only on one of the fifth generation."""
+
+
+def flags_for(topology: str, given: str = "") -> str:
+    """Return the libtpu flags of a training on ``topology``, such as v5e:2x4, including the user's ``given`` ones."""
+    return with_flags(given, {**_TORCH_XLA, **(_TORCH_XLA_V5 if topology.startswith("v5") else {}), **FLAGS})
 
 
 def set_flags() -> None:
@@ -47,11 +50,6 @@ def known(flags: Mapping[str, str], library: Path) -> dict[str, str]:
     """Return those of ``flags`` whose names are in a library: libtpu ends the process over any other."""
     with library.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
         return {name: value for name, value in flags.items() if content.find(name.encode()) >= 0}
-
-
-def torch_xla_flags(version: int) -> dict[str, str]:
-    """Return what torch_xla 2.9 adds when it is imported on a TPU of generation ``version``."""
-    return {**_TORCH_XLA, **(_TORCH_XLA_V5 if version == 5 else {})}
 
 
 def with_flags(given: str, flags: Mapping[str, str]) -> str:

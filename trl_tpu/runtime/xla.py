@@ -70,17 +70,6 @@ def shard_count(mesh: xs.Mesh, over: str | tuple[str, ...] | None) -> int:
     return prod(sizes.get(axis, 1) for axis in ((over,) if isinstance(over, str) else over or ()))
 
 
-def laid_out(tensor: torch.Tensor, mesh: xs.Mesh, axes: PartitionSpec) -> torch.Tensor:
-    """Return a copy of ``tensor``, and let its gradient be one, laid out over those of ``axes`` that divide it."""
-    fitting = tuple(
-        None if size % shard_count(mesh, over) else over for size, over in zip(tensor.shape, axes, strict=True)
-    )
-    if torch_xla._XLAC._get_xla_sharding_spec(tensor):
-        tensor = tensor + 0  # a tensor that was laid out keeps that layout; what is computed from it need not
-    copy: torch.Tensor = Changed.apply(tensor, mesh, fitting, _marked, _marked)
-    return copy
-
-
 class Changed(torch.autograd.Function):
     """What ``change`` makes of a tensor, and of its gradient what ``change_back`` does.
 
@@ -300,7 +289,15 @@ class XlaRuntime(Runtime):
 
     def constrain(self, tensor: torch.Tensor, axes: PartitionSpec) -> torch.Tensor:
         mesh = self.mesh_of(tensor)
-        return tensor if mesh is None else laid_out(tensor, mesh, axes)
+        if mesh is None:
+            return tensor
+        fitting = tuple(
+            None if size % shard_count(mesh, over) else over for size, over in zip(tensor.shape, axes, strict=True)
+        )
+        if torch_xla._XLAC._get_xla_sharding_spec(tensor):
+            tensor = tensor + 0  # a tensor that was laid out keeps that layout; what is computed from it need not
+        copy: torch.Tensor = Changed.apply(tensor, mesh, fitting, _marked, _marked)
+        return copy
 
     def mesh_of(self, tensor: torch.Tensor) -> xs.Mesh | None:
         """Return the mesh that a tensor lies on; None on the host, or outside a trainer."""
