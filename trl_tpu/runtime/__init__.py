@@ -35,22 +35,14 @@ def current() -> Runtime:
     """
     global _current
     if _current is None:  # no `cache`, which torch.compile looks through
-        _current = _started()
+        if choice().name == "xla":
+            from .xla import XlaRuntime as Chosen
+        elif choice().name == "torchtpu":
+            from .torchtpu import TorchTpuRuntime as Chosen  # type: ignore[assignment]
+        else:
+            from .native import Runtime as Chosen  # type: ignore[assignment]
+        _current = Chosen()
     return _current
-
-
-def _started() -> Runtime:
-    if choice().name == "xla":
-        from .xla import XlaRuntime
-
-        return XlaRuntime()
-    if choice().name == "torchtpu":
-        from .torchtpu import TorchTpuRuntime
-
-        return TorchTpuRuntime()
-    from .native import Runtime
-
-    return Runtime()
 
 
 def __getattr__(name: str) -> Any:

@@ -145,7 +145,16 @@ def scan_layers(
     *args: Any,
     **kwargs: Any,
 ) -> torch.Tensor:
-    """Return ``hidden`` after all layers whose weights ``layer`` has: `Runtime.scan` of PyTorch/XLA."""
+    """Return ``hidden`` after layers that are alike, as a loop whose program has one of them.
+
+    Args:
+        runtime: Lays gradients out.
+        layer: One layer, whose parameters have those of all layers behind a first dimension.
+        axes: The mesh axes that the dimensions of each parameter of one layer go over.
+        policy: "full" or "dots", see `Remat`.
+        hidden: The input of the first layer.
+        args, kwargs: Further arguments of each layer; no gradient goes to tensors in them.
+    """
     leaves, structure = tree_flatten((args, kwargs))
     dtypes = [leaf.dtype if isinstance(leaf, torch.Tensor) else None for leaf in leaves]
     given = list(zip(leaves, dtypes, strict=True))

@@ -197,14 +197,13 @@ class DeviceLoader:
     A device that runs steps beside the host computes one while the next batch is made and copied.
 
     Args:
-        upload: Copies a tensor of a batch to the device.
+        runtime: Copies tensors to the device.
+        batches: Batches on the host.
+        batch_axes: The mesh axes of a batch's first dimension.
     """
 
-    def __init__(
-        self, runtime: "Runtime", batches: DataLoader, upload: Callable[[torch.Tensor, torch.device], torch.Tensor]
-    ) -> None:
-        self.runtime, self.batches = runtime, batches
-        self._upload = upload
+    def __init__(self, runtime: "Runtime", batches: DataLoader, batch_axes: tuple[str, ...]) -> None:
+        self.runtime, self.batches, self._batch_axes = runtime, batches, batch_axes
 
     def __len__(self) -> int:
         return len(self.batches)
@@ -225,8 +224,9 @@ class DeviceLoader:
         if type(value) in (tuple, list):
             return type(value)(self.upload(part, device) for part in value)
         if hasattr(value, "map_tensors"):  # a micro-batch
-            return value.map_tensors(lambda tensor: self._upload(tensor, device))
-        return self._upload(value, device) if isinstance(value, torch.Tensor) else value
+            return value.map_tensors(lambda tensor: self.upload(tensor, device))
+        is_tensor = isinstance(value, torch.Tensor)
+        return self.runtime.upload(value, self._batch_axes, device) if is_tensor else value
 
     def set_epoch(self, epoch: int) -> None:
         """Shuffle for ``epoch``: samplers order their pairs by (seed, epoch)."""
@@ -445,7 +445,11 @@ class Runtime:
 
         Every process gives batches of all rows, and copies those of its own devices; the others may hold anything.
         """
-        return DeviceLoader(self, batches, torch.Tensor.to)
+        return DeviceLoader(self, batches, batch_axes)
+
+    def upload(self, tensor: torch.Tensor, batch_axes: tuple[str, ...], device: torch.device) -> torch.Tensor:
+        """Copy a tensor of a batch to the devices: rows of tokens over the batch axes, other tensors whole to each."""
+        return tensor.to(device)
 
     # ---- steps
 
@@ -503,24 +507,8 @@ class Runtime:
         keep = functools.partial(create_selective_checkpoint_contexts, list(MATMULS))
         return functools.partial(layer._gradient_checkpointing_func, use_reentrant=False, context_fn=keep)
 
-    def scan(
-        self,
-        layer: nn.Module,
-        axes: Mapping[str, PartitionSpec],
-        policy: Remat,
-        hidden: torch.Tensor,
-        *args: Any,
-        **kwargs: Any,
-    ) -> torch.Tensor:
-        """Return ``hidden`` after layers that are alike, as a loop whose program has one of them.
-
-        Args:
-            layer: One layer, whose parameters have those of all layers behind a first dimension.
-            axes: The mesh axes that the dimensions of each parameter of one layer go over.
-            policy: "full" or "dots", see `Remat`.
-            args, kwargs: What each layer gets besides; no gradient goes to tensors in them.
-        """
-        raise NotImplementedError("Plain torch runs layers one by one: it compiles nothing that a loop would shorten.")
+    scan: Callable[..., torch.Tensor]
+    """Runs alike layers as one compiled loop: `layer_loop.scan_layers`. Only PyTorch/XLA has it."""
 
     segment_attention = staticmethod(segment_attention)
     """Computes causal attention within segments by the device's best kernel."""

@@ -22,7 +22,6 @@ from accelerate import PartialState
 from torch import nn
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader
 from torch_xla._internal import tpu
 from torch_xla.experimental.distributed_checkpoint import SPMDLoadPlanner, SPMDSavePlanner
 from torch_xla.experimental.distributed_checkpoint._helpers import _CpuShards, _sharded_cpu_state_dict
@@ -33,7 +32,6 @@ from . import device_choice as libtpu
 from .layer_loop import OnHost, recompute, scan_layers
 from .native import (
     PATIENCE,
-    DeviceLoader,
     PartitionSpec,
     Planners,
     Remat,
@@ -354,12 +352,8 @@ class XlaRuntime(Runtime):
 
     scan = scan_layers
 
-    def loader(self, batches: DataLoader, batch_axes: tuple[str, ...]) -> DeviceLoader:
-        return DeviceLoader(self, batches, functools.partial(self._upload_batch, batch_axes))
-
-    def _upload_batch(self, batch_axes: tuple[str, ...], tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-        """Copy a tensor of a batch to the devices: rows of tokens over the batch axes; lists of numbers, and rows that
-        the axes do not divide, whole to each.
+    def upload(self, tensor: torch.Tensor, batch_axes: tuple[str, ...], device: torch.device) -> torch.Tensor:
+        """Copy a tensor of a batch; rows that the axes do not divide go whole to each device.
 
         torch_xla cuts out what this host's devices hold by their places in the mesh. Its ``minibatch`` would instead
         deal the host's rows out by device number, and hosts' devices are no runs of numbers: of 4x4 chips the first
