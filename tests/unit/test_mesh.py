@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trl_tpu.errors import UserError
-from trl_tpu.parallel.mesh import AXES, BATCH_AXES, MeshShape, check_heads, parse_mesh, parse_topology
+from trl_tpu.parallel.mesh import AXES, BATCH_AXES, MeshShape, parse_mesh, parse_topology
 
 counts = st.integers(1, 16)
 
@@ -26,14 +26,9 @@ def test_the_product_is_the_number_of_devices_and_minus_one_fills(data: int, fsd
     ):
         assert parse_mesh(spec, devices) == shape
     assert shape.devices == prod(shape.sizes.values()) == shape.batch_shards * tensor == devices
+    assert parse_mesh("tensor=-1", devices) == MeshShape(tensor=devices)  # axes without a name have size 1
     assert tuple(shape.sizes) == AXES == (*BATCH_AXES, "tensor")
     assert parse_mesh(str(shape), devices) == shape
-
-
-@given(counts)
-def test_an_axis_that_is_not_named_has_size_one(devices: int) -> None:
-    for axis in AXES:
-        assert parse_mesh(f"{axis}=-1", devices) == MeshShape(**{axis: devices})
 
 
 @given(counts, counts, counts, st.integers(1, 4))
@@ -66,14 +61,6 @@ def test_a_wrong_mesh_is_rejected_with_its_text(spec: str, devices: int, rule: s
     with pytest.raises(UserError, match=re.escape(rule)) as caught:
         parse_mesh(spec, devices)
     assert str(caught.value).startswith(f"mesh {spec!r}: ")
-
-
-def test_a_tensor_axis_that_cuts_heads_is_rejected() -> None:
-    heads = {"num_attention_heads": 32, "num_key_value_heads": 4}
-    for tensor in (1, 2, 4):
-        check_heads(MeshShape(fsdp=8 // tensor, tensor=tensor), heads)
-    with pytest.raises(UserError, match="num_key_value_heads=4 / tensor=8"):
-        check_heads(MeshShape(fsdp=2, tensor=8), heads)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES
 from trl_tpu.parallel import sharding_plan
 from trl_tpu.parallel.mesh import MeshShape
 from trl_tpu.parallel.shard import ShardReport, place_model, plan_model
-from trl_tpu.parallel.sharding_plan import Plan, bare_name
+from trl_tpu.parallel.sharding_plan import Plan
 from trl_tpu.runtime import PartitionSpec
 from trl_tpu.runtime.native import Runtime
 
@@ -123,20 +123,6 @@ def test_every_style_of_transformers_splits_a_weight_or_is_known_to_leave_it_who
     assert placed.axes == (None, None) and placed.reason == "replicate leaves it whole"
 
 
-@pytest.mark.parametrize(
-    ("name", "bare"),
-    [
-        ("base_model.model.model.layers.0.q.base_layer.weight", "model.layers.0.q.weight"),
-        ("base_model.model.score.modules_to_save.default.weight", "score.weight"),
-        ("base_model.model.score.original_module.weight", "score.weight"),
-        ("base_model.model.model.layers.0.q.lora_A.default.weight", "model.layers.0.q.lora_A.default.weight"),
-        ("model.layers.0.q.weight", "model.layers.0.q.weight"),
-    ],
-)
-def test_the_bare_name_is_the_models_without_peft(name: str, bare: str) -> None:
-    assert bare_name(name) == bare
-
-
 # ---- real models, without memory
 
 
@@ -185,15 +171,15 @@ def test_heads_that_tensor_would_cut_are_refused_by_the_models_config() -> None:
 
 def test_fewer_key_and_value_heads_than_devices_stay_whole_over_tensor() -> None:
     model = on_meta("qwen3", num_attention_heads=32, num_key_value_heads=4, num_hidden_layers=1)
-    plan = plan_model(model, MeshShape(fsdp=2, tensor=8))
-    axes = {
-        name.split(".")[-2]: plan.place(name, tuple(parameter.shape)).axes
-        for name, parameter in model.named_parameters()
-        if "_proj" in name
-    }
-    assert axes["k_proj"] == axes["v_proj"] == ("fsdp", None)
-    assert axes["q_proj"] == axes["up_proj"] == ("tensor", "fsdp")
-    assert axes["o_proj"] == axes["down_proj"] == ("fsdp", "tensor")
+    plan, parameters = plan_model(model, MeshShape(fsdp=2, tensor=8)), dict(model.named_parameters())
+    for name, axes in [
+        ("self_attn.k_proj", ("fsdp", None)),
+        ("self_attn.v_proj", ("fsdp", None)),
+        ("self_attn.q_proj", ("tensor", "fsdp")),
+        ("self_attn.o_proj", ("fsdp", "tensor")),
+    ]:
+        weight = f"model.layers.0.{name}.weight"
+        assert plan.place(weight, tuple(parameters[weight].shape)).axes == axes, name
 
 
 def test_a_model_without_a_plan_is_refused_on_a_tensor_axis_and_no_other() -> None:

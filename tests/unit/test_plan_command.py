@@ -56,13 +56,8 @@ def test_a_config_alone_is_planned_and_the_text_printed(model: str, capsys: pyte
     assert "3,000 pairs: at least" in printed.out  # transformers' default of epochs is 3
     assert "1 pairs of 512 unique tokens" in printed.out
     assert "Compiling for v6e:1x1" in printed.err
-
-
-def test_the_number_of_steps_goes_before_the_dataset(model: str, capsys: pytest.CaptureFixture) -> None:
-    planned(
-        model, "--max_steps 10 --per_device_train_batch_size 4 --gradient_accumulation_steps 2 --pairs_in_dataset 9000"
-    )
-    assert "80 pairs: at least" in capsys.readouterr().out
+    planned(model, f"{words} --max_steps 10 --gradient_accumulation_steps 2")
+    assert "80 pairs: at least" in capsys.readouterr().out  # of the steps, whatever the dataset has
 
 
 def test_what_does_not_fit_is_followed_by_what_would(model: str, capsys: pytest.CaptureFixture) -> None:
@@ -229,8 +224,7 @@ def test_a_model_with_code_of_its_own_is_planned_where_that_is_trusted(
 @pytest.mark.parametrize(
     ("words", "error"),
     [
-        ("--topology v6e:5x5", "topology 'v6e:5x5': slices of v6e have the shapes 1x1"),
-        ("--topology v6e:4x4 --mesh fsdp=3", "mesh 'fsdp=3': the axis sizes must multiply to the number of devices"),
+        ("--topology v6e:4x4 --mesh fsdp=3", "mesh 'fsdp=3': "),
         pytest.param(
             *("--topology v6e:2x2 --mesh slices=2,fsdp=-1", "v6e:2x2 is one slice"),
             marks=pytest.mark.skipif(find_spec("torch_xla") is None, reason="torch_xla is not installed"),
