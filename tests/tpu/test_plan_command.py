@@ -5,24 +5,13 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
 
 import pytest
 from ahead import AT_ONCE
 from places import EXAMPLES, ROOT
 from transformers import AutoConfig
 
-CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
-    "small": (
-        "llama",
-        {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "vocab_size": 1024}
-        | {"num_attention_heads": 4, "num_key_value_heads": 2},
-    ),
-}
-COMMANDS = {
-    "small": "--topology v6e:2x2 --row_length 256 --per_device_train_batch_size 1",
-    "data": f"--config {EXAMPLES / 'quickstart.yaml'} --topology v5e:2x2",
-}
+SIZES = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "vocab_size": 1024}
 
 
 def planned(words: list[str]) -> str:
@@ -36,17 +25,14 @@ def planned(words: list[str]) -> str:
 
 @pytest.fixture(scope="module")
 def plans(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mapping[str, Future[str]]]:
+    folder = tmp_path_factory.mktemp("model")
+    AutoConfig.for_model("llama", num_attention_heads=4, num_key_value_heads=2, **SIZES).save_pretrained(folder)
+    commands = {
+        "small": f"--model_name_or_path {folder} --topology v6e:2x2 --row_length 256 --per_device_train_batch_size 1",
+        "data": f"--config {EXAMPLES / 'quickstart.yaml'} --topology v5e:2x2",
+    }
     with ThreadPoolExecutor(AT_ONCE) as pool:
-        begun = {}
-        for name, command in COMMANDS.items():
-            words = command.split()
-            if name in CONFIGS:
-                model_type, sizes = CONFIGS[name]
-                folder = str(tmp_path_factory.mktemp(name))
-                AutoConfig.for_model(model_type, **sizes).save_pretrained(folder)
-                words += ["--model_name_or_path", folder]
-            begun[name] = pool.submit(planned, words)
-        yield begun
+        yield {name: pool.submit(planned, command.split()) for name, command in commands.items()}
 
 
 def test_a_config_alone_is_planned(plans: Mapping[str, Future[str]]) -> None:

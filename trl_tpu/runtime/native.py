@@ -507,8 +507,9 @@ class Runtime:
         keep = functools.partial(create_selective_checkpoint_contexts, list(MATMULS))
         return functools.partial(layer._gradient_checkpointing_func, use_reentrant=False, context_fn=keep)
 
-    scan: Callable[..., torch.Tensor]
-    """Runs alike layers as one compiled loop: `layer_loop.scan_layers`. Only PyTorch/XLA has it."""
+    def scan(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Run layers that are alike as one compiled loop: see `layer_loop.scan_layers`."""
+        raise NotImplementedError("Plain torch runs layers one by one: it compiles nothing that a loop would shorten.")
 
     segment_attention = staticmethod(segment_attention)
     """Computes causal attention within segments by the device's best kernel."""
