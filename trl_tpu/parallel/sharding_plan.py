@@ -130,14 +130,8 @@ def _some(names: list[str]) -> str:
 # What a style of transformers splits of a weight: the features it puts out, those it takes in, rows or columns of an
 # embedding table, or whole experts. The others say how modules communicate, which the compiler finds out by itself.
 _SPLITS = {
-    "colwise": "out",
-    "colwise_gather_output": "out",
-    "colwise_rep": "out",
-    "packed_colwise": "out",
-    "rowwise": "in",
-    "rowwise_split_input": "in",
-    "rowwise_rep": "in",
-    "packed_rowwise": "in",
+    **dict.fromkeys(("colwise", "colwise_gather_output", "colwise_rep", "packed_colwise"), "out"),
+    **dict.fromkeys(("rowwise", "rowwise_split_input", "rowwise_rep", "packed_rowwise"), "in"),
     "embedding_rowwise": "rows",
     "embedding_colwise": "columns",
     "grouped_gemm": "experts",

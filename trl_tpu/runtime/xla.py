@@ -328,12 +328,11 @@ class XlaRuntime(Runtime):
         if mesh is None:
             return function(*tensors)
         # the entries of ``axes`` that are more than one device and divide all dimensions they are named for
-        sizes: dict[Any, set[int]] = {}
-        for tensor, over_all in zip(tensors, axes, strict=True):
-            for over, size in zip(over_all, tensor.shape, strict=True):
-                sizes.setdefault(over, set()).add(size)
-        counts = {over: shard_count(mesh, over) for over in sizes}
-        dividing = {over for over, n in counts.items() if n > 1 and all(size % n == 0 for size in sizes[over])}
+        dimensions = [
+            each for tensor, over in zip(tensors, axes, strict=True) for each in zip(over, tensor.shape, strict=True)
+        ]
+        counts = {over: shard_count(mesh, over) for over, _ in dimensions}
+        dividing = counts.keys() - {over for over, size in dimensions if counts[over] == 1 or size % counts[over]}
         *input_axes, output_axes = (
             tuple(over if over in dividing else None for over in each) for each in (*axes, result_axes)
         )
