@@ -11,7 +11,7 @@ from transformers import (
     set_seed,
 )
 
-from trl_tpu.modeling.layers import use_static_experts
+from trl_tpu.modeling.layers import fit_to_device
 
 SIZE = {
     "vocab_size": 60,
@@ -48,7 +48,7 @@ def test_static_experts_equal_the_models_own(name: str) -> None:
         return logits.detach(), {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
 
     expected, expected_gradients = rewards_and_gradients()
-    use_static_experts(model)
+    fit_to_device(model, is_static=True)
     rewards, gradients = rewards_and_gradients()
     torch.testing.assert_close(rewards, expected, atol=1e-9, rtol=1e-9)  # float64; the router works in float32
     assert gradients.keys() == expected_gradients.keys()

@@ -92,8 +92,8 @@ def test_a_model_with_its_layers_as_one_holds_them_once_and_names_them_by_layer(
     stack = make_stack(model)
     stack.stack(torch.optim.SGD([parameter for parameter in model.parameters() if parameter.requires_grad]))
     assert sum(parameter.numel() for parameter in model.parameters()) == sum(map(torch.numel, before.values()))
-    assert not any(part.numel() for kind in stack._kinds for part in kind.parts)
-    found = by_layer(model, model.state_dict(keep_vars=True), torch.Tensor.__getitem__)
+    assert not any(part.numel() for weight in stack._weights for part in weight.parts)
+    found = by_layer(model, model.state_dict(keep_vars=True))
     assert found.keys() == before.keys()
     assert all(torch.equal(found[name], tensor) for name, tensor in before.items())
 
@@ -106,7 +106,7 @@ def test_entries_with_more_than_a_weights_name_are_named_by_layer() -> None:
         "optimizer.model.layers.0.input_layernorm.weight.step": torch.tensor(7),
         "optimizer.model.norm.weight.step": torch.tensor(8),
     }
-    named = {name: value.item() for name, value in by_layer(model, state, torch.Tensor.__getitem__).items()}
+    named = {name: value.item() for name, value in by_layer(model, state).items()}
     weight = "input_layernorm.weight"
     averages = {f"optimizer.model.layers.{number}.{weight}.exp_avg": number for number in range(LAYERS)}
     steps = {f"optimizer.model.layers.{number}.{weight}.step": 7 for number in range(LAYERS)}

@@ -7,13 +7,13 @@ import torch_xla.debug.metrics as met
 from transformers import PreTrainedModel
 
 from trl_tpu.checkpoint.state_dict import to_host
-from trl_tpu.modeling.packed_attention import use_static_attention
+from trl_tpu.modeling.layers import fit_to_device
 from trl_tpu.runtime import current
 
 
 def model_on_xla(checkpointing: bool) -> PreTrainedModel:
     model = tiny.tiny_model(tiny.tiny_tokenizer(["a few words to spell"], vocab_size=300))
-    use_static_attention(model)
+    fit_to_device(model, is_static=True)
     runtime = current()
     model.to("xla").train()
     if checkpointing:

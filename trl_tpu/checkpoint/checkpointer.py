@@ -18,7 +18,6 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
-from operator import getitem
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -193,7 +192,7 @@ class Checkpointer:
         if to_files or to_state:
             weights = state_dict.trained_weights(model)
             tensors |= {f"{state_dict.WEIGHT_PREFIX}{name}": tensor for name, tensor in weights.items()}
-        shards = by_layer(model, runtime.local_shards(tensors), getitem)
+        shards = by_layer(model, runtime.local_shards(tensors))
         state = {name: shard for name, shard in shards.items() if name.startswith(state_dict.OPTIMIZER_PREFIX)}
         weights = {name: shard for name, shard in shards.items() if name not in state}
         if to_state:

@@ -10,7 +10,6 @@ import tempfile
 import warnings
 from collections.abc import Iterator, Mapping, Set
 from contextlib import contextmanager
-from operator import getitem
 from pathlib import Path
 from queue import Queue
 from typing import Any
@@ -194,7 +193,7 @@ def trained_weights(model: nn.Module) -> dict[str, torch.Tensor]:
 
 def whole_weights(model: nn.Module, runtime: Runtime, *, keeps: bool) -> dict[str, torch.Tensor]:
     """Return `trained_weights` as `to_host` does; weights of stacked layers are named after each layer."""
-    return by_layer(model, to_host(trained_weights(model), runtime, keeps=keeps), getitem)
+    return by_layer(model, to_host(trained_weights(model), runtime, keeps=keeps))
 
 
 def give_weights_on_host(model: nn.Module, runtime: Runtime) -> None:
@@ -209,7 +208,7 @@ def give_weights_on_host(model: nn.Module, runtime: Runtime) -> None:
         weights = module.state_dict(keep_vars=True)
         for name in weights:
             del state[prefix + name]
-        host = by_layer(module, to_host(weights, runtime), getitem)
+        host = by_layer(module, to_host(weights, runtime))
         state.update({prefix + name: tensor for name, tensor in host.items()})
 
     without_adapters(model).register_state_dict_post_hook(copy_to_host)
@@ -247,7 +246,7 @@ def optimizer_numbers(optimizer: Optimizer, model: nn.Module) -> dict[str, Any]:
     """Return the optimizer's class, its settings, and the part of its state that is no tensor, for JSON."""
     groups = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
     numbers = {name: value for name, value in _optimizer_state(optimizer, model) if not torch.is_tensor(value)}
-    state = by_layer(model, numbers, lambda number, _: number)
+    state = by_layer(model, numbers)
     return {"class": type(optimizer).__name__, "groups": groups, "state": state}
 
 

@@ -7,7 +7,6 @@ from itertools import islice
 from typing import Any
 
 from datasets import Dataset, IterableDataset
-from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import cached_file
 
@@ -30,7 +29,7 @@ from .adapters import (
     warn_if_head_is_frozen,
     without_adapters,
 )
-from .layers import disable_dropout_in_model, find_layers, freeze, use_static_experts
+from .layers import disable_dropout_in_model, freeze
 from .load import (
     OF_FILES,
     check_num_labels,
@@ -43,8 +42,7 @@ from .load import (
 )
 from .losses import TIES
 from .model_shape import learned_positions
-from .outputs import Outputs, keep_heads_in_float32, tell_engines, write_outputs
-from .packed_attention import use_static_attention
+from .outputs import Outputs, tell_engines, write_outputs
 from .tokenizer import set_chat_template, set_eos_token, set_pad_token
 
 logger = logging.getLogger(__name__)
@@ -170,21 +168,6 @@ def in_order_of(model: Any, args: RewardConfig) -> RewardConfig:
             values = getattr(args, name)
             setattr(args, name, values and [values[place] for place in places])
     return args
-
-
-def fit_to_device(model: nn.Module, args: RewardConfig, *, is_static: bool) -> None:
-    """Let ``model`` compute in the precision of ``args`` and, where ``is_static``, in shapes that no data change.
-
-    Raises:
-        UserError: `scan_layers` is set, and the layers cannot run as a loop.
-    """
-    keep_heads_in_float32(model)
-    base = without_adapters(model)
-    if is_static:
-        use_static_attention(base)
-        use_static_experts(base)
-    if args.scan_layers:
-        find_layers(base)  # raises before any data is read
 
 
 def build_dataset(

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from transformers import PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -20,6 +19,9 @@ from ..errors import UserError
 from ..parallel.mesh import BATCH_AXES
 from ..parallel.shard import kind_of
 from ..runtime import PartitionSpec, Remat, Runtime
+from .adapters import without_adapters
+from .outputs import keep_heads_in_float32
+from .packed_attention import attend_by, static_sdpa_attention, static_sdpa_mask
 
 
 def disable_dropout_in_model(model: nn.Module) -> None:
@@ -146,10 +148,18 @@ def _each(experts: Any, input_ETI: torch.Tensor, name: str) -> torch.Tensor:
     return output_ETO + getattr(experts, f"{name}_bias").unsqueeze(1) if experts.has_bias else output_ETO
 
 
-def use_static_experts(model: PreTrainedModel) -> None:
-    """Select `static_experts` for the mixture-of-experts blocks of ``model``, if it has any."""
-    ALL_EXPERTS_FUNCTIONS.register(STATIC_EXPERTS, static_experts)
-    model.set_experts_implementation(STATIC_EXPERTS)
+def fit_to_device(model: nn.Module, *, is_static: bool) -> None:
+    """Let ``model`` compute rewards in float32 and, where ``is_static``, in shapes that no data change.
+
+    Static shapes replace sdpa, but no other attention, and the experts of a mixture.
+    """
+    keep_heads_in_float32(model)
+    if is_static:
+        base = without_adapters(model)
+        if base.config._attn_implementation == "sdpa":
+            attend_by(base, "static", static_sdpa_mask, static_sdpa_attention)
+        ALL_EXPERTS_FUNCTIONS.register(STATIC_EXPERTS, static_experts)
+        base.set_experts_implementation(STATIC_EXPERTS)
 
 
 #: Optimizers whose update of a number depends on that number's own gradients, so that what is stacked is updated as if
@@ -160,7 +170,7 @@ _ELEMENTWISE = (torch.optim.Adam, torch.optim.Adagrad, torch.optim.RMSprop, torc
 class StackedLayers(nn.ModuleList):
     """All layers under their usual names. A model that iterates over them gets one: the loop.
 
-    Parameters have the first layer's names, also in a ``state_dict``; `by_layer` gives each layer its own.
+    Parameters have the first layer's names, also in a ``state_dict``; `by_layer` replaces them by each layer's.
     """
 
     def __init__(self, layers: Iterable[nn.Module], loop: Callable[..., torch.Tensor]) -> None:
@@ -174,46 +184,44 @@ class StackedLayers(nn.ModuleList):
         return [self._loop][index] if isinstance(index, slice) else super().__getitem__(index)
 
 
-def by_layer(model: nn.Module, state: Mapping[str, Any], row: Callable[[Any, int], Any]) -> dict[str, Any]:
+def by_layer(model: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
     """Return ``state`` with an entry for each layer in place of each entry of a stacked weight.
 
     Args:
-        model: The model that the names are of. They may have more before and behind the weight's name.
-        state: Anything by name. A tensor without dimensions counts for every layer.
-        row: Takes any other entry, and a layer's number, and returns that layer's.
+        model: The model.
+        state: Tensors, shards or numbers by name: a parameter's, with anything before and behind it. A number, or a
+            tensor without dimensions, counts for every layer; of others each layer gets its row.
     """
     stacked = next((pair for pair in model.named_modules() if isinstance(pair[1], StackedLayers)), None)
     if stacked is None:
         return dict(state)
     path, layers = stacked
-    named = {}
+    named: dict[str, Any] = {}
     for name, entry in state.items():
         before, is_stacked, after = name.partition(f"{path}.0.")
-        if not is_stacked:
+        if is_stacked:
+            named |= {f"{before}{path}.{number}.{after}": _row(entry, number) for number in range(len(layers))}
+        else:
             named[name] = entry
-            continue
-        is_scalar = isinstance(entry, torch.Tensor) and entry.dim() == 0
-        for number in range(len(layers)):
-            # a clone, since files do not take tensors that share memory
-            named[f"{before}{path}.{number}.{after}"] = entry.clone() if is_scalar else row(entry, number)
     return named
 
 
 @dataclass(frozen=True)
-class _Kind:
+class _Weight:
     """One weight of every layer, separate and stacked. One of the two is empty."""
 
+    name: str  # in a layer
     parts: list[nn.Parameter]
     whole: nn.Parameter
-    axes: PartitionSpec
-    nothing: torch.Tensor  # what the empty one has
+    axes: PartitionSpec  # of one layer's weight
+    nothing: torch.Tensor  # the empty one's data
 
 
 class LayerStack:
     """Stacks a model's layers and their optimizer state into one layer, and unstacks them.
 
     Args:
-        axes: The mesh axes that the dimensions of each of the model's parameters go over, by its name.
+        axes: The mesh axes of the dimensions of each of the model's parameters, by its name.
         policy: What the loop's backward computes again: "full" or "dots".
 
     Raises:
@@ -224,93 +232,75 @@ class LayerStack:
         path, self._layers = find_layers(model)
         owner, _, self._attribute = path.rpartition(".")
         self.model, self._owner, self._runtime = model, model.get_submodule(owner), runtime
-        by_name = [dict(layer.named_parameters()) for layer in self._layers]
-        first = by_name[0]
-        of_layer = {name: axes.get(f"{path}.0.{name}", (None,) * part.dim()) for name, part in first.items()}
-        self._kinds = []
-        for name, part in first.items():
+        self._weights: list[_Weight] = []
+        for name, first in self._layers[0].named_parameters():
             # uploaded once: tensors made on the device would be results of a program, in number as many as weights
-            nothing = runtime.to_device(torch.empty(0, dtype=part.dtype), part.device)
-            whole = nn.Parameter(nothing, part.requires_grad)
-            self._kinds.append(_Kind([parts[name] for parts in by_name], whole, of_layer[name], nothing))
-        self._places = [  # where each parameter is
-            (module, leaf, parameter)
-            for module in self._layers.modules()
-            for leaf, parameter in module._parameters.items()
-            if parameter is not None
-        ]
+            nothing = runtime.to_device(torch.empty(0, dtype=first.dtype), first.device)
+            parts = [layer.get_parameter(name) for layer in self._layers]
+            whole = nn.Parameter(nothing, first.requires_grad)
+            layer_axes = axes.get(f"{path}.0.{name}", (None,) * first.dim())
+            self._weights.append(_Weight(name, parts, whole, layer_axes, nothing))
+        of_layer = {weight.name: weight.axes for weight in self._weights}
         self._stacked = StackedLayers(self._layers, partial(runtime.scan, self._layers[0], of_layer, policy))
-        self._optimizer: Optimizer | None = None  # whose state is stacked too
+        self._optimizer: Optimizer | None = None  # whose state is stacked too; None while layers are separate
         self._groups: list[list[nn.Parameter]] = []  # its parameters, one by one
 
     @property
     def axes(self) -> dict[nn.Parameter, PartitionSpec]:
-        """The mesh axes that the dimensions of the stacked parameters go over: the first goes over none."""
-        return {kind.whole: (None, *kind.axes) for kind in self._kinds}
-
-    @property
-    def is_stacked(self) -> bool:
-        return self._owner._modules[self._attribute] is not self._layers
+        """The mesh axes of the dimensions of the stacked parameters: the first goes over none."""
+        return {weight.whole: (None, *weight.axes) for weight in self._weights}
 
     def stack(self, optimizer: Optimizer) -> None:
         """Stack the model's layers and the state of the optimizer, which may have taken no step yet.
 
-        One kind of weight at a time, so that the devices hold at most one kind twice.
+        One weight at a time, so that the devices hold at most one twice.
 
         Raises:
             ScanImpossible: The optimizer's update of a layer would not be the same.
         """
-        if self.is_stacked:
+        if self._optimizer is not None:
             return
         groups = self._stacked_groups(optimizer)
         self._optimizer, self._groups = optimizer, [group["params"] for group in optimizer.param_groups]
-        for kind in self._kinds:
-            kind.whole.data = self._join(list(kind.parts), kind.axes)
-            states = [optimizer.state.pop(part, {}) for part in kind.parts]
+        for weight in self._weights:
+            weight.whole.data = self._join(list(weight.parts), weight.axes)
+            states = [optimizer.state.pop(part, {}) for part in weight.parts]
             if states[0]:
-                optimizer.state[kind.whole] = {
-                    name: self._join([state[name] for state in states], kind.axes) if _has_rows(value) else value
+                optimizer.state[weight.whole] = {
+                    name: self._join([state[name] for state in states], weight.axes) if _has_rows(value) else value
                     for name, value in states[0].items()  # layers that are alike have taken the same steps
                 }
-            for part in kind.parts:
-                part.data, part.grad = kind.nothing, None
+            for part in weight.parts:
+                part.data, part.grad = weight.nothing, None
+            self._assign(weight, [weight.whole, *[None] * (len(self._layers) - 1)])
         for group, parameters in zip(optimizer.param_groups, groups, strict=True):
             group["params"] = parameters
-        wholes = {kind.parts[0]: kind.whole for kind in self._kinds}
-        for module, leaf, parameter in self._places:
-            module._parameters[leaf] = wholes.get(parameter)
         self._owner._modules[self._attribute] = self._stacked
 
     def unstack(self) -> None:
         """Unstack the layers and the state of the optimizer."""
-        if not self.is_stacked:
+        optimizer, self._optimizer = self._optimizer, None
+        if optimizer is None:
             return
-        optimizer = self._optimizer
-        assert optimizer is not None
         self._runtime.step_boundary()  # the last step is a program of its own
-        for kind in self._kinds:
-            count = len(kind.parts)
-            for part, weight in zip(kind.parts, self._cut(kind.whole, kind.axes), strict=True):
-                part.data = weight
-            kind.whole.data, kind.whole.grad = kind.nothing, None
-            for name, value in optimizer.state.pop(kind.whole, {}).items():
-                if _has_rows(value):
-                    values = self._cut(value, kind.axes)
-                else:
-                    values = [value.clone() if isinstance(value, torch.Tensor) else value for _ in range(count)]
-                for part, each in zip(kind.parts, values, strict=True):
-                    optimizer.state[part][name] = each
+        for weight in self._weights:
+            for part, data in zip(weight.parts, self._cut(weight.whole, weight.axes), strict=True):
+                part.data = data
+            weight.whole.data, weight.whole.grad = weight.nothing, None
+            for name, value in optimizer.state.pop(weight.whole, {}).items():
+                rows = self._cut(value, weight.axes) if _has_rows(value) else None
+                for number, part in enumerate(weight.parts):
+                    optimizer.state[part][name] = _row(value, number) if rows is None else rows[number]
+            self._assign(weight, weight.parts)
         self._runtime.step_boundary()
         for group, parameters in zip(optimizer.param_groups, self._groups, strict=True):
             group["params"] = parameters
-        for module, leaf, parameter in self._places:
-            module._parameters[leaf] = parameter
         self._owner._modules[self._attribute] = self._layers
 
     @contextmanager
     def one_by_one(self) -> Iterator[None]:
         """Unstack the layers while the context is open."""
-        optimizer = self._optimizer if self.is_stacked else None
+        optimizer = self._optimizer
         self.unstack()
         yield
         if optimizer is not None:
@@ -321,22 +311,31 @@ class LayerStack:
         group_of = {
             parameter: number for number, group in enumerate(optimizer.param_groups) for parameter in group["params"]
         }
-        wholes: dict[nn.Parameter, nn.Parameter | None] = {}
-        for kind in self._kinds:
-            if len(groups := {group_of.get(part) for part in kind.parts}) > 1:
+        replaced: dict[nn.Parameter, list[nn.Parameter]] = {}
+        for weight in self._weights:
+            groups = {group_of.get(part) for part in weight.parts}
+            if len(groups) > 1:
                 raise ScanImpossible(
                     "scan_layers=True updates all layers alike, but the optimizer has a weight of some layers in "
                     f"another group, or not at all: {groups}. Give it all in one, or leave scan_layers out."
                 )
-            first, *others = kind.parts
-            wholes |= {first: kind.whole} | dict.fromkeys(others)
-        if any(part in group_of for part in wholes) and not isinstance(optimizer, _ELEMENTWISE):
-            raise ScanImpossible(
-                f"scan_layers=True holds the weights of all layers as one, and {type(optimizer).__name__} may look at "
-                "a weight as a whole: choose optim='adamw_torch', or leave scan_layers out."
-            )
-        replaced = ([wholes.get(each, each) for each in group["params"]] for group in optimizer.param_groups)
-        return [[each for each in parameters if each is not None] for parameters in replaced]
+            if groups != {None} and not isinstance(optimizer, _ELEMENTWISE):
+                raise ScanImpossible(
+                    f"scan_layers=True holds the weights of all layers as one, and {type(optimizer).__name__} may "
+                    "look at a weight as a whole: choose optim='adamw_torch', or leave scan_layers out."
+                )
+            first, *others = weight.parts
+            replaced |= {first: [weight.whole]} | dict.fromkeys(others, [])
+        return [
+            [stacked for parameter in group["params"] for stacked in replaced.get(parameter, [parameter])]
+            for group in optimizer.param_groups
+        ]
+
+    def _assign(self, weight: _Weight, parameters: Iterable[nn.Parameter | None]) -> None:
+        """Put a parameter, or none, into each layer."""
+        path, _, leaf = weight.name.rpartition(".")
+        for layer, parameter in zip(self._layers, parameters, strict=True):
+            layer.get_submodule(path)._parameters[leaf] = parameter
 
     def _join(self, parts: list[torch.Tensor], axes: PartitionSpec) -> torch.Tensor:
         whole = torch.stack([part.detach() for part in parts])
@@ -352,5 +351,12 @@ class LayerStack:
 
 
 def _has_rows(value: Any) -> bool:
-    """Tell whether a part of an optimizer's state has its parameter's shape; others are equal in all layers."""
-    return isinstance(value, torch.Tensor) and value.dim() > 0
+    """Tell whether a tensor, or its shards, has a row for each layer; any other value counts for all layers."""
+    return len(getattr(value, "shape", getattr(value, "global_shape", ()))) > 0
+
+
+def _row(value: Any, number: int) -> Any:
+    """Return a layer's part of a value; a clone of what all layers have, since files take no tensors in one memory."""
+    if _has_rows(value):
+        return value[number]
+    return value.clone() if isinstance(value, torch.Tensor) else value

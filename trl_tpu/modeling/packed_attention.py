@@ -68,12 +68,6 @@ def static_sdpa_attention(
     return outputs.flatten(1, 2).transpose(1, 2).contiguous(), None
 
 
-def use_static_attention(model: PreTrainedModel) -> None:
-    """Give ``model`` the attention above in the place of sdpa; eager attention and others stay."""
-    if model.config._attn_implementation == "sdpa":
-        attend_by(model, "static", static_sdpa_mask, static_sdpa_attention)
-
-
 class TreeMasks(NamedTuple):
     """The masks of an unpadded row, tree by tree."""
 

@@ -18,13 +18,13 @@ from ..data.batch import Batch
 from ..data.collators import BatchCollator, Part
 from ..data.comparisons import ComparisonRule
 from ..errors import UserError
-from ..modeling.adapters import is_peft_model, load_adapted_model, without_adapters
-from ..modeling.layers import use_static_experts
+from ..modeling.adapters import is_peft_model, load_adapted_model
+from ..modeling.layers import fit_to_device
 from ..modeling.load import load_classifier, load_tokenizer
 from ..modeling.model_shape import learned_positions, position_groups
-from ..modeling.outputs import Outputs, RewardScale, keep_heads_in_float32, saved_scale
+from ..modeling.outputs import Outputs, RewardScale, saved_scale
 from ..modeling.packability import make_packable
-from ..modeling.packed_attention import PackingImpossible, use_static_attention
+from ..modeling.packed_attention import PackingImpossible
 from ..modeling.rewards import rewards_of
 from ..packing.pack import in_order, pack, pack_unpadded, pad
 from ..packing.shapes import RowPlan, RowShape, attention_crossover_length, round_up
@@ -173,10 +173,8 @@ class Scorer:
         self.positions: float = learned_positions(self.model) or math.inf
         self._group_of = position_groups(self.model)
         self.fingerprint = _fingerprint(self.model, self.tokenizer, self.outputs)
-        keep_heads_in_float32(self.model)
-        if is_static := self.runtime.plans_shapes:
-            use_static_attention(without_adapters(self.model))
-            use_static_experts(without_adapters(self.model))
+        is_static = self.runtime.plans_shapes
+        fit_to_device(self.model, is_static=is_static)
         crossover = attention_crossover_length(self.model.config.get_text_config().hidden_size)
         plans_lengths = is_static and not self._group_of(math.inf)
         makers = Batches(self.pad_token_id, tokens_per_pass, crossover, self.mesh.batch_shards, plans_lengths)

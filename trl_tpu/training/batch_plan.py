@@ -24,8 +24,8 @@ from ..data.comparisons import ComparisonRule
 from ..data.measure import PAIR, SOLUTION, ByPrompt, has_form, is_prepared, measure, prompt_groups, read_row
 from ..errors import UserError
 from ..modeling.adapters import without_adapters
-from ..modeling.build import fit_to_device
 from ..modeling.expanded_attention import ExpansionImpossible, use_expanded_attention
+from ..modeling.layers import find_layers, fit_to_device
 from ..modeling.losses import TIES
 from ..modeling.model_shape import position_groups
 from ..modeling.packability import check_unmodified, make_packable, reads_padding
@@ -188,10 +188,13 @@ class BatchPlan:
         """Make ``model``, the first or one that `model_init` made anew, compute on the device and read these batches.
 
         Raises:
-            UserError: If the user insists on packing and the model cannot.
+            UserError: If the user insists on packing and the model cannot, or on `scan_layers` and its layers cannot
+                run as a loop.
         """
-        fit_to_device(model, self._args, is_static=self.plans_shapes)
+        fit_to_device(model, is_static=self.plans_shapes)
         self._whole_model, self._model = model, without_adapters(model)
+        if self._args.scan_layers:
+            find_layers(self._model)  # raises before any data is read
         if self.packed:
             try:
                 make_packable(model, self._pad_token_id)
