@@ -2,7 +2,6 @@
 
 import re
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +61,10 @@ def trl_trainer(model: Any, tmp_path: Path, tokenizer: Any = None, **kwargs: Any
     return trl.RewardTrainer(model, args, train_dataset=dataset, processing_class=tokenizer)
 
 
+def settle(model: Any, tokenizer: Any, **settings: Any) -> Any:
+    return tokenizers.settle_tokenizer(model, tokenizer, trl_tpu.RewardConfig("out", report_to="none", **settings))[0]
+
+
 def assert_equal_weights(ours: PreTrainedModel, theirs: PreTrainedModel) -> None:
     mine, others = ours.state_dict(), theirs.state_dict()
     assert mine.keys() == others.keys()
@@ -80,23 +83,22 @@ def test_the_model_of_a_name_is_trls_with_the_same_random_head(checkpoint: str, 
 @pytest.mark.parametrize("dtype", ["bfloat16", "auto", None, torch.bfloat16])
 def test_dtypes_are_trls(checkpoint: str, dtype: Any) -> None:
     theirs = create_model_from_path(checkpoint, AutoModelForSequenceClassification, dtype=dtype, num_labels=1)
-    given = {"dtype": dtype}
-    assert load.load_model(checkpoint, model_init_kwargs=given).dtype == theirs.dtype
-    assert given == {"dtype": dtype}
+    assert load.load_model(checkpoint, dtype=dtype).dtype == theirs.dtype
 
 
 def test_the_old_name_of_dtype_counts(checkpoint: str) -> None:
     """TRL 1.16 loads float32 here, without a word."""
-    assert load.load_model(checkpoint, model_init_kwargs={"torch_dtype": "bfloat16"}).dtype == torch.bfloat16
+    assert load.load_model(checkpoint, torch_dtype="bfloat16").dtype == torch.bfloat16
 
 
 def test_quantization_in_two_places_is_refused(checkpoint: str) -> None:
-    with pytest.raises(ValueError, match="quantization_config"):
-        load.load_model(checkpoint, model_init_kwargs={"quantization_config": 1}, quantization_config=1)
+    args = trl_tpu.RewardConfig("out", report_to="none", model_init_kwargs={"quantization_config": 1})
+    with pytest.raises(UserError, match="quantization_config"):
+        build_reward_model(checkpoint, args, quantization_config=1)
 
 
 def test_another_number_of_labels_is_overruled_aloud(checkpoint: str, caplog: pytest.LogCaptureFixture) -> None:
-    assert load.load_model(checkpoint, model_init_kwargs={"num_labels": 3}).config.num_labels == 1
+    assert load.load_model(checkpoint, num_labels=3).config.num_labels == 1
     assert "`num_labels=3` is ignored" in caplog.text
 
 
@@ -104,7 +106,7 @@ def test_a_head_of_another_size_is_refused_and_may_be_made_anew(tmp_path: Path) 
     tiny_model(num_labels=2).save_pretrained(tmp_path)
     with pytest.raises(UserError, match="ignore_mismatched_sizes"):
         load.load_model(str(tmp_path))
-    model = load.load_model(str(tmp_path), model_init_kwargs={"ignore_mismatched_sizes": True})
+    model = load.load_model(str(tmp_path), ignore_mismatched_sizes=True)
     assert model.score.weight.shape[0] == 1
 
 
@@ -225,23 +227,20 @@ def test_special_tokens_are_trls_and_the_users_tokenizer_stays(
     theirs = trl_trainer(tiny_model(), tmp_path, tiny_tokenizer(pad_token=own_pad), pad_token=pad, eos_token=eos)
     model, given = tiny_model(), tiny_tokenizer(pad_token=own_pad)
     before = given.special_tokens_map
-    tokenizer = tokenizers.set_pad_token(model, tokenizers.set_eos_token(model, given, eos), pad)
+    tokenizer = settle(model, given, eos_token=eos, pad_token=pad)
     assert tokenizer.special_tokens_map == theirs.processing_class.special_tokens_map
     assert model.config.pad_token_id == theirs.model.config.pad_token_id
     assert model.config.eos_token_id == theirs.model.config.eos_token_id
     assert given.special_tokens_map == before
 
 
-@pytest.mark.parametrize(
-    ("kind", "settle"), [("pad_token", tokenizers.set_pad_token), ("eos_token", tokenizers.set_eos_token)]
-)
+@pytest.mark.parametrize("kind", ["pad_token", "eos_token"])
 @pytest.mark.filterwarnings("ignore::FutureWarning")
-def test_tokens_outside_the_vocabulary_are_refused_as_in_trl(kind: str, settle: Callable, tmp_path: Path) -> None:
-    text = rf"`{kind}` \('<none>'\) is not found"
-    with pytest.raises(ValueError, match=text):
+def test_tokens_outside_the_vocabulary_are_refused_as_in_trl(kind: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=kind):
         trl_trainer(tiny_model(), tmp_path, tiny_tokenizer(), **{kind: "<none>"})
-    with pytest.raises(ValueError, match=text):
-        settle(tiny_model(), tiny_tokenizer(), "<none>")
+    with pytest.raises(UserError, match=kind):
+        settle(tiny_model(), tiny_tokenizer(), **{kind: "<none>"})
 
 
 def test_an_eos_that_is_not_scored_is_warned_of_where_dialogues_end_in_it(caplog: pytest.LogCaptureFixture) -> None:
@@ -274,10 +273,10 @@ def test_a_pad_token_of_its_own_is_one_that_texts_do_not_contain(reserved: list[
     tokenizer.chat_template = "".join(SPECIAL)
     model = tiny_model()
     model.resize_token_embeddings(len(tokenizer) + (taken == "<|pad|>"))
-    settled = tokenizers.set_pad_token(model, tokenizer, own=True)
+    settled = settle(model, tokenizer, own_pad_token=True)
     assert settled.pad_token == taken and tokenizer.pad_token is None
     assert model.config.pad_token_id == settled.pad_token_id != settled.eos_token_id
-    assert tokenizers.set_pad_token(model, settled, own=True) is settled
+    assert settle(model, settled, own_pad_token=True) is settled
     assert len(settled) == len(tokenizer) + (taken == "<|pad|>")
 
 
@@ -285,10 +284,10 @@ def test_the_chat_template_of_a_file(tmp_path: Path) -> None:
     path = tmp_path / "chat.jinja"
     path.write_text("{{ messages }}", encoding="utf-8")
     given = tiny_tokenizer()
-    _, tokenizer, added = tokenizers.set_chat_template(tiny_model(), given, str(path))
-    assert (tokenizer.chat_template, added, given.chat_template) == ("{{ messages }}", [], TEMPLATE)
+    tokenizer = settle(tiny_model(), given, chat_template_path=str(path))
+    assert (tokenizer.chat_template, given.chat_template) == ("{{ messages }}", TEMPLATE)
     with pytest.raises(FileNotFoundError, match="none.j2"):
-        tokenizers.set_chat_template(tiny_model(), given, str(tmp_path / "none.j2"))
+        settle(tiny_model(), given, chat_template_path=str(tmp_path / "none.j2"))
 
 
 @pytest.mark.parametrize("multiple", [64, None, 100])

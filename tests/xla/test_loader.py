@@ -53,11 +53,11 @@ def test_every_pair_is_seen_once_an_epoch_in_a_new_order(
 def test_a_device_map_is_ignored_and_bitsandbytes_rejected(
     model_folder: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    model = load_model(model_folder, model_init_kwargs={"device_map": "auto"})
+    model = load_model(model_folder, device_map="auto")
     assert not hasattr(model, "hf_device_map") and "`device_map` is ignored" in caplog.text
     quantization = {"quant_method": "bitsandbytes", "load_in_4bit": True}
     with pytest.raises(UserError, match="bitsandbytes"):
-        load_model(model_folder, model_init_kwargs={"quantization_config": quantization})
+        load_model(model_folder, quantization_config=quantization)
 
 
 class OwnLoader(RewardTrainer):

@@ -75,12 +75,6 @@ def reads_base_weights(peft_config: "PeftConfig") -> bool:
     return not starts_plain or getattr(peft_config, "use_dora", False)
 
 
-def fits_shards(peft_config: "PeftConfig") -> bool:
-    """Tell whether the adapters can be added to a model whose weights are sharded over processes."""
-    reads = reads_base_weights(peft_config) or getattr(peft_config, "trainable_token_indices", None)
-    return peft_config.peft_type == "LORA" and not reads
-
-
 def is_peft_model(model: nn.Module) -> bool:
     """Tell whether the model has adapters of peft; does not import peft, since then nothing can be made of it."""
     peft = sys.modules.get("peft")

@@ -20,7 +20,6 @@ from ..errors import UserError, UserTypeError
 from ..parallel.shard import distributed_config, place_model, plan_model
 from .adapters import (
     add_adapters,
-    fits_shards,
     is_peft_model,
     note_attributes,
     noted_attributes,
@@ -31,7 +30,6 @@ from .adapters import (
 )
 from .layers import disable_dropout_in_model, freeze
 from .load import (
-    OF_FILES,
     check_num_labels,
     forget_files,
     get_config_model_id,
@@ -43,7 +41,7 @@ from .load import (
 from .losses import TIES
 from .model_shape import learned_positions
 from .outputs import Outputs, tell_engines, write_outputs
-from .tokenizer import set_chat_template, set_eos_token, set_pad_token
+from .tokenizer import settle_tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -86,8 +84,7 @@ def build_reward_model(
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load or check the model, settle its special tokens and chat template, and add adapters.
 
-    The order is TRL's, since each part reads what the one before wrote: seed (the caller's), model, tokenizer, eos,
-    chat template, adapters, dropout, pad token.
+    Each part reads what the one before wrote: seed (the caller's), model, tokenizer, adapters, dropout.
 
     Returns:
         The model, with its outputs in its config, and a tokenizer with the same special tokens.
@@ -100,17 +97,21 @@ def build_reward_model(
     name, in_files = model, False
     known: Mapping[str, float] = noted_attributes(model)
     if isinstance(name, str):
-        kwargs: Any = args.model_init_kwargs or {}  # the config has parsed text
-        files |= {key: value for key, value in kwargs.items() if key in OF_FILES}
+        given: Any = args.model_init_kwargs or {}  # the config has parsed text
+        kwargs = files | given
+        files = hub_settings(kwargs) | {"trust_remote_code": kwargs["trust_remote_code"]}
+        if quantization_config is not None:
+            if "quantization_config" in kwargs:
+                raise UserError("`quantization_config` is an argument, and in `model_init_kwargs` too. Set it once.")
+            kwargs["quantization_config"] = quantization_config
         # on a mesh each weight goes from its file to its shards, unless adapters have to read it on the host
         in_files = runtime.current().is_spmd and not (peft_config is not None and reads_base_weights(peft_config))
         if _loads_in_parts(args, peft_config):
-            kwargs = {"distributed_config": distributed_config(args.mesh_shape)} | kwargs
-        settings: Any = {"quantization_config": quantization_config, "trust_remote_code": args.trust_remote_code}
-        model = load_model(name, model_init_kwargs=kwargs, in_files=in_files, outputs=outputs, **settings)
+            kwargs.setdefault("distributed_config", distributed_config(args.mesh_shape))
+        model = load_model(name, outputs, in_files=in_files, **kwargs)
         if is_peft_model(model):  # the name of saved adapters; their folder may have a tokenizer
             in_files, known = False, noted_attributes(model) or Outputs.saved(name).attributes
-            where = {**hub_settings(files), "_raise_exceptions_for_missing_entries": False}
+            where = {**hub_settings(kwargs), "_raise_exceptions_for_missing_entries": False}
             if processing_class is None and cached_file(name, "tokenizer_config.json", **where) is not None:
                 processing_class = load_tokenizer(name, **files)
     else:
@@ -130,8 +131,7 @@ def build_reward_model(
         write_outputs(base.config, [*known], [*known.values()], None)
     write_outputs(base.config, args.attributes or (), args.attribute_weights, outputs.step_separator)
     tokenizer = load_processing_class(model, processing_class, **files)
-    tokenizer = set_eos_token(model, tokenizer, args.eos_token)
-    model, tokenizer, added_tokens = set_chat_template(model, tokenizer, args.chat_template_path)
+    tokenizer, added_tokens = settle_tokenizer(model, tokenizer, args)
     if in_files:  # before adapters, which are made where their weights are
         place_model(model, plan_model(model, args.mesh_shape, args.sharding_rules), runtime.current(), args.device)
         forget_files(model)
@@ -144,7 +144,6 @@ def build_reward_model(
     freeze(model, args.frozen_parameters)
     if args.disable_dropout:
         disable_dropout_in_model(model)
-    tokenizer = set_pad_token(model, tokenizer, args.pad_token, own=args.own_pad_token)
     tell_engines(base.config)
     return model, tokenizer
 
@@ -155,8 +154,10 @@ def _loads_in_parts(args: RewardConfig, peft_config: Any) -> bool:
     New tokens need a whole embedding table. With weights whose rows `fsdp` and `tensor` both split, transformers 5.23
     with torch 2.9 reads the wrong rows.
     """
-    mesh, fits = args.mesh_shape, peft_config is None or fits_shards(peft_config)
-    return args.shards_over_processes and mesh.tensor == 1 and fits and not args.chat_template_path
+    adds_tokens = args.chat_template_path or getattr(peft_config, "trainable_token_indices", None)
+    if not args.shards_over_processes or args.mesh_shape.tensor > 1 or adds_tokens:
+        return False
+    return peft_config is None or (peft_config.peft_type == "LORA" and not reads_base_weights(peft_config))
 
 
 def in_order_of(model: Any, args: RewardConfig) -> RewardConfig:
@@ -189,7 +190,7 @@ def build_dataset(
     if args.step_separator is not None:
         settings = {key: getattr(args, key) for key in _OF_SOLUTIONS}
         settings |= {"tokenizer": processing_class, "is_eval": name != "train"}
-        return check_positions(prepare_solutions(dataset, tokenize_solution, settings, **how), model, name)
+        return _within_positions(prepare_solutions(dataset, tokenize_solution, settings, **how), model, name)
     need_rankings = [key for key in _OF_RANKINGS if getattr(args, key) != getattr(RewardConfig, key)]
     of_scores = args.loss_type == "regression"
     rankings = Rankings(
@@ -202,7 +203,7 @@ def build_dataset(
     how |= {"max_length": args.max_length, "truncation_mode": args.truncation_mode}
     are_old = old_columns and not args.attributes  # whose grades are in no old column
     prepared = prepare_preference_dataset(dataset, processing_class, rankings=rankings, are_old=are_old, **how)
-    return check_positions(prepared, model, name)
+    return _within_positions(prepared, model, name)
 
 
 def first_answers(rows: Any) -> list[list[int]] | None:
@@ -218,14 +219,13 @@ def first_chat(dataset: Any) -> Iterator[tuple[Any, Mapping[str, Any]]]:
             yield prompt + answer, row
 
 
-def check_positions(dataset: Any, model: PreTrainedModel, name: str) -> Any:
+def _within_positions(dataset: Any, model: PreTrainedModel, name: str) -> Any:
     """Reject a sequence longer than the model's learned positions; in a stream, when it is read."""
     limit = learned_positions(model)
     if limit is None:
         return dataset
     if not isinstance(dataset, Dataset):
-        settings = {"limit": limit, "name": name}
-        return dataset.map(_check_length, with_indices=True, fn_kwargs=settings)
+        return dataset.map(_check_length, with_indices=True, fn_kwargs={"limit": limit, "name": name})
     longest = int(measure(dataset).lengths.longest_P.argmax())
     _check_length(dataset[longest], longest, limit, name)
     return dataset

@@ -29,20 +29,10 @@ from .outputs import ONE_REWARD, Outputs, write_outputs
 
 logger = logging.getLogger(__name__)
 
-#: Keys of `model_init_kwargs` that say where files are, and hold for the tokenizer, too.
-OF_FILES = {"cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token"}
-OF_FILES |= {"trust_remote_code"}
+_OF_FILES = {"cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token"}
 
 
-def load_model(
-    name: str,
-    *,
-    model_init_kwargs: dict[str, Any] | None = None,
-    trust_remote_code: bool = False,
-    quantization_config: Any | None = None,
-    in_files: bool = False,
-    outputs: Outputs = ONE_REWARD,
-) -> PreTrainedModel:
+def load_model(name: str, outputs: Outputs = ONE_REWARD, *, in_files: bool = False, **kwargs: Any) -> PreTrainedModel:
     """Load a checkpoint as a reward model with ``outputs``, or saved adapters, to be trained further, with theirs.
 
     A causal language model's checkpoint has no reward head; the new head is random, so the caller sets the seed first.
@@ -50,27 +40,19 @@ def load_model(
 
     Args:
         name: A Hub id or folder.
-        model_init_kwargs: For ``from_pretrained``; not changed. ``dtype`` defaults to float32.
-        trust_remote_code: The default for the ``model_init_kwargs`` of that name.
-        quantization_config: A quantization config of transformers.
+        outputs: The outputs of the model.
         in_files: As in `load_classifier`.
-        outputs: The outputs that it shall have.
+        **kwargs: For ``from_pretrained``. ``dtype`` defaults to float32.
 
     Raises:
-        UserError: ``quantization_config`` in both places or on XLA, or a name or folder that holds no whole model.
+        UserError: ``quantization_config`` on XLA, or a name or folder that holds no whole model.
     """
-    kwargs = dict(model_init_kwargs or {})
-    if quantization_config is not None:
-        if "quantization_config" in kwargs:
-            raise UserError("`quantization_config` is an argument, and in `model_init_kwargs` too. Set it once.")
-        kwargs["quantization_config"] = quantization_config
     if "torch_dtype" in kwargs:  # its name before transformers 4.56, which TRL overrules with float32
         kwargs.setdefault("dtype", kwargs.pop("torch_dtype"))
     kwargs.setdefault("dtype", torch.float32)
     if kwargs.get("num_labels", num_labels := len(outputs.weights)) != num_labels:
         logger.warning(f"`num_labels={kwargs['num_labels']}` is ignored: this reward model has {num_labels}.")
     kwargs["num_labels"] = num_labels
-    kwargs.setdefault("trust_remote_code", trust_remote_code)
     runtime.current().fit_loading_arguments(kwargs)
     with explaining(f"{name} cannot be loaded as a reward model"):
         adapters = find_adapter_config_file(name, **hub_settings(kwargs))
@@ -81,8 +63,8 @@ def load_model(
 
 
 def hub_settings(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of ``from_pretrained`` that locate files."""
-    return {name: kwargs[name] for name in OF_FILES & kwargs.keys() if name != "trust_remote_code"}
+    """Return the arguments of ``from_pretrained`` that locate files: the tokenizer's too."""
+    return {name: kwargs[name] for name in _OF_FILES & kwargs.keys()}
 
 
 def load_classifier(
@@ -177,7 +159,7 @@ def _load_in_files(
     try:
         config = AutoConfig.from_pretrained(name, **kwargs)
         write_outputs(config, (), None, outputs.step_separator)
-        empty = model_without_weights(config, None, kwargs["trust_remote_code"])
+        empty = model_without_weights(config, None, kwargs.get("trust_remote_code", False))
     except (OSError, ValueError):  # an error that the host meets as well
         return None
     offloaded = set(empty.base_model.modules()) - {empty.get_input_embeddings()}

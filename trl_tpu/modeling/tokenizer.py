@@ -9,6 +9,7 @@ from typing import Any
 
 from transformers import AddedToken, PreTrainedModel, PreTrainedTokenizerBase
 
+from ..config.reward_config import RewardConfig
 from ..errors import UserError
 from .load import load_tokenizer
 
@@ -22,66 +23,56 @@ _RESERVED = tuple(
 )
 
 
-def set_eos_token(
-    model: PreTrainedModel, processing_class: PreTrainedTokenizerBase, eos_token: str | None
-) -> PreTrainedTokenizerBase:
-    """Make ``eos_token`` the end-of-sequence token of tokenizer and model config; None changes nothing.
+def settle_tokenizer(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, args: RewardConfig
+) -> tuple[PreTrainedTokenizerBase, list[int]]:
+    """Settle the eos token, the chat template and the pad token, and write both tokens to the model's config.
 
-    Returns:
-        The tokenizer, a copy where it had to change.
-
-    Raises:
-        UserError: The token is not in the vocabulary.
-    """
-    if eos_token is None:
-        return processing_class
-    processing_class = _with_token(processing_class, "eos_token", eos_token)
-    model.config.get_text_config().eos_token_id = processing_class.eos_token_id
-    return processing_class
-
-
-def set_pad_token(
-    model: PreTrainedModel,
-    processing_class: PreTrainedTokenizerBase,
-    pad_token: str | None = None,
-    *,
-    own: bool = False,
-) -> PreTrainedTokenizerBase:
-    """Settle the pad token (``pad_token``, else the tokenizer's, else its eos token) and write it to the model config.
-
-    transformers reads a reward at the rightmost token that is not the pad token, so the config must know it.
+    transformers reads a reward at the rightmost token that is not the pad token, so the config must know it. The pad
+    token is the one of ``args``, else the tokenizer's, else its eos token, or with ``own_pad_token`` another: one that
+    texts do not contain, else a new one, for which the embedding table has to have an unused row.
 
     Args:
-        model: Has input embeddings.
-        processing_class: The tokenizer.
-        pad_token: A token of its vocabulary.
-        own: Whether to pad with another token where that would be the eos token: one that texts do not contain, else a
-            new one, for which the embedding table has to have an unused row.
+        model: Has input embeddings. Those of tokens that another tokenizer's template needs are added to it.
+        tokenizer: The model's, which stays as it is.
+        args: ``chat_template_path`` is a ``.jinja`` or ``.j2`` file, or see `clone_chat_template`.
 
     Returns:
-        The tokenizer, a copy where it had to change.
+        The tokenizer, a copy where it had to change, and the ids of the tokens that the template added.
 
     Raises:
-        UserError: The token is not in the vocabulary, there is none, or the model has no embedding for it.
+        FileNotFoundError: There is no such template file.
+        UserError: A token is not in the vocabulary, there is no pad token, the model has no embedding for it, or a
+            tokenizer cannot be loaded.
     """
-    token = pad_token or processing_class.pad_token or processing_class.eos_token
-    embeddings: Any = model.get_input_embeddings()
-    if own and token is not None and token == processing_class.eos_token:
-        token = _reserved_token(processing_class)
+    config, path, added = model.config.get_text_config(), args.chat_template_path, list[int]()
+    if args.eos_token is not None:
+        tokenizer = _with_token(tokenizer, "eos_token", args.eos_token)
+        config.eos_token_id = tokenizer.eos_token_id
+    if path is not None:
+        tokenizer = copy.deepcopy(tokenizer)
+        if path.endswith((".jinja", ".j2")) and not Path(path).is_dir():
+            tokenizer.chat_template = Path(path).read_text(encoding="utf-8")
+        else:
+            _, _, added = clone_chat_template(model, tokenizer, path)
+    token = args.pad_token or tokenizer.pad_token or tokenizer.eos_token
+    if args.own_pad_token and token is not None and token == tokenizer.eos_token:
+        token = _reserved_token(tokenizer)
         if token is None:
-            processing_class, token = copy.deepcopy(processing_class), _NEW_PAD_TOKEN
-            processing_class.add_special_tokens({"pad_token": token})
+            tokenizer, token = copy.deepcopy(tokenizer), _NEW_PAD_TOKEN
+            tokenizer.add_special_tokens({"pad_token": token})
     if token is None:
         raise UserError("The tokenizer has neither a pad nor an eos token. Set `tokenizer.pad_token`.")
-    processing_class = _with_token(processing_class, "pad_token", token)
-    if processing_class.pad_token_id >= embeddings.weight.shape[0]:
+    tokenizer = _with_token(tokenizer, "pad_token", token)
+    embeddings: Any = model.get_input_embeddings()
+    if tokenizer.pad_token_id >= embeddings.weight.shape[0]:
         raise UserError(
-            f"The pad token {token!r} has the id {processing_class.pad_token_id}, but the embedding table has "
+            f"The pad token {token!r} has the id {tokenizer.pad_token_id}, but the embedding table has "
             f"{embeddings.weight.shape[0]} rows. Call `model.resize_token_embeddings(len(tokenizer))`, or set "
             "`pad_token` to a token that texts do not contain."
         )
-    model.config.get_text_config().pad_token_id = processing_class.pad_token_id
-    return processing_class
+    config.pad_token_id = tokenizer.pad_token_id
+    return tokenizer, added
 
 
 def _reserved_token(tokenizer: PreTrainedTokenizerBase) -> str | None:
@@ -164,28 +155,6 @@ def setup_chat_format(
             config.eos_token_id = tokenizer.eos_token_id
             config.pad_token_id = tokenizer.pad_token_id
     return model, tokenizer
-
-
-def set_chat_template(
-    model: PreTrainedModel, processing_class: PreTrainedTokenizerBase, path: str | None
-) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, list[int]]:
-    """Take the chat template of a ``.jinja`` or ``.j2`` file, or of another tokenizer (see `clone_chat_template`).
-
-    Returns:
-        The model, a changed copy of the tokenizer (the tokenizer itself where ``path`` is None), and the ids of the
-        tokens that were added.
-
-    Raises:
-        FileNotFoundError: There is no such template file.
-        UserError: A tokenizer that cannot be loaded.
-    """
-    if path is None:
-        return model, processing_class, []
-    processing_class = copy.deepcopy(processing_class)
-    if not path.endswith((".jinja", ".j2")) or Path(path).is_dir():
-        return clone_chat_template(model, processing_class, path)
-    processing_class.chat_template = Path(path).read_text(encoding="utf-8")
-    return model, processing_class, []
 
 
 def clone_chat_template(

@@ -26,7 +26,7 @@ from trl_tpu.modeling.layers import freeze
 from trl_tpu.modeling.load import load_tokenizer
 from trl_tpu.modeling.model_shape import model_without_weights
 from trl_tpu.modeling.outputs import write_outputs
-from trl_tpu.modeling.tokenizer import set_chat_template, set_eos_token, set_pad_token
+from trl_tpu.modeling.tokenizer import settle_tokenizer
 from trl_tpu.parallel.mesh import MeshShape, parse_mesh, parse_topology
 from trl_tpu.plan import layouts
 from trl_tpu.plan.compile import CompiledProgram, missing
@@ -202,9 +202,7 @@ def read_inputs(
         dataset = pick_split(splits, script.dataset_train_split, what)
         if not isinstance(dataset, Dataset):
             raise UserError(f"{what} is a stream: its lengths are not known. Plan with --row_length instead.")
-        tokenizer = set_eos_token(model, load_tokenizer(name, **loading), args.eos_token)
-        _, tokenizer, _ = set_chat_template(model, tokenizer, args.chat_template_path)
-        tokenizer = set_pad_token(model, tokenizer, args.pad_token, own=args.own_pad_token)
+        tokenizer, _ = settle_tokenizer(model, load_tokenizer(name, **loading), args)
         tokens = build_dataset(dataset, model, tokenizer, args, "train", False)
     if (peft_config := get_peft_config(model_args)) is not None:
         model = add_adapters(model, peft_config)
