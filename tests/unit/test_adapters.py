@@ -48,13 +48,6 @@ def test_the_lora_configuration_is_trls(flags: dict[str, Any]) -> None:
     assert ours == theirs and (ours is None or ours.to_dict() == theirs.to_dict())
 
 
-def test_the_default_flags_train_the_score_head() -> None:
-    model = adapters.add_adapters(tiny(), adapters.get_peft_config(ModelConfig(use_peft=True)))
-    names = trainable(model)
-    assert "base_model.model.score.modules_to_save.default.weight" in names
-    assert all("lora_" in name or "modules_to_save" in name for name in names)
-
-
 def test_adapters_that_cannot_be_added_are_refused() -> None:
     with pytest.raises(UserError, match="SEQ_CLS"):
         adapters.add_adapters(tiny(), peft.LoraConfig(task_type="CAUSAL_LM"))  # TRL's default
@@ -122,7 +115,7 @@ def test_adapters_get_gradients_through_recomputed_layers() -> None:
     [
         (peft.LoraConfig(), True),
         (peft.LoraConfig(target_modules="all-linear"), True),
-        (peft.LoraConfig(task_type="SEQ_CLS"), False),
+        (adapters.get_peft_config(ModelConfig(use_peft=True)), False),  # the default flags
         (peft.LoraConfig(modules_to_save=["score"]), False),
         (peft.PromptTuningConfig(num_virtual_tokens=2, task_type="SEQ_CLS"), False),
         (None, False),

@@ -1,5 +1,6 @@
 """Attention in expanded rows gives the rewards and gradients of the padded forward and of the dense way."""
 
+from functools import cache
 from typing import Any
 
 import peft
@@ -35,17 +36,17 @@ from trl_tpu.modeling.packed_attention import use_tree_masks
 from trl_tpu.packing.shapes import RowShape
 
 ROOMY = (RowShape(2, 40), RowShape(2, 64), RowShape(1, 180))
-MODELS: dict[str, tuple[PreTrainedModel, PreTrainedModel]] = {}
 
 
-def both_ways(family: str) -> tuple[PreTrainedModel, PreTrainedModel]:
+def two_ways(family: str) -> tuple[PreTrainedModel, PreTrainedModel]:
     """The same model twice: with masks and with expanded rows."""
-    if family not in MODELS:
-        dense, expanded = random_decoder(family), random_decoder(family)
-        use_tree_masks(dense)
-        use_expanded_attention(expanded)
-        MODELS[family] = dense, expanded
-    return MODELS[family]
+    dense, expanded = random_decoder(family), random_decoder(family)
+    use_tree_masks(dense)
+    use_expanded_attention(expanded)
+    return dense, expanded
+
+
+both_ways = cache(two_ways)
 
 
 def assert_equal(ours: Any, theirs: Any) -> None:
@@ -81,23 +82,17 @@ def test_random_pairs_too(family: str, pairs: Pairs) -> None:
 
 
 def test_lora_trains_the_same() -> None:
+    lora = peft.LoraConfig(task_type="SEQ_CLS", r=2, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
     models = []
-    for use in (use_tree_masks, use_expanded_attention):
-        model = random_decoder("Qwen3")
-        use(model)
+    for model in two_ways("Qwen3"):
         torch.manual_seed(1)
-        lora = peft.LoraConfig(
-            task_type="SEQ_CLS", r=2, target_modules=["q_proj", "down_proj"], init_lora_weights=False
-        )
         models.append(peft.get_peft_model(model, lora))
-    assert_three_ways_agree(models[0], models[1], KNOWN_PAIRS)
+    assert_three_ways_agree(*models, KNOWN_PAIRS)
 
 
 def test_layers_recomputed_in_the_backward_know_their_rows() -> None:
     """The backward runs where no packed rows are being read any more."""
-    dense, expanded = random_decoder("GPT-NeoX"), random_decoder("GPT-NeoX")
-    use_tree_masks(dense)
-    use_expanded_attention(expanded)
+    dense, expanded = two_ways("GPT-NeoX")
     expanded.train().gradient_checkpointing_enable({"use_reentrant": False})
     assert_three_ways_agree(dense, expanded, KNOWN_PAIRS)
 

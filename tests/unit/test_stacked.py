@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 import tiny
 import torch
+from families import family
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import LlamaForSequenceClassification
 from transformers.optimization import Adafactor
 
-from trl_tpu.modeling.layers import LayerStack, ScanImpossible, by_layer
+from trl_tpu.modeling.layers import LayerStack, ScanImpossible, by_layer, find_layers
 from trl_tpu.runtime.native import Runtime
 
 LAYERS = 3
@@ -130,8 +131,12 @@ def test_an_optimizer_that_would_not_do_the_same_is_refused(make_optimizer: Make
     assert all(torch.equal(parameter, before[name]) for name, parameter in model.named_parameters())
 
 
-def test_a_shared_weight_is_refused() -> None:
-    model = make_model()
-    model.model.layers[1].mlp.up_proj.weight = model.model.layers[0].mlp.up_proj.weight
-    with pytest.raises(ScanImpossible, match="up_proj.weight"):
-        make_stack(model)
+def test_layers_that_cannot_be_a_loop_are_refused_by_name() -> None:
+    shared, random = make_model(), make_model()
+    shared.model.layers[1].mlp.up_proj.weight = shared.model.layers[0].mlp.up_proj.weight
+    for layer in random.model.layers:
+        layer.self_attn.attention_dropout = 0.1
+    different = family("gemma3_text", tiny.tiny_tokenizer(["a few words to spell"], vocab_size=300))
+    for model, named in ((shared, "up_proj.weight"), (random, "attention_dropout"), (different, "layers.1")):
+        with pytest.raises(ScanImpossible, match=named):
+            find_layers(model)

@@ -1,5 +1,6 @@
 """Packed rows give the rewards and gradients of the padded forward, for every family of decoders."""
 
+from functools import cache
 from typing import Any
 
 import peft
@@ -43,11 +44,7 @@ def tiny_model(family: str, **changes: Any) -> PreTrainedModel:
     return model
 
 
-MODELS: dict[str, PreTrainedModel] = {}
-
-
-def model_of(family: str) -> PreTrainedModel:
-    return MODELS.setdefault(family, tiny_model(family))
+model_of = cache(tiny_model)
 
 
 LONG = 32  # what the largest pair of the tests takes
@@ -148,17 +145,6 @@ def test_a_window_counts_positions_not_columns() -> None:
     assert visible[4].tolist() == [False, False, False, True, True, False]
 
 
-class OwnMasks(nn.Module):
-    """As remote code may be: it takes what transformers' decoders take, and does not use their masks."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.score = nn.Linear(4, 1)
-
-    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor, position_ids: torch.Tensor) -> None:
-        self.score(torch.zeros(*input_ids.shape, 4))
-
-
 def test_a_model_that_cannot_is_an_error_that_says_what_to_do() -> None:
     model = tiny_model("Llama")
     model.config._attn_implementation = "flash_attention_2"
@@ -167,5 +153,3 @@ def test_a_model_that_cannot_is_an_error_that_says_what_to_do() -> None:
     causal = transformers.LlamaForCausalLM(transformers.LlamaConfig(**TINY))
     with pytest.raises(ValueError, match="LlamaForCausalLM"):
         packed_in("tight", causal, KNOWN_PAIRS)
-    with pytest.raises(ValueError, match="OwnMasks"):
-        packed_in("tight", OwnMasks(), KNOWN_PAIRS)

@@ -10,11 +10,9 @@ import tiny
 import torch
 import torch_xla.debug.metrics as met
 from chosen import chosen
-from families import family
-from transformers import LlamaConfig, LlamaForSequenceClassification, TrainerCallback
+from transformers import TrainerCallback
 
 from trl_tpu import RewardTrainer
-from trl_tpu.modeling.layers import ScanImpossible, find_layers
 from trl_tpu.runtime import current
 from trl_tpu.runtime import layer_loop as scan
 
@@ -125,26 +123,6 @@ def test_inputs_that_wait_on_the_host_change_no_loss(
     assert found[1] == pytest.approx(found[0], abs=1e-7)
     with pytest.raises(ValueError, match="activation_offloading=True"):
         config(activation_offloading=True)
-
-
-def test_layers_that_differ_are_refused_by_name() -> None:
-    tokenizer = tiny.tiny_tokenizer(["a few words to spell"], vocab_size=300)
-    with pytest.raises(ScanImpossible, match=r"model.layers.0 and model.layers.1 differ: .* is .* and .*"):
-        find_layers(family("gemma3_text", tokenizer))
-    assert find_layers(family("llama", tokenizer))[0] == "model.layers"
-
-
-def test_dropout_is_refused() -> None:
-    config = LlamaConfig(
-        vocab_size=40,
-        hidden_size=16,
-        intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        attention_dropout=0.1,
-    )
-    with pytest.raises(ScanImpossible, match="attention_dropout=0.1"):
-        find_layers(LlamaForSequenceClassification(config))
 
 
 def test_a_loop_that_keeps_everything_is_refused(config: Callable[..., Any]) -> None:
