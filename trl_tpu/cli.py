@@ -66,7 +66,8 @@ def main(argv: list[str] | None = None) -> int:
         if command == "plan":
             pretend_devices(config, words)
         settle()
-        run = importlib.import_module(f"trl_tpu.scripts.{command}").run
+        script = importlib.import_module(f"trl_tpu.scripts.{'reward' if command == 'prm' else command}")
+        run = script.run_prm if command == "prm" else script.run
         return run(words) if command in _WITHOUT_CONFIG else run(words, config)
     except UserError as error:
         # a worker process of a data loader puts its traceback before what the error says

@@ -151,8 +151,8 @@ def main(options: argparse.Namespace) -> None:
             sys.exit(f"{output / folder} was trained with {measured['settings']}: name another --output_dir.")
         rate = f"{options.learning_rate:g}, batches of {options.batch}, seed {options.seed}"
         rows.append(row(name, f"{system}, 1 epoch, {rate}", judged(str(output / folder), held_out), options, measured))
-    for picture in pictures_of({}, [curves_of(output / folder, system) for system, folder in FOLDERS.items()]):
-        (output / picture.file).write_bytes(picture.png)
+    pictures = pictures_of({}, [curves_of(output / folder, system) for system, folder in FOLDERS.items()])
+    (output / "training.png").write_bytes(pictures["Training"])
     print(HEAD + "\n".join(rows))
     print(", ".join(f"{library} {version(library)}" for library in ("torch", "transformers", "trl")))
     if options.table:

@@ -22,7 +22,7 @@ from trl_tpu.experimental.prm import PRMTrainer
 from trl_tpu.modeling.outputs import BASE_CONFIG
 from trl_tpu.packing.shapes import RowPlan, RowShape
 from trl_tpu.scoring.stream import REASON, score
-from trl_tpu.scripts import prm
+from trl_tpu.scripts import reward
 from trl_tpu.scripts.export import run as export_run
 from trl_tpu.scripts.report import run as report_run
 from trl_tpu.scripts.score import run as score_run
@@ -158,11 +158,11 @@ def test_the_command_trains_what_is_scored_and_reported(
         "--model_name_or_path", model, "--dataset_name", str(tmp_path / "data"), "--output_dir", str(tmp_path / "run"),
         "--max_steps", "2", "--do_eval", "true", "--report_to", "none", "--disable_tqdm", "true", *adapters,
     ]  # fmt: skip
-    assert prm.run([*words, "--dry_run", "true"]) == 0
+    assert reward.run_prm([*words, "--dry_run", "true"]) == 0
     assert (
         r"slowly:After it comes 0.\n" in (shown := capsys.readouterr().out) and "grades of the first row: [" in shown
     )
-    assert prm.run(words) == 0
+    assert reward.run_prm(words) == 0
     accuracy = re.search(r"Held-out data\n  accuracy +(\S+)", capsys.readouterr().out)
     for folder, export in (("run", []), ("exported", ["--merge"] if adapters else [])):
         if folder == "exported":

@@ -14,6 +14,7 @@ import os
 import re
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -25,14 +26,15 @@ from places import EXAMPLES, ROOT
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from trl_tpu import ModelConfig, RewardConfig, RewardTrainer, ScriptArguments, cli
+from trl_tpu.experimental.prm import PRMConfig
 from trl_tpu.modeling.packability import PROVEN_TYPES
 from trl_tpu.parallel.sharding_plan import Rules
-from trl_tpu.scripts import export, plan, prm, report, reward, score, synthetic
+from trl_tpu.scripts import export, plan, report, reward, score, synthetic
 
 GUIDES = EXAMPLES / "guides"
 MAKE_PARSER: dict[str, Any] = {
     "reward": reward.make_parser,
-    "prm": prm.make_parser,
+    "prm": partial(reward.make_parser, config=PRMConfig),
     "score": score.make_parser,
     "export": export.make_parser,
     "plan": plan.make_parser,

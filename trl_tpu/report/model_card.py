@@ -2,8 +2,7 @@
 
 import re
 import shutil
-from collections.abc import Collection, Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -11,86 +10,55 @@ from huggingface_hub import ModelCard, ModelCardData
 from transformers import PreTrainedTokenizerBase
 
 from .. import __version__
-from ..modeling.outputs import ONE_REWARD, Outputs, RewardScale
+from ..modeling.outputs import Outputs
 
 _TAG = "generated_from_trainer"
 _TEMPLATE = Path(__file__).with_name("model_card.md.jinja")
 
 
-@dataclass(frozen=True)
-class Reading:
-    """How a reward model reads a dialogue, by what is saved with it.
-
-    Args:
-        tokenizer: As it was trained with; None where it is not known.
-        max_length: Most tokens of a dialogue that it was trained on; None for any.
-        scale: How large its rewards are, if that was measured.
-        date: What the chat template wrote into dialogues when training began, if it writes the day's date.
-        outputs: What it gives.
-    """
-
-    tokenizer: PreTrainedTokenizerBase | None = None
-    max_length: int | None = None
-    scale: RewardScale | None = None
-    date: str | None = None
-    outputs: Outputs = ONE_REWARD
-
-    @property
-    def bos(self) -> str | None:
-        """The BOS token, if the tokenizer begins every text with it."""
-        if self.tokenizer is None:
-            return None
-        ids = self.tokenizer("a")["input_ids"]
-        return self.tokenizer.bos_token if ids and ids[0] == self.tokenizer.bos_token_id else None  # type: ignore[return-value]
-
-
 def make_model_card(
     name: str,
-    location: str,
     base_model: str | None,
     dataset_name: str | None,
     tags: Iterable[str],
     versions: dict[str, str],
-    reading: Reading,
-    args: Any,
-    columns: Collection[str],
-    own_loss: bool,
-    evaluation: str = "",
+    tokenizer: PreTrainedTokenizerBase | None,
+    outputs: Outputs,
+    **shown: Any,
 ) -> ModelCard:
     """Make a model card with the metadata that the Hub reads.
 
     Args:
         name: The model's own name.
-        location: Where it can be loaded from: a hub id or a folder.
         base_model: The hub id of the model that was trained further.
         dataset_name: The dataset, if known.
         tags: Tags beside that of a trainer's card.
         versions: Versions of the libraries, by name.
-        reading: How it reads a dialogue.
-        args: The settings that it was trained with.
-        columns: The columns of the prepared training data.
-        own_loss: Whether the training script computed the loss.
-        evaluation: A section of its own, in Markdown.
+        tokenizer: The tokenizer of the training; None if unknown.
+        outputs: The model's outputs.
+        **shown: Other values of the template: `location`, a Hub id or a folder; `args`, the settings of the training;
+            `scale`, the measured mean and std of rewards; `date`, the date that the chat template wrote into
+            dialogues; `columns` of the prepared data; `own_loss`, whether the script computed the loss; `evaluation`,
+            a section in Markdown.
     """
     metadata = ModelCardData(  # which the template has by these names, too
         base_model=base_model,
         datasets=[dataset_name] if dataset_name else None,
         library_name="transformers",
         model_name=name,
-        pipeline_tag="text-classification" if reading.outputs.step_separator is None else "token-classification",
+        pipeline_tag="text-classification" if outputs.step_separator is None else "token-classification",
         tags=sorted({_TAG, *tags}),
         licence="license",
     )
+    adds_bos = tokenizer is not None and tokenizer("a")["input_ids"][:1] == [tokenizer.bos_token_id]
     return ModelCard.from_template(
         metadata,
         template_path=str(_TEMPLATE),
-        location=location,
-        reading=reading,
-        args=args,
-        columns=columns,
-        own_loss=own_loss,
-        evaluation=evaluation,
+        tokenizer=tokenizer,
+        bos=tokenizer.bos_token if tokenizer is not None and adds_bos else None,
+        outputs=outputs,
         versions=", ".join(f"{library} {each}" for library, each in ({"trl_tpu": __version__} | versions).items()),
+        **shown,
     )
 
 

@@ -121,24 +121,14 @@ def read_run(folder: Path, name: str) -> RunHistory:
         raise UserError(f"The logs of {folder} cannot be read: {type(error).__name__}: {error}.") from error
 
 
-@dataclass(frozen=True)
-class Picture:
-    """A picture as the bytes of a PNG file."""
+def pictures_of(verdicts: Verdicts, runs: Sequence[RunHistory] = ()) -> dict[str, bytes]:
+    """Return PNG files, by title, of the pictures that can be drawn of verdicts and of training.
 
-    title: str
-    png: bytes
-
-    @property
-    def file(self) -> str:
-        """The name of its file."""
-        return f"{self.title.lower().replace(' ', '_')}.png"
-
-
-def pictures_of(verdicts: Verdicts, runs: Sequence[RunHistory] = ()) -> list[Picture]:
-    """Return the pictures that can be drawn of verdicts, by name, and of training; none without matplotlib."""
+    There are none without matplotlib.
+    """
     if find_spec("matplotlib") is None:
         logger.warning(_NO_MATPLOTLIB)
-        return []
+        return {}
     of_pairs = {name: each for name, each in verdicts.items() if isinstance(each, Verdict)}
     lengths = {name: each.length for name, each in of_pairs.items() if each.length and each.length.says_something}
     groups = {name: each.groups for name, each in verdicts.items() if each.groups}
@@ -156,17 +146,21 @@ def pictures_of(verdicts: Verdicts, runs: Sequence[RunHistory] = ()) -> list[Pic
             draw(axes, each, color=f"C{index}", label=_short(name))
         figure.legend(loc="outside lower center")
 
-    pictures = [_picture(title, height, overlay, named, draw) for title, named, draw, height in drawn if named]
+    pictures = {title: _picture(height, overlay, named, draw) for title, named, draw, height in drawn if named}
     # what any run has logged repeatedly while it trained
     logged = {key for run in runs for key in run.keys if len(run.series(key)[0]) > 1 and not key.startswith("eval_")}
     names = [*_CURVES, *sorted(logged - {*_CURVES, "step", "epoch"})]
     shown = [name for name in names if any(run.series(name)[0] or run.evaluated(name) for run in runs)]
     if shown:
-        pictures.append(_picture("Training", 1.0 + 2.0 * -(-len(shown) // 2), draw_training, runs, shown))
+        pictures["Training"] = _picture(1.0 + 2.0 * -(-len(shown) // 2), draw_training, runs, shown)
     return pictures
 
 
-def _picture(title: str, height: float, draw: Callable[..., None], *data: Any) -> Picture:
+def _file_of(title: str) -> str:
+    return f"{title.lower().replace(' ', '_')}.png"
+
+
+def _picture(height: float, draw: Callable[..., None], *data: Any) -> bytes:
     from matplotlib import rc_context  # takes a second
     from matplotlib.figure import Figure
 
@@ -175,7 +169,7 @@ def _picture(title: str, height: float, draw: Callable[..., None], *data: Any) -
         figure = Figure(figsize=(7.0, height), layout="constrained")
         draw(figure, *data)
         figure.savefig(written, format="png", dpi=150)
-    return Picture(title, written.getvalue())
+    return written.getvalue()
 
 
 def _short(name: str) -> str:
@@ -260,20 +254,17 @@ def write_verdicts(verdicts: Mapping[str, Verdict], folder: Path, draws: bool) -
         partial.write_text(verdict_text(verdict), encoding="utf-8")
         partial.replace(path)
     parts = ["## Evaluation", as_markdown(named, markdown_text)]
-    for picture in pictures_of({name or "value": verdict for name, verdict in named.items()}) if draws else []:
-        (folder / f"verdict_{picture.file}").write_bytes(picture.png)
-        parts.append(f"![{picture.title}](verdict_{picture.file})")
+    drawn = pictures_of({name or "value": verdict for name, verdict in named.items()}) if draws else {}
+    for title, png in drawn.items():
+        (folder / f"verdict_{_file_of(title)}").write_bytes(png)
+        parts.append(f"![{title}](verdict_{_file_of(title)})")
     return "\n\n".join(parts)
 
 
-def verdicts_of(runs: Sequence[RunHistory], scored: Mapping[str, ScoredRows]) -> dict[str, Verdict | BestOfN]:
-    """Return the verdicts of runs' evaluations and on scored files, by name."""
-    of_runs = {name: verdict for run in runs for name, verdict in run.verdicts.items()}
-    return of_runs | {name: each.verdict for name, each in scored.items()}
-
-
-def write_page(runs: Sequence[RunHistory], scored: Mapping[str, ScoredRows], folder: Path) -> Path:
-    """Write the page, its pictures as PNG files beside it, and each verdict as JSON; return the page's path.
+def write_page(
+    runs: Sequence[RunHistory], scored: Mapping[str, ScoredRows], folder: Path
+) -> tuple[Path, dict[str, Verdict | BestOfN]]:
+    """Write the page, its pictures as PNG files and each verdict as JSON; return the page's path, and the verdicts.
 
     Args:
         scored: Files of rows with rewards, by name.
@@ -285,9 +276,10 @@ def write_page(runs: Sequence[RunHistory], scored: Mapping[str, ScoredRows], fol
     earlier = page.read_text(encoding="utf-8", errors="replace") if page.is_file() else ""
     if page.is_file() and _GENERATOR not in earlier:
         raise UserError(f"{page} is no report, so it stays. Name another folder: --output.")
-    verdicts = verdicts_of(runs, scored)
+    verdicts = {name: verdict for run in runs for name, verdict in run.verdicts.items()}
+    verdicts |= {name: each.verdict for name, each in scored.items()}
     pictures = pictures_of(verdicts, runs)
-    files = {picture.file: picture.png for picture in pictures}
+    files = {_file_of(title): png for title, png in pictures.items()}
     for number, verdict in enumerate(verdicts.values(), start=1):
         name = VERDICT_FILE if len(verdicts) == 1 else f"verdict-{number}.json"
         files[name] = verdict_text(verdict).encode()
@@ -311,7 +303,7 @@ def write_page(runs: Sequence[RunHistory], scored: Mapping[str, ScoredRows], fol
     for name, content in files.items():
         (folder / name).write_bytes(content)
     page.write_text(text, encoding="utf-8", errors="replace")
-    return page
+    return page, verdicts
 
 
 def _entry(name: str, content: bytes) -> str:

@@ -15,7 +15,7 @@ from transformers.utils import find_adapter_config_file
 
 from .. import runtime
 from ..data.batch import Batch
-from ..data.collators import BatchCollator, Part
+from ..data.collators import BatchCollator, LayOut, Part
 from ..data.comparisons import ComparisonRule
 from ..errors import UserError
 from ..modeling.adapters import is_peft_model, load_adapted_model
@@ -37,8 +37,6 @@ _SHORTEST_ROW = 128
 _SHORTEST_PADDED_ROW = 64
 _MOST = 2048  # dialogues that are packed together
 _USUAL = 0.75  # of the dialogues fit three times into a usual row
-
-_RULE = ComparisonRule(answers=1)  # nothing is compared
 
 #: Which dialogues a batch has, [N], and its micro-batches.
 Members = tuple[np.ndarray, tuple[Batch, ...]]
@@ -67,18 +65,17 @@ class Batches:
     def unpadded(self, dialogues: Sequence[np.ndarray]) -> Iterator[Members]:
         """Yield rows without padding, for a device that takes any shape."""
         lay_out = partial(pack_unpadded, attention_crossover_length=self.attention_crossover_length)
-        collate = BatchCollator(lay_out, self.pad_token_id, _RULE)
         order, shared = in_order(list(dialogues))
         some, tokens = list[int](), 0
         for index, common in zip(order.tolist(), [0, *shared.tolist()], strict=False):
             size = len(dialogues[index])
             if some and (tokens + size - common > self.tokens or len(some) == _MOST):
-                yield _batch(collate, dialogues, some)
+                yield self._batch(lay_out, dialogues, some)
                 some, tokens = [], 0
             tokens += size - (common if some else 0)
             some.append(index)
         if some:
-            yield _batch(collate, dialogues, some)
+            yield self._batch(lay_out, dialogues, some)
 
     def planned(self, dialogues: Sequence[np.ndarray]) -> Iterator[Members]:
         """Yield rows of one length, and of its doubles for longer dialogues, for a device that compiles each."""
@@ -93,9 +90,8 @@ class Batches:
         for length, members in sorted(by_length.items()):
             shape = RowShape(self.shards * max(1, self.tokens // length), length)
             plan = RowPlan((shape,), (shape,), self.attention_crossover_length)
-            collate = BatchCollator(partial(pack, plan=plan), self.pad_token_id, _RULE, Part(most))
             for first in range(0, len(members), most):
-                yield _batch(collate, dialogues, members[first : first + most])
+                yield self._batch(partial(pack, plan=plan), dialogues, members[first : first + most], most)
 
     def padded(self, dialogues: Sequence[np.ndarray]) -> Iterator[Members]:
         """Yield padded rows, for models of which packed rows are not exact, and to keep dialogues apart."""
@@ -105,9 +101,16 @@ class Batches:
             length = _doubled(_SHORTEST_PADDED_ROW, longest) if self.is_static else longest
             most = self.shards * max(1, self.tokens // length)
             some, waiting = waiting[:most], waiting[most:]
-            lengths, part = ((length,), Part(most)) if self.is_static else (None, None)
-            collate = BatchCollator(partial(pad, lengths=lengths), self.pad_token_id, _RULE, part)
-            yield _batch(collate, dialogues, some)
+            lengths, rows = ((length,), most) if self.is_static else (None, None)
+            yield self._batch(partial(pad, lengths=lengths), dialogues, some, rows)
+
+    def _batch(
+        self, lay_out: LayOut, dialogues: Sequence[np.ndarray], members: list[int], rows: int | None = None
+    ) -> Members:
+        """Make the batch of some dialogues, with a table of so many rows; by default, of as many as there are."""
+        part = None if rows is None else Part(rows)
+        collate = BatchCollator(lay_out, self.pad_token_id, ComparisonRule(answers=1), part)  # nothing is compared
+        return np.array(members), collate([{"answers": [dialogues[index]]} for index in members]).parts
 
 
 def _doubled(length: int, least: float) -> int:
@@ -117,15 +120,7 @@ def _doubled(length: int, least: float) -> int:
     return length
 
 
-def _batch(collate: Any, dialogues: Sequence[np.ndarray], members: list[int]) -> Members:
-    return np.array(members), collate([{"answers": [dialogues[index]]} for index in members]).parts
-
-
 MakeBatches = Callable[[Sequence[np.ndarray]], Iterator[Members]]
-
-#: Of a micro-batch: which dialogues its batch has [N], which of them it holds [N], and on the device their rewards, of
-#: A outputs [P, A].
-Computed = tuple[np.ndarray, np.ndarray, torch.Tensor]
 
 TOKENS_A_PASS = 4096
 
@@ -168,7 +163,11 @@ class Scorer:
         self.model: Any = _load(model_folder, trust_remote_code, self.outputs).eval()
         self.model.config.get_text_config().use_cache = False  # keys and values of what is read only once
         self.pad_token_id = self._settle_pad_token(model_folder)
-        self.scale = self._scale_of(model_folder) if standardize else None
+        self.scale = saved_scale(model_folder) if standardize else None
+        if standardize and self.scale is None:
+            raise UserError(
+                f"The config of {model_folder} has no `mean` and `std` to standardize by. Leave `--standardize` out."
+            )
         self.num_embeddings: int = self.model.get_input_embeddings().weight.shape[0]
         self.positions: float = learned_positions(self.model) or math.inf
         self._group_of = position_groups(self.model)
@@ -199,38 +198,31 @@ class Scorer:
             raise UserError(f"{model_folder} has no pad token, by which a reward model finds a dialogue's last token.")
         return config.pad_token_id
 
-    def _scale_of(self, model_folder: str) -> RewardScale:
-        scale = saved_scale(model_folder)
-        if scale is None:
-            raise UserError(
-                f"The config of {model_folder} has no `mean` and `std` to standardize by. Leave `--standardize` out."
-            )
-        return scale
-
     def start(self, dialogues: Sequence[np.ndarray]) -> Callable[[], np.ndarray]:
         """Start to compute the rewards of tokenized dialogues; the host may go on meanwhile.
 
         Returns:
             Waits for the rewards, and returns them in order, float64, [D, 1]: after the reward come those of each of
-            the model's attributes, [D, 1 + A]. What is computed beside a dialogue with nan or
-            inf may have become nan too, as a masked-out nan is still one. So such dialogues are computed once more,
-            each in a padded row of its own.
+            the model's attributes, [D, 1 + A]. A dialogue with nan or inf may have made those that were computed
+            beside it nan too, since a masked-out nan is still one. So dialogues without a finite reward are computed
+            once more, each in a padded row of its own.
         """
-        computed = self._compute(dialogues, self.batches)
+        wait = self._compute(dialogues, self.batches)
 
         def rewards() -> np.ndarray:
-            rewards_DA = self._fetch(computed, len(dialogues))
+            rewards_DA = wait()
             again = np.flatnonzero(~np.isfinite(rewards_DA).all(axis=1)).tolist()
-            alone = self._compute([dialogues[index] for index in again], self.padded)
-            rewards_DA[again] = self._fetch(alone, len(again))
+            rewards_DA[again] = self._compute([dialogues[index] for index in again], self.padded)()
             scale = self.scale or RewardScale(0.0, 1.0)
             rewards_D = (rewards_DA @ np.array(self.outputs.weights) - scale.mean) / scale.std
             return np.column_stack([rewards_D, rewards_DA[:, : len(self.outputs.attributes)]])
 
         return rewards
 
-    def _compute(self, dialogues: Sequence[np.ndarray], batches: MakeBatches) -> list[Computed]:
-        computed, compute = [], self.runtime.compiled(_rewards_of)
+    def _compute(self, dialogues: Sequence[np.ndarray], batches: MakeBatches) -> Callable[[], np.ndarray]:
+        """Start to compute rewards of A outputs; the function that is returned waits for them, [D, A]."""
+        compute = self.runtime.compiled(_rewards_of)
+        members, places, computed = list[np.ndarray](), list[np.ndarray](), list[torch.Tensor]()
 
         def send(tensor: torch.Tensor) -> torch.Tensor:  # rows of tokens over the batch axes, lists of numbers whole
             axes = (None,) if tensor.ndim == 1 else (BATCH_AXES, *[None] * (tensor.ndim - 1))
@@ -238,13 +230,23 @@ class Scorer:
 
         for members_N, batches_of_members in self._apart(dialogues, batches):
             for batch in batches_of_members:
-                here_N = batch.is_there_P().numpy()[: len(members_N)]
+                place_N = np.flatnonzero(batch.is_there_P().numpy())  # of a batch that is several micro-batches
                 sent = batch.map_tensors(send)
                 with torch.no_grad(), torch.autocast(self.device.type, torch.bfloat16, enabled=self.bf16):
                     rewards_SA = compute(self.model, sent)
-                computed.append((members_N, here_N, self.runtime.constrain(rewards_SA, (None, None))))
+                members.append(members_N[place_N])
+                places.append(place_N)
+                computed.append(self.runtime.constrain(rewards_SA, (None, None)))
                 self.runtime.step_boundary()
-        return computed
+
+        def fetch() -> np.ndarray:
+            rewards_DA = np.full((len(dialogues), len(self.outputs.weights)), math.nan)
+            host = self.runtime.fetch(computed) if computed else []
+            for members_N, place_N, rewards_SA in zip(members, places, host, strict=True):
+                rewards_DA[members_N] = rewards_SA.double().numpy()[place_N]
+            return rewards_DA
+
+        return fetch
 
     def _apart(self, dialogues: Sequence[np.ndarray], batches: MakeBatches) -> Iterator[Members]:
         """Yield batches of dialogues that do not change each other's positions."""
@@ -255,13 +257,6 @@ class Scorer:
             here_D = np.flatnonzero(groups_D == group)
             make = self.padded if group else batches  # packed rows leave out pad tokens at the end
             yield from ((here_D[each], batch) for each, batch in make([dialogues[i] for i in here_D.tolist()]))
-
-    def _fetch(self, computed: list[Computed], count: int) -> np.ndarray:
-        rewards_DA = np.full((count, len(self.outputs.weights)), math.nan)
-        host = self.runtime.fetch([tensor for *_, tensor in computed]) if computed else []
-        for (members_N, here_N, _), rewards_SA in zip(computed, host, strict=True):
-            rewards_DA[members_N[here_N]] = rewards_SA.double().numpy()[: len(here_N)][here_N]
-        return rewards_DA
 
 
 def _rewards_of(model: Any, batch: Batch) -> torch.Tensor:
@@ -286,8 +281,8 @@ def _fingerprint(model: torch.nn.Module, tokenizer: Any, outputs: Outputs) -> st
 
 
 def _load(model_folder: str, trust_remote_code: bool, outputs: Outputs) -> Any:
-    kwargs: dict[str, Any] = {"dtype": torch.float32, "trust_remote_code": trust_remote_code}
-    kwargs["num_labels"] = len(outputs.weights)
+    code: dict[str, Any] = {"trust_remote_code": trust_remote_code}
+    kwargs = code | {"dtype": torch.float32, "num_labels": len(outputs.weights)}
     if find_adapter_config_file(model_folder) is not None:
         return load_adapted_model(model_folder, outputs.step_separator, **kwargs)
     model, report = load_classifier(model_folder, outputs, **kwargs)

@@ -4,8 +4,9 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from trl_tpu.report.page import RunHistory, read_run, verdicts_of, write_page
-from trl_tpu.report.verdicts import ScoredRows, as_markdown, printable, read_scored
+from trl_tpu.evaluation.verdict import BestOfN, Verdict
+from trl_tpu.report.page import read_run, write_page
+from trl_tpu.report.verdicts import as_markdown, printable, read_scored
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -33,36 +34,30 @@ def make_parser() -> argparse.ArgumentParser:
 def run(argv: list[str]) -> int:
     """Run the command ``trl-tpu report``; returns the exit status."""
     args = make_parser().parse_args(argv)
-    sources = [Path(each).expanduser() for each in args.sources]
-    runs, scored = read(sources, args.eval_by)
-    page = write_page(runs, scored, Path(args.output).expanduser() if args.output else default_folder(sources[0]))
-    print(as_markdown(verdicts_of(runs, scored), printable), end="\n\n")
+    output = Path(args.output).expanduser() if args.output else None
+    page, verdicts = write_report([Path(each).expanduser() for each in args.sources], output, args.eval_by)
+    print(as_markdown(verdicts, printable), end="\n\n")
     print(f"Report written to {page}")
     return 0
 
 
-def read(sources: Sequence[Path], eval_by: str | None = None) -> tuple[list[RunHistory], dict[str, ScoredRows]]:
-    """Read runs and scored files, named as their folder or file is, or by their whole path where two have one name.
+def write_report(
+    sources: Sequence[Path], output: Path | None = None, eval_by: str | None = None
+) -> tuple[Path, dict[str, Verdict | BestOfN]]:
+    """Write the report on runs and scored files, and return the path of its page, and the verdicts by name.
+
+    Each is named as its folder or file is, or by its whole path where two have one name.
+
+    Args:
+        output: The report's folder; by default in the first source's folder.
 
     Raises:
-        UserError: One is not there, or is neither.
+        UserError: A source is missing or is neither, a run has logged nothing, or the report cannot be written.
     """
     short = [source.resolve().name for source in sources]
     names = [name if short.count(name) == 1 else str(source) for name, source in zip(short, sources, strict=True)]
-    named = dict(zip(names, sources, strict=True))
+    named, first = dict(zip(names, sources, strict=True)), sources[0]
     runs = [read_run(source, name) for name, source in named.items() if source.is_dir()]
-    return runs, {name: read_scored(source, eval_by) for name, source in named.items() if not source.is_dir()}
-
-
-def report_on_run(folder: Path) -> Path:
-    """Write the report on a run to its folder, and return the page's path.
-
-    Raises:
-        UserError: The run has logged nothing, or the report cannot be written.
-    """
-    return write_page(*read([folder]), default_folder(folder))
-
-
-def default_folder(source: Path) -> Path:
-    """Return where the report on a run, or on a scored file, is written if nothing else is said."""
-    return source / "report" if source.is_dir() else source.with_name(f"{source.stem}-report")
+    scored = {name: read_scored(source, eval_by) for name, source in named.items() if not source.is_dir()}
+    folder = output or (first / "report" if first.is_dir() else first.with_name(f"{first.stem}-report"))
+    return write_page(runs, scored, folder)

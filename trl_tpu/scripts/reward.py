@@ -1,4 +1,4 @@
-"""Train a reward model: ``trl-tpu reward``, or ``python -m trl_tpu.scripts.reward``."""
+"""Train a reward model: ``trl-tpu reward``, or ``python -m trl_tpu.scripts.reward``; ``trl-tpu prm`` one of steps."""
 
 import sys
 
@@ -23,7 +23,7 @@ from trl_tpu.checkpoint.run_folder import RemoteRun, RunFolder
 from trl_tpu.config.reward_config import RewardConfig, help_from_docstring
 from trl_tpu.data.measure import read_row
 from trl_tpu.errors import BEST_LOST, NOT_SAVED, UNFINISHED, UserError
-from trl_tpu.experimental.prm import PRMTrainer
+from trl_tpu.experimental.prm import PRMConfig, PRMTrainer
 from trl_tpu.modeling.adapters import get_peft_config, get_quantization_config
 from trl_tpu.scripts.parser import TrlParser
 from trl_tpu.scripts.synthetic import resolve_model
@@ -153,12 +153,12 @@ def main(
 
 def report_on(trainer: RewardTrainer) -> None:
     """Write the page of `trl-tpu report` into the folder of a run that has ended and saved its model."""
-    from trl_tpu.scripts.report import report_on_run
+    from trl_tpu.scripts.report import write_report
 
     folder = Path(str(trainer.args.output_dir))
     try:
         trainer.save_state()  # with the logs of the last step and of the last evaluation
-        page = report_on_run(folder)
+        page, _ = write_report([folder])
         if (remote := trainer.trl_tpu.remote) is not None:
             remote.put(folder, [path.relative_to(folder).as_posix() for path in sorted(page.parent.iterdir())])
     except Exception as error:  # whatever drawing says: the model is saved, and that is the command's result
@@ -258,3 +258,8 @@ def run(argv: list[str], config: Mapping[str, Any] | None = None, parser: TrlPar
             raise
         raise fault from error
     return 0
+
+
+def run_prm(argv: list[str], config: Mapping[str, Any] | None = None) -> int:
+    """Run the command ``trl-tpu prm``: as `run`, with the flags of a `PRMConfig`."""
+    return run(argv, config, make_parser("trl-tpu prm", PRMConfig))

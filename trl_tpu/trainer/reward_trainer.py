@@ -54,7 +54,7 @@ from ..modeling.outputs import BASE_CONFIG, Outputs, set_scale
 from ..modeling.rewards import rewards_in
 from ..modeling.tokenizer import warn_of_unscored_eos
 from ..packing.shapes import RowPlan
-from ..report.model_card import Reading, is_generated, make_model_card
+from ..report.model_card import is_generated, make_model_card
 from ..report.page import write_verdicts
 from ..training.batch_plan import BatchPlan
 from ..training.device_trainer import DeviceTrainer, write_card
@@ -526,7 +526,6 @@ class RewardTrainer(DeviceTrainer):
         base = get_config_model_id(self.model.config)
         own_tags = [tags] if isinstance(tags, str) else list(tags or [])
         folder = str(self.args.output_dir)
-        scale, outputs = self.trl_tpu.statistics.scale, Outputs.of(self.model.config)
         card = make_model_card(
             model_name or Path(self.args.hub_model_id or folder).name,
             location=self.hub_model_id or folder,
@@ -534,7 +533,10 @@ class RewardTrainer(DeviceTrainer):
             dataset_name=dataset_name if dataset_name and _may_be_on_the_hub(dataset_name) else None,
             tags=[*own_tags, *self._tag_names],
             versions={library: version(library) for library in ("torch", "transformers", "datasets", "tokenizers")},
-            reading=Reading(self.processing_class, self.args.max_length, scale, self.trl_tpu.date, outputs),
+            tokenizer=self.processing_class,
+            outputs=Outputs.of(self.model.config),
+            scale=self.trl_tpu.statistics.scale,
+            date=self.trl_tpu.date,
             args=self.args,
             columns=getattr(self.train_dataset, "column_names", None) or (),
             own_loss=not self._is_own("compute_loss"),
