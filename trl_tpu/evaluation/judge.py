@@ -34,8 +34,8 @@ SUMS = ("correct", "ties", "margin", "reward", "deviations")
 _AT_ONCE = 2**19  # comparisons on the host, which bounds its memory
 _OF_A_RANKING = 128  # comparisons of a ranking that are in the sample
 _SAMPLE = 2**20  # comparisons in the sample
-
-TIES = "ties"  # name of RewardBench 2's subset with a rule of its own, in any case
+_WORST = 10  # rows that a verdict names, at most
+_TIES_SUBSET = "ties"  # name of RewardBench 2's subset with a rule of its own, in any case
 
 
 @dataclass
@@ -271,8 +271,8 @@ class Evaluation:
             every_M6 = np.concatenate(self._sample)
             self._sample = [every_M6[np.argsort(every_M6[:, -1])[:_SAMPLE]]]
 
-    def verdict(self, worst: int = 10) -> Verdict:
-        """Return the verdict on all rows so far, with at most ``worst`` of those that went most wrong.
+    def verdict(self) -> Verdict:
+        """Return the verdict on all rows so far.
 
         Raises:
             NothingCompared: No row has finite rewards of which one should be higher.
@@ -290,7 +290,7 @@ class Evaluation:
             rewards = better_M + worse_M  # one of them is the constant 0
         names = sorted(self._group_counts) if len(self._group_counts) <= MOST_GROUPS else []
         groups = {name: proportion(self._group_sums[name], self._group_counts[name]) for name in names}
-        worst_first = [at for at in np.argsort(margin_M, kind="stable") if margin_M[at] <= 0][:worst]
+        worst_first = [at for at in np.argsort(margin_M, kind="stable") if margin_M[at] <= 0][:_WORST]
         return Verdict(
             pairs=round(pairs),
             left_out=self._left_out,
@@ -327,7 +327,6 @@ def judge_best_of_n(
     grade_NK: np.ndarray,
     ids: Sequence[str],
     groups: Sequence[str] | None = None,
-    worst: int = 10,
 ) -> BestOfN:
     """Judge rows of right answers, which have the highest grade, and wrong ones.
 
@@ -336,7 +335,6 @@ def judge_best_of_n(
         grade_NK: NaN where a row has no answer.
         ids: In RewardBench 2's subset Ties ``ref:NUMBER`` or ``tied:NUMBER``.
         groups: The subset of each row.
-        worst: How many of the rows that went most wrong to name, at most.
 
     Raises:
         UserError: No row has finite rewards only, or the rows of a subset Ties are not as its rule needs them.
@@ -353,7 +351,7 @@ def judge_best_of_n(
     for name in sorted(set(names_N)):
         here = np.flatnonzero(names_N == name)
         scores[name] = proportion(float(credit_N[here].sum()), len(here))
-        if name.lower() == TIES:
+        if name.lower() == _TIES_SUBSET:
             score = ties_score(right_NK[here], wrong_NK[here], [ids[row] for row in kept[here].tolist()])
             scores[name] = Proportion(score, float("nan"), float("nan"), len(here))
     return BestOfN(
@@ -362,7 +360,7 @@ def judge_best_of_n(
         accuracy=proportion(float(credit_N.sum()), len(kept)),
         groups=scores,
         mean_over_groups=mean_of(scores),
-        worst=tuple([int(kept[at]) for at in np.argsort(gap_N, kind="stable") if gap_N[at] <= 0][:worst]),
+        worst=tuple([int(kept[at]) for at in np.argsort(gap_N, kind="stable") if gap_N[at] <= 0][:_WORST]),
     )
 
 

@@ -331,8 +331,27 @@ def _numbers(value: Any) -> list[float]:
 class ScoredRows:
     """Rows with rewards, as they are in their file, and the verdict on these: on pairs, or on several answers."""
 
-    rows: list[Row]
+    rows: Sequence[Row]
     verdict: Verdict | BestOfN
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """Read the rows of a JSON Lines or Parquet file.
+
+    Raises:
+        UserError: The file cannot be read.
+    """
+    number, rows = 0, list[dict[str, Any]]()
+    try:
+        if path.suffix.lower() == ".parquet":
+            return pq.ParquetFile(path).read().to_pylist()  # `read_table` takes columns from names of folders, too
+        with path.open(encoding="utf-8") as file:
+            for number, line in enumerate(file, start=1):  # noqa: B007  # for the message
+                rows += [dict(json.loads(line))] if line.strip() else []
+    except (OSError, ValueError, TypeError) as error:
+        where = f", line {number}," if number else ""
+        raise UserError(f"{path}{where} cannot be read as rows: {error}.") from error
+    return rows
 
 
 def read_scored(path: Path, eval_by: str | None = None) -> ScoredRows:
@@ -347,17 +366,7 @@ def read_scored(path: Path, eval_by: str | None = None) -> ScoredRows:
         UserError: The file cannot be read, has no rewards of chosen and of rejected answers, not one finite, or no
             such column.
     """
-    number, rows = 0, list[Row]()
-    try:
-        if path.suffix.lower() == ".parquet":
-            rows = pq.read_table(path).to_pylist()
-        else:
-            with path.open(encoding="utf-8") as file:
-                for number, line in enumerate(file, start=1):  # noqa: B007  # for the message
-                    rows += [dict(json.loads(line))] if line.strip() else []
-    except (OSError, ValueError, TypeError) as error:
-        where = f", line {number}," if number else ""
-        raise UserError(f"{path}{where} cannot be read as rows: {error}.") from error
+    rows = read_rows(path)
     columns = sorted({name for row in rows for name in row})
     if "step_rewards" not in columns:
         check_one_form(columns, str(path))

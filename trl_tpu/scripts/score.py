@@ -24,7 +24,7 @@ from trl_tpu.config.reward_config import help_from_docstring
 from trl_tpu.data import checks
 from trl_tpu.errors import UserError, UserFileError
 from trl_tpu.evaluation.judge import Evaluation, NothingCompared
-from trl_tpu.report.verdicts import LabeledRewards, Table, as_markdown, printable
+from trl_tpu.report.verdicts import LabeledRewards, Table, as_markdown, printable, read_rows
 from trl_tpu.scoring import stream
 from trl_tpu.scoring.scorer import TOKENS_A_PASS, Scorer
 from trl_tpu.scoring.stream import REASON, Form, look_at, scored_windows
@@ -201,7 +201,7 @@ class RowsFile:
         """
         for found in sorted(self._folder.glob("*-*[!d]")):  # all but .unfinished
             given = list(islice(rows, self._chunk))
-            written = _read(found)
+            written = read_rows(found)
             if found.stem != self._file_of(given).stem or len(written) != len(given):
                 raise UserError(
                     f"{self._folder} cannot be resumed: its rows were made from other data, by another model or with "
@@ -260,11 +260,11 @@ class RowsFile:
         try:
             if self._path.suffix.lower() == _PARQUET:
                 # of all keys of a chunk's rows, where a table would look at the first row alone
-                schemas = (pa.Table.from_struct_array(pa.array(_read(chunk))).schema for chunk in self._chunks)
+                schemas = (pa.Table.from_struct_array(pa.array(read_rows(chunk))).schema for chunk in self._chunks)
                 schema = pa.unify_schemas(list(dict.fromkeys(schemas)), promote_options="permissive")
                 with pq.ParquetWriter(whole, schema) as writer:
                     for chunk in self._chunks:
-                        table = pa.Table.from_pylist(_read(chunk), schema=schema)
+                        table = pa.Table.from_pylist(read_rows(chunk), schema=schema)
                         writer.write_table(table, row_group_size=self._chunk)
             else:
                 with whole.open("wb") as file:
@@ -288,13 +288,6 @@ def json_line(row: dict[str, Any]) -> bytes:
 def _as_json(row: dict[str, Any]) -> dict[str, Any]:
     """Return a row with null for numbers that are not finite, and text for what JSON does not have."""
     return json.loads(json.dumps(row, default=str), parse_constant=lambda _: None)
-
-
-def _read(chunk: Path) -> list[dict[str, Any]]:
-    if chunk.suffix == _PARQUET:
-        return pq.ParquetFile(chunk).read().to_pylist()
-    with chunk.open("rb") as lines:
-        return [json.loads(line) for line in lines]
 
 
 def make_parser(prog: str | None = None) -> TrlParser:
