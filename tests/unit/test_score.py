@@ -8,7 +8,6 @@ from datetime import UTC, date, datetime, time
 from decimal import Decimal
 from pathlib import Path
 from shutil import copytree
-from types import SimpleNamespace
 from typing import Any
 
 import pyarrow as pa
@@ -24,9 +23,7 @@ from transformers import AutoModelForSequenceClassification
 import trl_tpu
 from trl_tpu import cli
 from trl_tpu.errors import UserError
-from trl_tpu.modeling.outputs import Outputs
 from trl_tpu.report.verdicts import read_scored
-from trl_tpu.scoring.stream import Form
 from trl_tpu.scripts import score
 
 CHAT = [user("Hi"), assistant("Hello")]
@@ -147,18 +144,6 @@ def test_nothing_is_standardized_without_mean_and_std(good_model: Path, tmp_path
     assert "`mean` and `std`" in told
 
 
-def test_an_index_of_files_elsewhere_is_refused(own_model: Path, tmp_path: Path, capsys: Any) -> None:
-    AutoModelForSequenceClassification.from_pretrained(own_model).save_pretrained(own_model, max_shard_size="5KB")
-    (own_model / "model.safetensors").unlink(missing_ok=True)
-    index = own_model / "model.safetensors.index.json"
-    content = json.loads(index.read_text())
-    shard = next(iter(content["weight_map"].values()))
-    (own_model / shard).rename(tmp_path / shard)
-    index.write_text(index.read_text().replace(shard, f"../{shard}"))
-    rows = write(tmp_path / "rows.jsonl", [{"text": "b"}])
-    assert f"names '../{shard}', a file elsewhere" in refusal(words(own_model, rows), capsys)
-
-
 @pytest.mark.parametrize(
     ("dataset", "output", "told"),
     [
@@ -248,27 +233,6 @@ def test_json_lines_say_once_which_columns_they_cannot_hold(
     (told,) = [record.getMessage() for record in caplog.records]
     assert f" {name}:" in told
     assert [{key: row[key] for key in plain} for row in read(tmp_path / "out.jsonl")] == [plain] * 3
-
-
-TWO = Outputs({"a": 0.5, "b": 0.5})
-REPLACED = ["reward_chosen_by_attribute", "tokens_rejected"]
-
-
-@pytest.mark.parametrize(
-    ("columns", "best_of_n", "outputs", "replaced"),
-    [
-        (["completions", "completion", "reward"], True, Outputs(), "completion, reward"),
-        (["chosen", "rejected", *REPLACED], False, TWO, ", ".join(REPLACED)),
-        (["text", "reward_by_attribute", "completion"], False, Outputs(), None),
-    ],
-)
-def test_every_column_of_the_dataset_that_is_replaced_is_named(
-    columns: list[str], best_of_n: bool, outputs: Outputs, replaced: str | None, caplog: pytest.LogCaptureFixture
-) -> None:
-    scorer: Any = SimpleNamespace(outputs=outputs)
-    Form.of(columns, best_of_n).of_model(scorer)
-    told = [record.getMessage() for record in caplog.records]
-    assert [text.rstrip(".").rpartition(": ")[2] for text in told] == ([replaced] if replaced else [])
 
 
 def test_what_is_not_finite_is_null_and_told(

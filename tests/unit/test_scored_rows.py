@@ -33,8 +33,9 @@ def verdict_on(folder: Path, rows: list[dict[str, Any]], suffix: str = ".jsonl",
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".PARQUET"])
 def test_pairs_are_judged(tmp_path: Path, suffix: str) -> None:
-    found = verdict_on(tmp_path, [PAIR, PAIR | {"reward_chosen": None, "chosen": "abcd"}], suffix)
-    assert (found.pairs, found.left_out, found.accuracy.value) == (1, 1, 1)
+    too_large = {"reward_chosen": 1e308, "reward_rejected": -1e308}  # for float32
+    found = verdict_on(tmp_path, [PAIR, PAIR | {"reward_chosen": None}, PAIR | too_large], suffix)
+    assert (found.pairs, found.left_out, found.accuracy.value) == (1, 2, 1)
 
 
 def test_steps_with_labels_are_judged_and_no_other_completions_with_labels(tmp_path: Path) -> None:
@@ -100,7 +101,7 @@ def test_a_row_without_any_reward_is_left_out_and_takes_nothing_from_the_others(
     rows.insert(place, BROKEN)
     found = read_scored(write(tmp_path, rows)).verdict
     assert found.left_out == 1 and found.groups.keys() == {"Math", "Focus"}
-    with pytest.raises(UserError, match="None of 2 pairs"):
+    with pytest.raises(UserError, match="2 pairs"):
         read_scored(write(tmp_path, [BROKEN, BROKEN]))
 
 
@@ -110,11 +111,5 @@ def test_the_better_answer_is_the_one_that_the_label_says_is_more_probable(tmp_p
     rows = [row | {"chosen_probability": p, "reward_chosen": c, "reward_rejected": r} for p, c, r in cases]
     verdict = verdict_on(tmp_path, rows)
     assert (verdict.pairs, verdict.accuracy.value, verdict.margins.mean) == (2, 1.0, 1.5)
-    with pytest.raises(UserError, match="None of 1 pairs"):
+    with pytest.raises(UserError, match="1 pairs"):
         verdict_on(tmp_path, rows[2:])
-
-
-def test_rewards_that_float32_cannot_hold_are_left_out(tmp_path: Path) -> None:
-    rows = [{"reward_chosen": c, "reward_rejected": r} for c, r in ((1.0, 0.0), (1e308, -1e308))]
-    verdict = verdict_on(tmp_path, rows)
-    assert (verdict.pairs, verdict.left_out) == (1, 1)
