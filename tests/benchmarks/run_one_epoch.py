@@ -32,8 +32,9 @@ import torch
 from datasets import Dataset, disable_progress_bars
 
 import trl_tpu
+from trl_tpu.data.comparisons import pairs_of
 from trl_tpu.data.measure import read_row
-from trl_tpu.evaluation.judge import judge_rows, pairs_of
+from trl_tpu.evaluation.judge import judge_rows
 from trl_tpu.evaluation.verdict import Verdict
 from trl_tpu.report.page import RunHistory, pictures_of, read_run
 

@@ -13,8 +13,8 @@ from tokenized import dataset_of
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from trl_tpu import RewardConfig, RewardTrainer
-from trl_tpu.data.comparisons import ComparisonRule, compare
-from trl_tpu.evaluation.judge import RewardSums, pairs_of
+from trl_tpu.data.comparisons import ComparisonRule, compare, pairs_of
+from trl_tpu.evaluation.judge import RewardSums
 from trl_tpu.modeling.model_shape import needed_flops, read_model, work_of_a_pair
 from trl_tpu.packing.shapes import PairLengths
 from trl_tpu.parallel.mesh import peak_flops_of

@@ -11,9 +11,10 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from scipy.stats import binomtest
 
+from trl_tpu.data.comparisons import pairs_of
 from trl_tpu.errors import UserError
 from trl_tpu.evaluation import judge
-from trl_tpu.evaluation.judge import Evaluation, judge_best_of_n, judge_rows, padded, pairs_of
+from trl_tpu.evaluation.judge import Evaluation, judge_best_of_n, judge_rows, padded
 from trl_tpu.evaluation.verdict import BestOfN, Verdict, calibration_of, distribution_of, length_bias_of, proportion
 from trl_tpu.report.verdicts import as_markdown, markdown_text, printable, read_verdict, sentences_of, verdict_text
 

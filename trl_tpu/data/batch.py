@@ -15,7 +15,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from ..errors import UserError
 from ..packing.rows import Arrays, TokenRows
-from .comparisons import ComparisonRule, Comparisons, Labels, compare
+from .comparisons import ComparisonRule, Comparisons, compare, pairs_of
 from .measure import NO_LABEL
 
 OLD_KEYS = ("input_ids_chosen", "attention_mask_chosen", "input_ids_rejected", "attention_mask_rejected")
@@ -175,8 +175,7 @@ def batch_of_pairs(
         mask_RL: The attention mask; by default the sequences' lengths are not known.
         margin_P: Target margins.
     """
-    grade_P12 = np.tile(np.array([1.0, 0.0], np.float32), (count, 1, 1))
-    table = compare(Labels(grade_P12), ComparisonRule()).map_tensors(lambda array: torch.from_numpy(array).to(device))
+    table = compare(pairs_of(count), ComparisonRule()).map_tensors(lambda array: torch.from_numpy(array).to(device))
     if margin_P is not None:
         table = replace(table, margin_C=margin_P.float().view(count))
     row_S = by_answer(count, 2).to(device)

@@ -93,6 +93,11 @@ class Labels:
         return cls(grade_PAK, None, "step_ends" not in rows[0], "step_ends" in rows[0])
 
 
+def pairs_of(count: int) -> Labels:
+    """Return the labels of pairs, chosen first."""
+    return Labels(np.tile(np.array([1.0, 0.0], np.float32), (count, 1, 1)))
+
+
 @dataclass(frozen=True)
 class Comparisons(Arrays, Generic[Array]):
     """Compared rewards of a batch, in arrays whose shapes depend on P, K and A alone.

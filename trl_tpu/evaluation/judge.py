@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from datasets import Dataset
 
-from ..data.comparisons import ComparisonRule, Comparisons, Labels, compare, compared_rewards
+from ..data.comparisons import ComparisonRule, Comparisons, Labels, compare, compared_rewards, pairs_of
 from ..data.measure import is_prepared, measure, read_row
 from ..errors import UserError
 from .verdict import (
@@ -155,11 +155,6 @@ def sums_on_host(rewards_NAK: torch.Tensor, labels: Labels, weights: Sequence[fl
         is_there_S = ~table.grade_SA.isnan().all(-1)
         result += RewardSums.read(*sums_of(rewards_SA, is_there_S, table, weights))
     return result
-
-
-def pairs_of(count: int) -> Labels:
-    """Return the labels of pairs, chosen first."""
-    return Labels(np.tile(np.array([1.0, 0.0], np.float32), (count, 1, 1)))
 
 
 def padded(rows: Sequence[Sequence[float]]) -> np.ndarray:
