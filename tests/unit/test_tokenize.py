@@ -109,7 +109,7 @@ def test_long_pairs_are_cut_as_one(mode: str, which: int, names: str, caplog: py
             row | {key.replace("input_ids", "attention_mask"): [1] * len(row[key]) for key in keys} for row in rows
         ]
     dataset, expected = Dataset.from_list(rows), {n: [*case[which]] for n, case in enumerate(LONG) if case[which]}
-    settings = {"max_length": 4, "truncation_mode": mode, "are_old": are_old}
+    settings: Any = {"max_length": 4, "truncation_mode": mode, "are_old": are_old}
     with caplog.at_level(logging.WARNING, logger="trl_tpu"):
         made = prepare(dataset, **settings)
     for found in (list(made), list(prepare(dataset.to_iterable_dataset(), **settings))):

@@ -195,13 +195,13 @@ def apply_template(
         tokenizer: Has the template.
         messages: One dialogue.
         tools: A list of functions or of their JSON schemas, or that as JSON text.
-        **settings: For the tokenizer's method; ``chat_template_kwargs`` is as in `template_variables`.
+        **settings: For the tokenizer's method; ``chat_template_kwargs`` is as in `template_arguments`.
 
     Raises:
         UserError: Content that is no text.
     """
-    arguments = {**template_variables(settings.pop("chat_template_kwargs", None)), **settings}
-    arguments |= {"tools": read_tools(tools), "tokenize": False}
+    row_arguments = template_arguments(tools, settings.pop("chat_template_kwargs", None))
+    arguments = row_arguments | settings | {"tokenize": False}
     render: Callable[[Messages], Any] = partial(tokenizer.apply_chat_template, **arguments)
     as_text = [_with(each, "".join(_texts_of(each))) for each in messages]
     as_parts = [_with(each, [{"type": "text", "text": text} for text in _texts_of(each)]) for each in messages]
@@ -231,10 +231,9 @@ def date_written(
     if "strftime_now" not in str(tokenizer.chat_template):
         return None
     for messages, row in islice(chats, 1):
-        tools = read_tools(row.get("tools"))
-        render = partial(
-            apply_template, tokenizer, messages, tools=tools, chat_template_kwargs=row.get("chat_template_kwargs")
-        )
+        variables = row.get("chat_template_kwargs")
+        tools = template_arguments(row.get("tools"), variables)["tools"]
+        render = partial(apply_template, tokenizer, messages, tools=tools, chat_template_kwargs=variables)
         with suppress(Exception):  # a template is a program, which may raise anything; without a date, too
             replaced = render(chat_template=_FIXED_DATE.format(_FORMAT) + tokenizer.get_chat_template(tools=tools))
             if replaced != render():
@@ -254,14 +253,13 @@ def _warn_of_date(today: str) -> None:
     )
 
 
-def read_tools(tools: Any) -> Any:
-    """Return a row's tools: a list, which may be given as JSON text."""
-    return json.loads(tools) if isinstance(tools, str) else tools
+def template_arguments(tools: Any, variables: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return a row's tools, parsed if they are JSON text, and its variables for the template.
 
-
-def template_variables(row_arguments: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return a row's variables for the template. None is no value: Arrow fills with it what other rows have."""
-    return {key: value for key, value in (row_arguments or {}).items() if value is not None}
+    Variables that are None are left out: Arrow adds those that only other rows have.
+    """
+    present = {key: value for key, value in (variables or {}).items() if value is not None}
+    return present | {"tools": json.loads(tools) if isinstance(tools, str) else tools}
 
 
 def _with(message: dict[str, Any], content: Any) -> dict[str, Any]:

@@ -192,26 +192,22 @@ def prompt_groups(dataset: Dataset) -> np.ndarray:
     """
     prompt_of: dict[bytes, bytes] = {}  # of what a pair's dialogues share
     around = [b""]  # in lexicographic order, the prompts that what comes next may begin with
-    for shared in sorted(set(_shared_prompts(dataset))):
+    skip = measure(dataset).shared_prefix
+    for shared in sorted(set(_shared_prompts(dataset, skip))):
         while not shared.startswith(around[-1]):
             around.pop()
         if not around[-1] or len(shared) - len(around[-1]) > 4 * _MORE:
             around.append(shared)
         prompt_of[shared] = around[-1]
     numbers: dict[bytes | int, int] = {}
-    keys = (prompt_of[shared] or pair for pair, shared in enumerate(_shared_prompts(dataset)))
+    keys = (prompt_of[shared] or pair for pair, shared in enumerate(_shared_prompts(dataset, skip)))
     return np.array([numbers.setdefault(key, len(numbers)) for key in keys])
 
 
-def _shared_prompts(dataset: Dataset, skip: int | None = None) -> Iterator[bytes]:
-    """Yield the tokens that each row's answers begin with alike, 4 bytes each, without the first ``skip``.
-
-    By default those are skipped that all rows share.
-    """
-    measured = measure(dataset)
-    skip = measured.shared_prefix if skip is None else skip
+def _shared_prompts(dataset: Dataset, skip: int) -> Iterator[bytes]:
+    """Yield the common prefix of each row's answers, 4 bytes for each token, without the first ``skip`` tokens."""
     rows = chain.from_iterable(map(read_table, tables_of(dataset)))
-    for row, prefix in zip(rows, measured.lengths.prefix_P.tolist(), strict=True):
+    for row, prefix in zip(rows, measure(dataset).lengths.prefix_P.tolist(), strict=True):
         yield row[ANSWERS][0][skip:prefix].tobytes()
 
 

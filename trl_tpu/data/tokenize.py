@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from ..errors import UserError
 from . import checks
 from .checks import RAW_COLUMNS, TRAPS
-from .formats import apply_template, convert_row, read_tools, template_variables
+from .formats import apply_template, convert_row, template_arguments
 from .measure import (
     ANSWERS,
     NO_LABEL,
@@ -254,8 +254,8 @@ def tokenize_dialogue(
         tools, variables = row.get("tools"), row.get("chat_template_kwargs")
         if type(processing_class).apply_chat_template is not PreTrainedTokenizerBase.apply_chat_template:
             # Mistral's, whose tokens are not those of the text that it renders
-            settings = {**template_variables(variables), "tools": read_tools(tools), "tokenize": True}
-            tokens: Any = processing_class.apply_chat_template(dialogue, **settings, return_dict=True)
+            settings = template_arguments(tools, variables) | {"tokenize": True, "return_dict": True}
+            tokens: Any = processing_class.apply_chat_template(dialogue, **settings)
             return tokens["input_ids"]
         text = apply_template(processing_class, dialogue, tools=tools, chat_template_kwargs=variables)
     # outside of the time limit of a rendering: a long text takes its time
@@ -286,12 +286,12 @@ def prepare_solutions(
         raw, dataset = dataset, map_rows(dataset, _tokenize_raw_solution, num_proc, name, **how)
         given_N = np.array([len(labels) for labels in raw["labels"]])
     else:
-        for index, row in enumerate(dataset.select_columns([*SOLUTION])):
+        dataset = dataset.select_columns([*SOLUTION])
+        for index, row in enumerate(dataset):
             ids, labels = row["input_ids"] or [], row["labels"] or []
             if len(labels) != len(ids) or not {*labels} <= {0, 1, NO_LABEL}:
                 where = checks.row_of(index, name, "labels")
                 raise UserError(f"{where} must be as long as `input_ids`, each 0, 1 or {NO_LABEL}.")
-    dataset = dataset.select_columns([*SOLUTION])
     fitting: Any = keep_fitting(dataset, num_embeddings=num_embeddings, max_length=None, name=name)
     kept_N = np.array([len(row[STEP_ENDS]) for table in tables_of(fitting) for row in read_table(table)])
     is_eval, fix = settings["is_eval"], "Raise `max_length` and `max_completion_length`, or remove such rows."
