@@ -156,22 +156,19 @@ def _load_in_files(
     name: str, outputs: Outputs, kwargs: dict[str, Any]
 ) -> tuple[PreTrainedModel, dict[str, Any]] | None:
     """Load a model whose backbone, but for its input embeddings, is "offloaded to disk"; None where it cannot be."""
-    try:
-        config = AutoConfig.from_pretrained(name, **kwargs)
-        write_outputs(config, (), None, outputs.step_separator)
-        empty = model_without_weights(config, None, kwargs.get("trust_remote_code", False))
-    except (OSError, ValueError):  # an error that the host meets as well
-        return None
-    offloaded = set(empty.base_model.modules()) - {empty.get_input_embeddings()}
-    device_map = {
-        path: "disk" if module in offloaded and any(True for _ in module.parameters()) else "cpu"
-        for path, module in empty.named_modules()
-        if not any(True for _ in module.children())
-    }
     of_offloading = logging.getLogger("accelerate.big_modeling")
     level = of_offloading.level
     of_offloading.setLevel(logging.ERROR)  # it warns of what was asked for
     try:
+        config = AutoConfig.from_pretrained(name, **kwargs)
+        write_outputs(config, (), None, outputs.step_separator)
+        empty = model_without_weights(config, None, kwargs.get("trust_remote_code", False))
+        offloaded = set(empty.base_model.modules()) - {empty.get_input_embeddings()}
+        device_map = {
+            path: "disk" if module in offloaded and any(True for _ in module.parameters()) else "cpu"
+            for path, module in empty.named_modules()
+            if not any(True for _ in module.children())
+        }
         settings = kwargs | {"device_map": device_map, "output_loading_info": True}
         model, info = outputs.auto_class.from_pretrained(name, **settings)
     except (OSError, ValueError):  # weights that are in no file as they are, or an error that the host meets as well
