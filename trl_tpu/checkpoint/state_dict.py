@@ -80,10 +80,9 @@ def write_state(shards: Mapping[str, Any], folder: Path, runtime: Runtime) -> No
     Raises:
         OSError: On all ranks if one could not write.
     """
-    planners, writer = runtime.checkpoint_planners(), _ShardWriter(str(folder), save_distributed=True)
-    processes: Any = {"process_group": planners.group, "no_dist": planners.group is None}
+    writer = _ShardWriter(str(folder), save_distributed=True)
     with _checkpointing():
-        dcp.save(dict(shards), storage_writer=writer, planner=planners.save, **processes)
+        dcp.save(dict(shards), storage_writer=writer, **runtime.checkpoint_arguments(saves=True))
 
 
 def read_state(tensors: Mapping[str, torch.Tensor], folder: Path, runtime: Runtime) -> None:
@@ -92,11 +91,10 @@ def read_state(tensors: Mapping[str, torch.Tensor], folder: Path, runtime: Runti
     Raises:
         OSError: A tensor is missing, has another shape or cannot be read; on all ranks if on one.
     """
-    planners, reader = runtime.checkpoint_planners(), reader_of(folder)
-    processes: Any = {"process_group": planners.group, "no_dist": planners.group is None}
+    reader = reader_of(folder)
     runtime.step_boundary()
     with _checkpointing(), torch.no_grad():
-        dcp.load(dict(tensors), storage_reader=reader, planner=planners.load, **processes)
+        dcp.load(dict(tensors), storage_reader=reader, **runtime.checkpoint_arguments(saves=False))
     runtime.step_boundary()
     runtime.all_gather_object(None)
 

@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.autograd.graph import save_on_cpu
-from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import scaled_dot_product_attention
 from torch.optim import Optimizer
@@ -69,18 +68,6 @@ class Topology:
     """Processes that share the mesh: on a pod there is one a host."""
     description: str
     """What the devices are, for the log."""
-
-
-@dataclass(frozen=True)
-class Planners:
-    """What torch's distributed checkpoints need of a device; each is None where torch's own default will do."""
-
-    save: SavePlanner | None = None
-    """Takes the values of `Runtime.local_shards`."""
-    load: LoadPlanner | None = None
-    """Takes tensors on the devices, and fills each device's own part."""
-    group: dist.ProcessGroup | None = None
-    """The processes that write and read together, from any thread; None for one process by itself."""
 
 
 @torch.library.custom_op("trl_tpu::einsum", mutates_args=())
@@ -436,9 +423,13 @@ class Runtime:
         copies = {id(tensor): tensor.detach().to("cpu", copy=True) for tensor in state.values()}
         return {name: copies[id(tensor)] for name, tensor in state.items()}
 
-    def checkpoint_planners(self) -> Planners:
-        """Return what torch's distributed checkpoints need to write `local_shards` and to read device tensors."""
-        return Planners(group=self._saving_group if self._ranks > 1 else None)
+    def checkpoint_arguments(self, *, saves: bool) -> dict[str, Any]:
+        """Return arguments of torch's `dcp.save`, which writes `local_shards`, or of `dcp.load` into device tensors.
+
+        The processes of the group write and read together, from any thread; without a group one does by itself.
+        """
+        group = self._saving_group if self.topology().process_count > 1 else None
+        return {"process_group": group, "no_dist": group is None}
 
     def loader(self, batches: DataLoader, batch_axes: tuple[str, ...]) -> DeviceLoader:
         """Move ``batches`` to the device; a batch's first dimension goes over ``batch_axes``.

@@ -33,7 +33,6 @@ from .layer_loop import OnHost, recompute, scan_layers
 from .native import (
     PATIENCE,
     PartitionSpec,
-    Planners,
     Remat,
     Runtime,
     Topology,
@@ -381,8 +380,8 @@ class XlaRuntime(Runtime):
         }
         return {name: copies[str(id(tensor))] for name, tensor in state.items()}
 
-    def checkpoint_planners(self) -> Planners:
-        return Planners(SavePlanner(), LoadPlanner(), self._saving_group)
+    def checkpoint_arguments(self, *, saves: bool) -> dict[str, Any]:
+        return super().checkpoint_arguments(saves=saves) | {"planner": SavePlanner() if saves else LoadPlanner()}
 
     def skip_update_unless(self, is_finite: torch.Tensor, optimizer: Optimizer) -> None:
         """Do nothing: the recorded step itself chooses between old and new values."""
