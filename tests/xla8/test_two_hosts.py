@@ -116,7 +116,7 @@ def test_devices_hold_the_rows_that_their_host_is_said_to_hold(
         monkeypatch.setattr(current, "_mesh", xs.Mesh(devices, tuple(mesh.sizes.values()), tuple(mesh.sizes)))
     all_devices = torch_xla._XLAC._xla_get_runtime_devices()
     rows = torch.arange(48).view(16, 3)
-    uploaded = current._upload_batch(("data", "fsdp"), rows, torch_xla.device())
+    uploaded = current.upload(rows, ("data", "fsdp"), torch_xla.device())
     torch_xla.sync(wait=True)
     shards = {shard.shard_device: shard.data for shard in xs.wrap_if_sharded(uploaded).local_shards}
     assert set(shards) == set(all_devices)
@@ -126,7 +126,7 @@ def test_devices_hold_the_rows_that_their_host_is_said_to_hold(
         held = sorted({int(row[0]) // 3 for device in own for row in shards[device]})
         garbled = torch.full_like(rows, -1)
         garbled[held] = rows[held]
-        again = current._upload_batch(("data", "fsdp"), garbled, torch_xla.device())
+        again = current.upload(garbled, ("data", "fsdp"), torch_xla.device())
         torch_xla.sync(wait=True)
         mine = {s.shard_device: s.data for s in xs.wrap_if_sharded(again).local_shards if s.shard_device in own}
         assert all(torch.equal(mine[device], shards[device]) for device in own)
