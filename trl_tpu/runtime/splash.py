@@ -38,7 +38,7 @@ def splash_attention(
     window: int | None = None,
     softcap: float | None = None,
 ) -> torch.Tensor:
-    """Compute `kernels.plain.segment_attention` in memory linear in L.
+    """Compute `native.segment_attention` in memory linear in L.
 
     Blocks of queries and keys above the diagonal or outside the window cost nothing.
     """
