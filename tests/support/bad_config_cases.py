@@ -4,7 +4,7 @@ from bad_input import Case, both, config, flags, without
 
 CONFIGURATION = {
     "an unknown axis": Case(flags(mesh="fdsp=1"), ["'fdsp=1' is not AXIS=SIZE", "the axes are data, fsdp, tensor"]),
-    "a mesh that does not divide": Case(flags(mesh="data=3,fsdp=-1"), ["for fsdp"]),
+    "a mesh that does not divide": Case(flags(mesh="data=3,fsdp=-1"), ["data=3,fsdp=-1", "number of devices"]),
     "batches of no pair": Case(
         flags(per_device_train_batch_size=0), ["per_device_train_batch_size must be at least 1", "got 0"]
     ),
