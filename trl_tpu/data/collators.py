@@ -18,7 +18,7 @@ from ..packing.pack import Scored, last_scored
 from ..packing.rows import TokenRows
 from ..packing.shapes import round_up
 from .batch import OLD_KEYS, TABLE, Batch, CollatedBatch, lengthen
-from .comparisons import ComparisonRule
+from .comparisons import ComparisonRule, Comparisons
 from .measure import NO_LABEL, PAIR, form_of, read_row
 
 Example = Mapping[str, Any]
@@ -69,21 +69,23 @@ class Part:
         """Return this process's examples, in the order of the batch; there may be none."""
         return list(examples[self.index * self.pairs :][: self.pairs])
 
-    def batch(
-        self, tokens: TokenRows[np.ndarray], own: Sequence[Example], every: Sequence[Example], rule: ComparisonRule
-    ) -> Batch:
-        """Return a micro-batch in which only those rewards count that ``tokens`` has.
+    def table(self, own: Sequence[Example], every: Sequence[Example], rule: ComparisonRule) -> Comparisons[np.ndarray]:
+        """Compare the rewards of this process's rows, which get their share of the weights of all rows.
 
         Args:
-            tokens: Rows of tokens of this process.
-            own: Its rows of the data, at least one.
-            every: Those of all processes, whose weights it is given its share of.
+            own: Rows of this process, at least one.
+            every: Rows of all processes.
             rule: Compares rewards.
         """
-        batch = Batch(tokens, rule.table(own, self.pairs))
-        share = rule.table(every).weight_sum_1 / np.float32(self.count)
-        table = replace(batch.table.among(batch.is_there_P()), weight_sum_1=share)
-        return replace(batch, table=table).map_tensors(torch.from_numpy)
+        table = rule.table(own, self.pairs)
+        total = table if len(own) == len(every) else rule.table(every)
+        return replace(table, weight_sum_1=total.weight_sum_1 / np.float32(self.count))
+
+
+def micro_batch(tokens: TokenRows[np.ndarray], table: Comparisons[np.ndarray]) -> Batch:
+    """Return the micro-batch in which only those rewards of ``table`` count that ``tokens`` has."""
+    batch = Batch(tokens, table)
+    return replace(batch, table=table.among(batch.is_there_P())).map_tensors(torch.from_numpy)
 
 
 @dataclass(frozen=True)
@@ -116,7 +118,8 @@ class BatchCollator:
         laid_out = self.lay_out([scored(row, self.pad_token_id) for row in own or rows[:1]], **settings)
         if not own:  # a process with nothing to do computes a row of which nothing counts
             laid_out = [replace(tokens, tokens_S=0 * tokens.tokens_S) for tokens in laid_out]
-        parts = (part.batch(tokens, own or rows[:1], every or rows[:1], self.rule) for tokens in laid_out)
+        table = part.table(own or rows[:1], every or rows[:1], self.rule)
+        parts = (micro_batch(tokens, table) for tokens in laid_out)
         return CollatedBatch.of(*parts, pad_token_id=self.pad_token_id)
 
 
@@ -236,7 +239,7 @@ class DictCollator:
         is_short = len(own) < part.pairs or len(examples) < part.pairs * part.count
         if (are_told(rows[0]) or is_short) and {"input_ids", "input_ids_chosen"} & batch.keys():
             tokens = self._positions(batch, own, part.pairs)
-            batch[TABLE] = part.batch(tokens, own or rows[:1], rows[:real] or rows[:1], self.rule)
+            batch[TABLE] = micro_batch(tokens, part.table(own or rows[:1], rows[:real] or rows[:1], self.rule))
         return self._lengthened(batch, "step_ends" in rows[0])
 
     def _positions(self, batch: Mapping[str, Any], rows: Sequence[Example], pairs: int) -> TokenRows[np.ndarray]:
