@@ -4,15 +4,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from decoders import PAD, rows_of
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trl_tpu.data.collators import scored
-from trl_tpu.packing.pack import Scored, pack, pack_unpadded, pad
-from trl_tpu.packing.rows import TokenRows
+from trl_tpu.packing.pack import pack, pack_unpadded
+from trl_tpu.packing.rows import TokenRows, expand_rows
 from trl_tpu.packing.shapes import RowPlan, RowShape, plan_rows, zigzag
 
-PAD = 0
 # few ids, so that prefixes are shared by chance; or a common prompt with tails of any length
 sequence = st.lists(st.integers(1, 3), min_size=1, max_size=12)
 tail = st.lists(st.integers(1, 9), max_size=6)
@@ -27,10 +26,6 @@ Rows = TokenRows[np.ndarray]
 def pair_size(one: list[int], other: list[int]) -> int:
     common = next((at for at, ids in enumerate(zip(one, other, strict=False)) if ids[0] != ids[1]), None)
     return len(one) + len(other) - (min(len(one), len(other)) if common is None else common)
-
-
-def rows_of(pairs: list[Any]) -> list[Scored]:
-    return [scored({"answers": pair}, PAD) for pair in pairs]
 
 
 def here(rows: Rows) -> np.ndarray:
@@ -54,10 +49,6 @@ def unpadded(pairs: list[Any], attention_crossover_length: float = 50) -> Rows:
     return pack_unpadded(rows_of(pairs), PAD, attention_crossover_length=attention_crossover_length)[0]
 
 
-def tree_count(pairs: list[Any], attention_crossover_length: float) -> int:
-    return len(unpadded(pairs, attention_crossover_length).trees or ())
-
-
 def seen_by(batch: Rows, row: int, column: int) -> np.ndarray:
     """The columns that a token sees, by the definition of ``subtree_end``."""
     return np.flatnonzero((np.arange(len(batch.subtree_end_RL[row])) <= column) & (column < batch.subtree_end_RL[row]))
@@ -70,25 +61,18 @@ def read_back(batch: Rows, pair: int, half: int) -> list[int]:
 
 @pytest.mark.parametrize("layout", [packed, unpadded])
 @given(pairs=batches)
-def test_the_last_token_of_a_sequence_sees_that_sequence_and_nothing_else(layout: Any, pairs: list[Any]) -> None:
+def test_every_token_sees_the_path_to_it_at_positions_from_zero(layout: Any, pairs: list[Any]) -> None:
     batch = layout(pairs)
     for index, sequences in enumerate(pairs):
         assert [read_back(batch, index, half) for half in (0, 1)] == list(map(list, sequences))
         assert batch.score_row_S[2 * index] == batch.score_row_S[2 * index + 1]
-
-
-@pytest.mark.parametrize("layout", [packed, unpadded])
-@given(pairs=batches)
-def test_every_token_sees_the_path_to_it_at_positions_from_zero(layout: Any, pairs: list[Any]) -> None:
-    batch = layout(pairs)
-    beginnings = {tuple(ids[: end + 1]) for pair in pairs for ids in pair for end in range(len(ids))}
     found = set()
     for row, column in zip(*np.nonzero(batch.input_ids_RL != PAD), strict=True):
         path = seen_by(batch, row, column)
         assert batch.position_ids_RL[row, path].tolist() == list(range(len(path)))
         assert path[-1] == column
         found.add(tuple(batch.input_ids_RL[row, path].tolist()))
-    assert found == beginnings
+    assert found == {tuple(ids[: end + 1]) for pair in pairs for ids in pair for end in range(len(ids))}
 
 
 @given(batches)
@@ -126,18 +110,6 @@ def test_a_short_batch_has_the_shapes_of_a_full_one(pairs: list[Any], missing: i
     assert {getattr(batch, name).dtype for name in integers} == {np.dtype(np.int32)}
 
 
-def test_steps_are_read_along_one_sequence() -> None:
-    solution, unlabeled = [5, 6, 7, 8, 9, 4], [5, 6, 3]
-    rows = [
-        scored({"answers": [solution], "step_ends": [1, 3, 4]}, PAD),
-        scored({"answers": [unlabeled], "step_ends": []}, PAD),
-    ]
-    for batch in (*pack_unpadded(rows, PAD, answers=3), *pad(rows, PAD, answers=3)):
-        ids = batch.input_ids_RL[batch.score_row_S, batch.score_column_S]
-        assert ids[:3].tolist() == [6, 8, 9]  # what follows the last labeled step is not computed
-        assert batch.tokens_S.tolist() == [2, 2, 2, 0, 0, 0]
-
-
 def test_a_batch_gets_the_first_shape_that_holds_it() -> None:
     shapes = (RowShape(1, 8), RowShape(2, 8), RowShape(2, 16))
     long, short = ([1] * 8, [1] * 8), ([2, 3], [2, 4])
@@ -154,9 +126,11 @@ def test_what_does_not_fit_is_an_error_that_says_what_and_never_cut() -> None:
         packed([([1 + index] * 4, [11 + index] * 4) for index in range(3)], shapes)
     with pytest.raises(ValueError, match="2 pairs.* 3"):
         packed([([1], [2])] * 3, shapes, 2)
-
-
-sizes = st.lists(st.integers(1, 60), min_size=1, max_size=40)
+    prompt = list(range(10, 20))
+    pairs = [([*prompt, 1], [*prompt, 2, 3]), ([*prompt, 4], [*prompt, 5])]
+    with pytest.raises(ValueError, match="23 tokens.* 22"):
+        expand_rows(packed(pairs, [RowShape(1, 22)]))
+    assert (expand_rows(packed(pairs, [RowShape(1, 23)])).segment_R2L[0] > 0).sum(axis=-1).tolist() == [22, 23]
 
 
 @given(st.lists(st.integers(1, 99), min_size=1, max_size=30), st.integers(1, 8), st.data())
@@ -180,37 +154,20 @@ def test_a_prompt_that_all_the_data_shares_is_planned_for_once_a_row() -> None:
 
 
 @given(batches)
-def test_an_unpadded_row_has_no_padding_and_trees_that_see_only_themselves(pairs: list[Any]) -> None:
+def test_an_unpadded_row_has_no_padding(pairs: list[Any]) -> None:
     batch = unpadded(pairs)
-    length = batch.input_ids_RL.shape[1]
-    assert batch.trees is not None
-    assert batch.input_ids_RL.shape[0] == 1
     assert (batch.input_ids_RL != PAD).all()
-    assert length <= sum(len(ids) for pair in pairs for ids in pair)
-    assert [tree.start for tree in batch.trees] == [0, *(tree.stop for tree in batch.trees[:-1])]
-    assert batch.trees[-1].stop == length
-    for tree in batch.trees:
-        assert [tail.start for tail in tree.tails] == [0, *(tail.stop for tail in tree.tails[:-1])]
-        assert tree.tails[-1].stop == tree.stop - tree.start
-        for tail in tree.tails:
-            path = [column for start, stop in tail.path for column in range(start, stop)]
-            for column in range(tail.start, tail.stop):
-                path.append(column)
-                assert list(seen_by(batch, 0, tree.start + column)) == [tree.start + each for each in path]
+    assert batch.input_ids_RL.shape[0] == 1
+    assert batch.input_ids_RL.size <= sum(len(ids) for pair in pairs for ids in pair)
 
 
 def test_trees_grow_where_sharing_saves_more_than_attention_costs() -> None:
     prompt = list(range(10, 40))
     pairs = [(prompt + [1, 2], prompt + [3]), (prompt + [4], prompt + [5]), ([10, 6], [10, 7])]
-    assert tree_count(pairs, 1e9) == 1  # attention for nothing: whatever is shared is shared
-    assert tree_count(pairs, 50) > 1  # one token in common is not worth a larger tree
-    apart = unpadded([([1] * 9, [2] * 9), ([3] * 9, [4] * 9)]).trees or ()
-    assert [(tree.start, tree.stop, len(tree.tails)) for tree in apart] == [
-        (0, 9, 1),
-        (9, 18, 1),
-        (18, 27, 1),
-        (27, 36, 1),
-    ]  # nothing to share
+    assert len(unpadded(pairs, 1e9).trees or ()) == 1  # attention for nothing: whatever is shared is shared
+    assert len(unpadded(pairs, 50).trees or ()) > 1  # one token in common is not worth a larger tree
+    apart = unpadded([([1] * 9, [2] * 9), ([3] * 9, [4] * 9)]).trees or ()  # nothing to share
+    assert [(tree.start, tree.stop, len(tree.tails)) for tree in apart] == [(at, at + 9, 1) for at in (0, 9, 18, 27)]
 
 
 @given(batches, st.integers(1, 3), st.integers(0, 2))
@@ -228,7 +185,7 @@ def test_micro_batches_hold_each_pair_once(pairs: list[Any], rows: int, missing:
 
 @given(batches, st.integers(2, 3), st.booleans())
 def test_parts_are_the_rows_of_the_whole(pairs: list[Any], parts: int, expands: bool) -> None:
-    """All have the same shapes, in which each pair is in one part."""
+    """All have the same shapes, in which each pair is in one part; rows without room to expand are an error."""
     longest = max(pair_size(*pair) for pair in pairs)
     plan = RowPlan((RowShape(parts, longest), RowShape(2 * parts, 8)), (RowShape(parts, longest),))
     whole = micro_batches(pairs, plan, expands=expands)
@@ -241,15 +198,3 @@ def test_parts_are_the_rows_of_the_whole(pairs: list[Any], parts: int, expands: 
             assert each.input_ids_RL.shape[0] * parts == rows.input_ids_RL.shape[0]
             for index in np.flatnonzero(here(each)):
                 assert [read_back(each, index, half) for half in (0, 1)] == list(map(list, pairs[index]))
-
-
-@given(batches, st.integers(1, 3))
-def test_rows_that_are_to_be_expanded_have_room_for_either_sequence_of_every_pair(pairs: list[Any], rows: int) -> None:
-    longest = max(pair_size(*pair) for pair in pairs)
-    plan = RowPlan((RowShape(rows, longest),), (RowShape(rows, longest),))
-    for some in micro_batches(pairs, plan, expands=True):
-        lengths_P2 = np.array([[len(ids) for ids in pair] for pair in pairs])
-        for row in range(rows):
-            there = here(some) & (some.score_row_S[::2] == row)
-            assert (lengths_P2[there].sum(axis=0) <= longest).all()
-        assert some.expansion is not None

@@ -1,4 +1,4 @@
-"""Packed rows give the rewards and gradients of the padded forward, for every family of decoders."""
+"""Packed rows, attended to by masks or expanded, give the rewards and gradients of the padded forward."""
 
 from functools import cache
 from typing import Any
@@ -13,20 +13,28 @@ from decoders import (
     PAD,
     PROMPT,
     TINY,
+    VOCAB,
     Pairs,
     StayInFloat64,
     gradients,
+    in_rows,
     packed,
     padded,
     random_decoder,
     rows_of,
 )
-from drawn_pairs import pair
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from torch import nn
-from transformers import PreTrainedModel
+from transformers import AutoModelForSequenceClassification, GptOssConfig
+from transformers.masking_utils import (
+    bidirectional_mask_function,
+    causal_mask_function,
+    chunked_causal_mask_function,
+    or_masks,
+    sliding_window_causal_mask_function,
+)
 
+from trl_tpu.modeling.expanded_attention import ExpansionImpossible, use_expanded_attention, window_of
 from trl_tpu.modeling.packability import PROVEN_TYPES, check_packing_is_exact
 from trl_tpu.modeling.packed_attention import tree_rule, use_tree_masks
 from trl_tpu.packing.pack import pack, pack_unpadded
@@ -34,13 +42,20 @@ from trl_tpu.packing.shapes import RowPlan, RowShape
 
 EAGER = {"Llama, eager": "Llama", "Mistral, sliding window, eager": "Mistral, sliding window"}
 ALL = [*FAMILIES, *EAGER]
+TRAINED = {"LoRA": "Qwen3", "recomputed layers": "GPT-NeoX"}  # whose backward runs where no packed rows are read
 
 
-def tiny_model(family: str, **changes: Any) -> PreTrainedModel:
-    if family in EAGER:
-        family, changes = EAGER[family], {"attn_implementation": "eager", **changes}
-    model = random_decoder(family, **changes)
-    use_tree_masks(model)
+def tiny_model(name: str, expands: bool = False, **changes: Any) -> Any:
+    family = (EAGER | TRAINED).get(name, name)
+    model: Any = random_decoder(family, **changes | {"attn_implementation": "eager"} if name in EAGER else changes)
+    (use_expanded_attention if expands else use_tree_masks)(model)
+    if name == "recomputed layers":
+        model.train().gradient_checkpointing_enable({"use_reentrant": False})
+    if name == "LoRA":
+        torch.manual_seed(1)
+        targets = ["q_proj", "down_proj"]
+        config = peft.LoraConfig(task_type="SEQ_CLS", r=2, target_modules=targets, init_lora_weights=False)
+        model = peft.get_peft_model(model, config)
     return model
 
 
@@ -48,58 +63,66 @@ model_of = cache(tiny_model)
 
 
 LONG = 32  # what the largest pair of the tests takes
-LAYOUTS = {
+PLANS = {
     "one micro-batch": RowPlan((RowShape(2, 160),)),
     "micro-batches": RowPlan((RowShape(1, 12), RowShape(2, LONG)), (RowShape(1, LONG), RowShape(2, 8))),
     "tight": None,
+    "expanded": RowPlan((RowShape(2, 40), RowShape(2, 64), RowShape(1, 180))),
+    "expanded, one row": RowPlan((RowShape(1, 180),)),
+    "expanded, micro-batches": RowPlan((RowShape(1, LONG),), (RowShape(2, LONG),)),
 }
 
 
-CASES = [(family, layout) for family in ALL for layout in LAYOUTS]
+def layouts_of(name: str) -> list[str]:
+    return [layout for layout in PLANS if "expanded" not in layout or name not in EAGER]
 
 
-def packed_in(layout: str, model: nn.Module, pairs: Pairs) -> torch.Tensor:
+def packed_in(layout: str, name: str, pairs: Pairs) -> torch.Tensor:
     """The rewards [P, 2], put together from all micro-batches."""
-    rows, plan = rows_of(pairs), LAYOUTS[layout]
+    rows, plan, expands = rows_of(pairs), PLANS[layout], "expanded" in layout
     if plan is None:
         some = pack_unpadded(rows, PAD, attention_crossover_length=20)
     else:
-        some = pack(rows, plan, len(pairs), PAD)
-    return packed(model, *(each.map_tensors(torch.from_numpy) for each in some))
+        some = pack(rows, plan, len(pairs), PAD, expands=expands)
+    return packed(model_of(name, expands), *(each.map_tensors(torch.from_numpy) for each in some), expand=expands)
 
 
-def assert_equal_in_both(model: nn.Module, pairs: Pairs, layout: str) -> None:
+def assert_equal(ours: Any, theirs: Any) -> None:
+    torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
+
+
+def assert_all_layouts_are_padded_rows(name: str, pairs: Pairs) -> None:
     with StayInFloat64():
-        expected, rewards = padded(model, pairs), packed_in(layout, model, pairs)
-        theirs, ours = gradients(model, expected), gradients(model, rewards)
-    assert rewards.dtype == torch.float64
-    torch.testing.assert_close(rewards, expected, rtol=1e-9, atol=1e-9)
-    assert ours.keys() == theirs.keys()
-    assert ours
-    for name, gradient in theirs.items():
-        torch.testing.assert_close(
-            ours[name], gradient, rtol=1e-9, atol=1e-9, msg=lambda text, at=name: f"{at}: {text}"
-        )
+        expected = padded(model_of(name), pairs)
+        theirs = gradients(model_of(name), expected)
+        assert theirs and expected.dtype == torch.float64
+        for layout in layouts_of(name):
+            rewards = packed_in(layout, name, pairs)
+            assert_equal(rewards, expected)
+            assert_equal(gradients(model_of(name, "expanded" in layout), rewards), theirs)
 
 
-batches = st.lists(pair, min_size=1, max_size=5)
+@pytest.mark.parametrize("name", [*ALL, *TRAINED])
+def test_rewards_and_gradients_equal_the_padded_forward(name: str) -> None:
+    assert_all_layouts_are_padded_rows(name, KNOWN_PAIRS)
 
 
-@pytest.mark.parametrize(("family", "layout"), CASES)
-def test_rewards_and_gradients_equal_the_padded_forward(family: str, layout: str) -> None:
-    assert_equal_in_both(model_of(family), KNOWN_PAIRS, layout=layout)
-
-
-@pytest.mark.parametrize(
-    ("family", "layout"),
-    [pytest.param(*case, marks=[pytest.mark.long] * (case[1] != "one micro-batch")) for case in CASES],
+ids = st.integers(1, VOCAB - 1)
+dialogue = st.lists(st.integers(1, 3), min_size=1, max_size=12)
+prompt, tail = st.lists(ids, min_size=1, max_size=10), st.lists(ids, max_size=6)
+pair = st.one_of(
+    st.tuples(dialogue, dialogue),
+    st.builds(lambda prompt, one, other: (prompt + one, prompt + other), prompt, tail, tail),
+    dialogue.map(lambda ids: (ids, ids)),
+    st.tuples(ids, ids).map(lambda both: ([both[0]], [both[1]])),
 )
-@settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(pairs=batches)
-def test_rewards_and_gradients_of_random_pairs_equal_the_padded_forward(
-    family: str, layout: str, pairs: list[Any]
-) -> None:
-    assert_equal_in_both(model_of(family), pairs, layout=layout)
+
+
+@pytest.mark.parametrize("family", ALL)
+@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(pairs=st.lists(pair, min_size=1, max_size=5))
+def test_rewards_and_gradients_of_random_pairs_equal_the_padded_forward(family: str, pairs: list[Any]) -> None:
+    assert_all_layouts_are_padded_rows(family, pairs)
 
 
 @pytest.mark.parametrize("family", ALL)
@@ -111,45 +134,100 @@ def test_every_type_that_is_taken_for_exact_was_shown_to_be() -> None:
     assert {model_of(family).config.get_text_config().model_type for family in ALL} == PROVEN_TYPES
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_lora_trains_the_same(layout: str) -> None:
-    lora = peft.LoraConfig(task_type="SEQ_CLS", r=2, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
-    model = peft.get_peft_model(tiny_model("Qwen3"), lora)
-    assert_equal_in_both(model, KNOWN_PAIRS, layout=layout)
-    found = gradients(model, packed_in(layout, model, KNOWN_PAIRS))
-    assert any("lora_A" in name for name in found) and any("score" in name for name in found)
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_recomputed_layers_train_the_same(layout: str) -> None:
-    model = tiny_model("GPT-NeoX").train()
-    model.gradient_checkpointing_enable({"use_reentrant": False})
-    assert_equal_in_both(model, KNOWN_PAIRS, layout=layout)
+@pytest.mark.parametrize("family", ["Llama", "Mistral, sliding window", "Gemma2, soft cap, mixed windows"])
+def test_a_model_that_expands_reads_other_batches_as_before(family: str) -> None:
+    """Padded batches, and packed rows that come without their expansion."""
+    expanded, rows = model_of(family, True), in_rows(KNOWN_PAIRS, RowShape(2, 64))
+    with StayInFloat64():
+        expected = padded(model_of(family), KNOWN_PAIRS)
+        assert_equal(padded(expanded, KNOWN_PAIRS), expected)
+        assert_equal(packed(expanded, rows), expected)
 
 
 def test_a_window_counts_positions_not_columns() -> None:
     """The other tail stands between a tail and its prompt; it must not use up the window."""
     pairs = [(PROMPT + [1] * 9, PROMPT + [2, 3])]
-    model = tiny_model("Mistral, sliding window")
-    for layout in LAYOUTS:
-        torch.testing.assert_close(packed_in(layout, model, pairs), padded(model, pairs), rtol=1e-9, atol=1e-9)
+    assert_all_layouts_are_padded_rows("Mistral, sliding window", pairs)
     subtree_end, positions = torch.tensor([[6, 6, 5, 5, 5, 6]]), torch.tensor([[0, 1, 2, 3, 4, 2]])
-
-    def window(row: Any, head: Any, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-        return (key <= query) & (key > query - 2)
-
-    rule = tree_rule(subtree_end, positions, window)
+    rule = tree_rule(subtree_end, positions, lambda row, head, query, key: (key <= query) & (key > query - 2))
     row, column = torch.zeros(1, 1, dtype=torch.long), torch.arange(6)
     visible = rule(row, row, column[:, None], column[None, :])
     assert visible[5].tolist() == [False, True, False, False, False, True]
     assert visible[4].tolist() == [False, False, False, True, True, False]
 
 
-def test_a_model_that_cannot_is_an_error_that_says_what_to_do() -> None:
-    model = tiny_model("Llama")
-    model.config._attn_implementation = "flash_attention_2"
+def test_no_tensor_has_the_row_length_squared_but_in_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: list[int] = []
+
+    class Watch(StayInFloat64):
+        def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            result = super().__torch_function__(function, types, args, kwargs)
+            sizes.extend([result.numel()] if isinstance(result, torch.Tensor) else [])
+            return result
+
+    def kernel(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any) -> torch.Tensor:
+        return q * k.mean() + v.mean()
+
+    monkeypatch.setattr("trl_tpu.runtime.native.Runtime.segment_attention", staticmethod(kernel))
+    rows = in_rows([(PROMPT * 8 + [1], PROMPT * 8 + [2])], RowShape(1, 512))
+    with Watch():
+        packed(model_of("Mistral, sliding window", True), rows, expand=True).sum().backward()
+    assert 512 * 32 <= max(sizes) < 512 * 512 / 2
+
+
+# ---- what cannot be
+
+
+def prefix_rule(row: Any, head: Any, query: Any, key: Any) -> Any:
+    return key < 3
+
+
+def chunks(size: int) -> Any:
+    return lambda row, head, query, key: (key <= query) & (key // size == query // size)
+
+
+@pytest.mark.parametrize(
+    ("rule", "window"),
+    [
+        (causal_mask_function, None),
+        (sliding_window_causal_mask_function(5), 5),
+        (sliding_window_causal_mask_function(1), 1),
+        (sliding_window_causal_mask_function(12), None),  # as wide as the rows
+        (sliding_window_causal_mask_function(11), 11),
+        (sliding_window_causal_mask_function(4000), None),
+        (bidirectional_mask_function, ExpansionImpossible),
+        (or_masks(causal_mask_function, prefix_rule), ExpansionImpossible),
+        (lambda row, head, query, key: key < query, ExpansionImpossible),  # not even itself
+        (chunked_causal_mask_function(5, torch.zeros(2)), ExpansionImpossible),  # from where the text begins
+        *[(chunks(size), ExpansionImpossible) for size in range(2, 12)],
+    ],
+)
+def test_only_causal_rules_are_expanded_and_their_window_is_read(rule: Any, window: Any) -> None:
+    if window is ExpansionImpossible:
+        with pytest.raises(window):
+            window_of(rule, 12)
+    else:
+        assert window_of(rule, 12) == window
+
+
+def test_models_that_attend_otherwise_are_rejected_with_the_reason() -> None:
+    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "num_local_experts": 2}
+    others = {
+        "dropout": random_decoder("Llama", attention_dropout=0.1),
+        "linear_attention": random_decoder("Qwen2", layer_types=["linear_attention", "full_attention"]),
+        "sinks": AutoModelForSequenceClassification.from_config(GptOssConfig(vocab_size=9, **sizes)),
+    }
+    for reason, model in others.items():
+        with pytest.raises(ExpansionImpossible, match=reason):
+            use_expanded_attention(model)
+    model = random_decoder("GPT-2, learned positions", attn_pdrop=0.5).train()
+    use_expanded_attention(model)
+    with pytest.raises(ExpansionImpossible, match="dropout"):
+        packed(model, in_rows(KNOWN_PAIRS, RowShape(2, 64)), expand=True)
+    flash = tiny_model("Llama")
+    flash.config._attn_implementation = "flash_attention_2"
     with pytest.raises(ValueError, match="flash_attention_2"):
-        use_tree_masks(model)
+        use_tree_masks(flash)
     causal = transformers.LlamaForCausalLM(transformers.LlamaConfig(**TINY))
     with pytest.raises(ValueError, match="LlamaForCausalLM"):
-        packed_in("tight", causal, KNOWN_PAIRS)
+        packed(causal, in_rows(KNOWN_PAIRS, RowShape(2, 64)))
