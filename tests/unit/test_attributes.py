@@ -50,31 +50,6 @@ def test_a_model_of_other_outputs_may_begin_as_one_of_attributes(tmp_path: Path)
 TWO = {"prompt": "a", "completions": ["b", "c"]}
 
 
-BAD: list[tuple[dict[str, Any], str]] = [
-    ({**TWO, "scores": [1.0, 2.0]}, "Row 0 .*`scores` of 'helpful'"),
-    ({**TWO, "scores": {"helpful": [1, 2]}}, r"Row 0 .*`scores` .*attributes=\('helpful', 'brief'\)"),
-    ({**TWO, "scores": {"helpful": [1, 2], "brief": [1]}}, "Row 0 .*`scores` of 'brief'"),
-    ({**TWO, "scores": {"helpful": [1, math.inf], "brief": None}}, "Row 0 .*`scores` of 'helpful' .*inf"),
-    ({**TWO, "scores": {"helpful": [1, 1], "brief": None}}, "Row 0 .*`scores`"),
-    ({"answer_ids": [[1], [2]], "grades": [1.0, 2.0]}, "Row 0 .*`grades` of 'helpful'"),
-    ({"answer_ids": [[1], [2]], "grades": [[1.0, 2.0]]}, "Row 0 .*`grades` .*attributes"),
-    ({"prompt": "a", "chosen": "b", "rejected": "c"}, "Row 0 .*`completions` .*None"),
-]
-
-
-@pytest.mark.parametrize(("row", "text"), BAD)
-def test_bad_rows_are_refused_with_row_and_column(row: dict[str, Any], text: str) -> None:
-    with pytest.raises((ValueError, TypeError), match=text):
-        prepare([row], rankings=Rankings(attributes=NAMES))
-
-
-def test_grades_by_attributes_need_their_names() -> None:
-    with pytest.raises(ValueError, match="Row 0 .*`scores`"):
-        prepare([{**TWO, "scores": {"helpful": [1, 2], "brief": [2, 1]}}])
-    with pytest.raises(ValueError, match="Row 0 .*`grades` "):
-        prepare([{"answer_ids": [[1], [2]], "grades": [[1.0, 2.0], None]}])
-
-
 def test_a_row_may_lack_an_attribute() -> None:
     rows = [
         {**TWO, "scores": {"helpful": None, "brief": [1, 2]}},
