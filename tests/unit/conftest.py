@@ -1,6 +1,8 @@
 """What several files of tests share."""
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,3 +15,20 @@ def good_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("good") / "model"
     save_good_model(folder)
     return folder
+
+
+@pytest.fixture
+def refused(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """Run a command that must end with status 2 and an error of one line, which is returned."""
+
+    def run(*words: Any) -> str:
+        from trl_tpu import cli
+
+        with pytest.raises(SystemExit) as ended:
+            cli.main([str(word) for word in words])
+        assert ended.value.code == 2
+        errors = capsys.readouterr().err.splitlines()
+        (told,) = (line for line in errors if line.startswith("trl-tpu") and ": error: " in line)
+        return told
+
+    return run

@@ -40,36 +40,28 @@ def loaded(folder: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
-@pytest.mark.parametrize("max_shard_size", ["5GB", "20KB"])
 def test_a_sharded_state_becomes_the_files_that_transformers_writes(
-    make: Callable[[], PreTrainedModel], max_shard_size: str, tmp_path: Path
+    make: Callable[[], PreTrainedModel], tmp_path: Path
 ) -> None:
     model = make()
-    checkpoint, out, reference = exports.checkpoint_of(model, tmp_path / "c"), tmp_path / "out", tmp_path / "reference"
-    export_checkpoint(checkpoint, out, max_shard_size=max_shard_size)
-    model.save_pretrained(reference, max_shard_size=max_shard_size)
-    assert exports.same_weights(loaded(out), model.state_dict())
-    if max_shard_size == "5GB":
-        ours, theirs = (folder.joinpath("model.safetensors").read_bytes() for folder in (out, reference))
-        assert ours == theirs
-    else:
-        index, expected = (json.loads((f / "model.safetensors.index.json").read_text()) for f in (out, reference))
-        assert index["weight_map"].keys() == expected["weight_map"].keys()
-        assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in _unique(model))
-        files = [out / name for name in set(index["weight_map"].values())]
-        assert len(files) > 2 and sorted(files) == sorted(out.glob("*.safetensors"))
-        assert all(
-            len(load_file(file)) == 1 or sum(t.nbytes for t in load_file(file).values()) <= 20_000 for file in files
-        )
-    assert sorted(path.name for path in out.iterdir() if "safetensors" not in path.name) == [
-        "config.json",
-        "tokenizer_config.json",
-    ]
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["c", "out", "reference"]
-
-
-def _unique(model: PreTrainedModel) -> list[torch.Tensor]:
-    return list({id(tensor): tensor for tensor in model.state_dict(keep_vars=True).values()}.values())
+    checkpoint = exports.checkpoint_of(model, tmp_path / "c")
+    for size in ("5GB", "20KB"):
+        export_checkpoint(checkpoint, tmp_path / f"out-{size}", max_shard_size=size)
+        model.save_pretrained(tmp_path / f"reference-{size}", max_shard_size=size)
+        assert exports.same_weights(loaded(tmp_path / f"out-{size}"), model.state_dict())
+    ours, theirs = ((tmp_path / f"{name}-5GB/model.safetensors").read_bytes() for name in ("out", "reference"))
+    assert ours == theirs
+    out, reference = tmp_path / "out-20KB", tmp_path / "reference-20KB"
+    index, expected = (json.loads((each / "model.safetensors.index.json").read_text()) for each in (out, reference))
+    assert index["weight_map"].keys() == expected["weight_map"].keys()
+    unique = {id(tensor): tensor for tensor in model.state_dict(keep_vars=True).values()}.values()
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in unique)
+    shards = {path: load_file(path).values() for path in out.glob("*.safetensors")}
+    assert len(shards) > 2 and {path.name for path in shards} == set(index["weight_map"].values())
+    assert all(len(held) == 1 or sum(tensor.nbytes for tensor in held) <= 20_000 for held in shards.values())
+    others = {path.name for path in out.iterdir() if "safetensors" not in path.name}
+    assert others == {"config.json", "tokenizer_config.json"}
+    assert len(list(tmp_path.iterdir())) == 5, "nothing is left beside the outputs"
 
 
 @pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
@@ -87,9 +79,14 @@ def test_weights_of_two_dtypes_keep_every_bit(make: Callable[[], PreTrainedModel
     assert exports.same_weights(loaded(tmp_path / "out"), expected)
 
 
-def test_an_ordinary_checkpoint_is_exported_in_another_dtype(tmp_path: Path) -> None:
+def test_an_ordinary_checkpoint_in_shards_is_exported_in_another_dtype(tmp_path: Path) -> None:
+    """Shards may be numbered in six digits, as in some releases of very large models."""
     model = exports.llama()
     model.save_pretrained(tmp_path / "c", max_shard_size="20KB")
+    index = tmp_path / "c" / "model.safetensors.index.json"
+    index.write_text(index.read_text().replace("-of-", "-of-0"))
+    for shard in (tmp_path / "c").glob("model-*.safetensors"):
+        shard.rename(shard.with_name(shard.name.replace("-of-", "-of-0")))
     torch.save({}, tmp_path / "c" / "optimizer.pt")
     words = [str(tmp_path / "c"), str(tmp_path / "out"), "--dtype", "bfloat16", "--max_shard_size", "1MB"]
     assert cli.main(["export", *words]) == 0
@@ -97,18 +94,6 @@ def test_an_ordinary_checkpoint_is_exported_in_another_dtype(tmp_path: Path) -> 
     assert exports.same_weights(load_file(tmp_path / "out" / "model.safetensors"), expected)
     assert exports.same_weights(loaded(tmp_path / "out"), expected)  # the dtype comes from the config
     assert {path.name for path in (tmp_path / "out").iterdir()} == {"config.json", "model.safetensors"}
-
-
-def test_shards_may_be_numbered_in_any_number_of_digits(tmp_path: Path) -> None:
-    model = exports.tied()
-    model.save_pretrained(tmp_path / "c", max_shard_size="20KB")
-    index = tmp_path / "c" / "model.safetensors.index.json"
-    index.write_text(index.read_text().replace("-of-", "-of-0"))  # six, as in some releases of very large models
-    for shard in (tmp_path / "c").glob("model-*.safetensors"):
-        shard.rename(shard.with_name(shard.name.replace("-of-", "-of-0")))
-    export_checkpoint(tmp_path / "c", tmp_path / "out")
-    expected, found = model.state_dict(), loaded(tmp_path / "out")
-    assert found and all(torch.equal(tensor, expected[name]) for name, tensor in found.items())
 
 
 def test_what_belongs_to_a_model_goes_along_and_nothing_else(tmp_path: Path) -> None:
@@ -155,10 +140,7 @@ LINEAR = {"rope_type": "linear", "factor": 2.0}
 LONG = {"type": "longrope", "short_factor": [1.0, 1.5], "long_factor": [2.0, 3.0]}
 OF_PHI3 = {"hidden_size": 8, "num_attention_heads": 2, "max_position_embeddings": 64}
 OLD_ROPE: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
-    *(
-        (family, {"partial_rotary_factor": 0.75}, {"rope_theta": 10000.0, "partial_rotary_factor": 0.75})
-        for family in ("phi", "stablelm", "glm", "nemotron")
-    ),
+    ("glm", {"partial_rotary_factor": 0.75}, {"rope_theta": 10000.0, "partial_rotary_factor": 0.75}),
     (
         "phi",
         {"rope_parameters": {**LINEAR, "rope_theta": 500.0, "partial_rotary_factor": 0.75}},
@@ -216,15 +198,10 @@ def test_a_saved_tokenizer_has_names_that_transformers_4_reads(tmp_path: Path) -
     again, text = AutoTokenizer.from_pretrained(tmp_path), "some text<one><eos>"
     assert type(again) is type(tokenizer) and again(text) == tokenizer(text)
     assert again.all_special_tokens == tokenizer.all_special_tokens
-
-
-@pytest.mark.parametrize(
-    "config", [{"tokenizer_class": "Qwen2Tokenizer"}, {"auto_map": {"AutoTokenizer": ["o.O", None]}}]
-)
-def test_a_tokenizer_class_of_a_model_keeps_its_name(config: dict[str, Any], tmp_path: Path) -> None:
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
-    write_old_names(tmp_path)
-    assert json.loads((tmp_path / "tokenizer_config.json").read_text()) == config
+    for kept in ({"tokenizer_class": "Qwen2Tokenizer"}, {"auto_map": {"AutoTokenizer": ["o.O", None]}}):
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(kept))
+        write_old_names(tmp_path)
+        assert json.loads((tmp_path / "tokenizer_config.json").read_text()) == kept, "a class of a model's own"
 
 
 # ---- URLs
@@ -245,19 +222,19 @@ def test_a_checkpoint_at_a_url_is_exported_and_leaves_no_copy(tmp_path: Path, mo
 
 
 @pytest.mark.parametrize(
-    ("checkpoint", "out", "message"),
+    ("checkpoint", "out", "name"),
     [
-        ("zip://c::{folder}/no.zip", "out", "no.zip cannot be opened"),
-        ("zip://c::{folder}/damaged.zip", "out", "damaged.zip cannot be copied"),
-        ("ftp://127.0.0.1:1/a", "out", "ftp://127.0.0.1:1/a cannot be opened"),
-        ("zip://::{folder}/hostile.zip", "out", "'../../escaped' is outside of the folder"),
-        ("memory://exported/nothing", "out", "memory://exported/nothing cannot be copied"),
-        ("nosuch://exported", "out", "nosuch://exported cannot be opened"),
-        ("c", "memory://out", "memory://out is a URL"),
+        ("zip://c::{folder}/no.zip", "out", "no.zip"),
+        ("zip://c::{folder}/damaged.zip", "out", "damaged.zip"),
+        ("ftp://127.0.0.1:1/a", "out", "ftp://127.0.0.1:1/a"),
+        ("zip://::{folder}/hostile.zip", "out", "'../../escaped'"),
+        ("memory://exported/nothing", "out", "memory://exported/nothing"),
+        ("nosuch://exported", "out", "nosuch://exported"),
+        ("c", "memory://out", "memory://out"),
     ],
 )
 def test_urls_that_cannot_be_used_are_refused(
-    checkpoint: str, out: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    checkpoint: str, out: str, name: str, tmp_path: Path, refused: Callable[..., str]
 ) -> None:
     (tmp_path / "no.zip").write_text("not a zip")
     with zipfile.ZipFile(tmp_path / "hostile.zip", "w") as archive:
@@ -266,10 +243,7 @@ def test_urls_that_cannot_be_used_are_refused(
     with zipfile.ZipFile(damaged := tmp_path / "damaged.zip", "w") as archive:
         archive.writestr("c/a", "whole")
     damaged.write_bytes(damaged.read_bytes().replace(b"whole", b"spoil"))
-    with pytest.raises(SystemExit) as refused:
-        cli.main(["export", checkpoint.format(folder=tmp_path), out])
-    assert refused.value.code == 2
-    assert message in capsys.readouterr().err
+    assert name in refused("export", checkpoint.format(folder=tmp_path), out)
 
 
 # ---- memory
@@ -355,19 +329,18 @@ def _torn(folder: Path) -> list[str]:
     return []
 
 
-def _incomplete(folder: Path) -> list[str]:
-    (folder / "model.safetensors").unlink()
-    tensors = exports.llama().state_dict()
-    exports.write_state(folder / "state", {name: tensors[name] for name in tensors if "score" not in name})
-    return []
-
-
 def _headless(folder: Path) -> list[str]:
     """What ``save_pretrained`` of a causal language model writes."""
     file = folder / "model.safetensors"
-    save_file(
-        {name: tensor for name, tensor in load_file(file).items() if "score" not in name}, file, {"format": "pt"}
-    )
+    backbone = {name: tensor for name, tensor in load_file(file).items() if "score" not in name}
+    save_file(backbone, file, {"format": "pt"})
+    return []
+
+
+def _headless_state(folder: Path) -> list[str]:
+    _headless(folder)
+    exports.write_state(folder / "state", load_file(folder / "model.safetensors"))
+    (folder / "model.safetensors").unlink()
     return []
 
 
@@ -411,38 +384,35 @@ def _large(form: str) -> Callable[[Path], list[str]]:
     return make
 
 
-def _adapters(config: str) -> Callable[[Path], list[str]]:
-    def make(folder: Path) -> list[str]:
-        (folder / "model.safetensors").rename(folder / "adapter_model.safetensors")
-        (folder / "adapter_config.json").write_text(config)
-        return []
-
-    return make
+def _broken_adapters(folder: Path) -> list[str]:
+    (folder / "model.safetensors").rename(folder / "adapter_model.safetensors")
+    (folder / "adapter_config.json").write_text('{"r": 4')
+    return []
 
 
 REFUSED: list[tuple[Callable[[Path], list[str]], str]] = [
     (lambda folder: ["--merge"], "adapter_config.json.*--merge"),
     (_existing, "out exists"),
-    (_pickled, "no weights in safetensors"),
+    (_pickled, "safetensors"),
     (_torn, "damaged: model.safetensors"),
     (_part_missing, "lacks shards of the weight model"),
-    (_incomplete, "model.score.weight"),
+    (_headless_state, "model.score.weight"),
     (_headless, "score.weight"),
-    (_linked("tokenizer.json"), "c/tokenizer.json is a link"),
-    (_linked("model.safetensors"), "c/model.safetensors is a link"),
-    (_linked("adapter_config.json"), "c/adapter_config.json is a link"),
+    (_linked("tokenizer.json"), "c/tokenizer.json"),
+    (_linked("model.safetensors"), "c/model.safetensors"),
+    (_linked("adapter_config.json"), "c/adapter_config.json"),
     (_large("files"), "score.weight.*--dtype"),
     (_large("state"), "score.weight.*--dtype"),
-    (_adapters('{"r": 4'), "c/adapter_config.json is broken"),
+    (_broken_adapters, "c/adapter_config.json"),
 ]
 
 
-@pytest.mark.parametrize(("spoil", "message"), REFUSED)
+@pytest.mark.parametrize(("spoil", "name"), REFUSED)
 def test_what_cannot_be_exported_is_refused(
     spoil: Callable[[Path], list[str]],
-    message: str,
+    name: str,
     tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    refused: Callable[..., str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -450,10 +420,6 @@ def test_what_cannot_be_exported_is_refused(
     exports.llama().save_pretrained(folder)
     words = spoil(folder)
     before = sorted(out.iterdir()) if out.exists() else None
-    with pytest.raises(SystemExit) as refused:
-        cli.main(["export", str(folder), str(out), *words])
-    assert refused.value.code == 2
-    assert re.search(message, capsys.readouterr().err)
+    assert re.search(name, refused("export", folder, out, *words))
     assert (sorted(out.iterdir()) if out.exists() else None) == before
-    assert not (tmp_path / "hostile").exists()
-    assert not (tmp_path / "_unfinished").exists()
+    assert not {"hostile", "_unfinished"} & {path.name for path in tmp_path.iterdir()}

@@ -55,10 +55,15 @@ def source_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> str:
     return folder
 
 
-def trl_trainer(model: Any, tmp_path: Path, tokenizer: Any = None, **kwargs: Any) -> Any:
-    dataset = Dataset.from_dict({"chosen": ["a"], "rejected": ["b"]})
-    args = trl.RewardConfig(str(tmp_path), use_cpu=True, bf16=False, report_to="none", **kwargs)
-    return trl.RewardTrainer(model, args, train_dataset=dataset, processing_class=tokenizer)
+def trainer_of(package: Any, folder: Path, settings: Any = None, n_gpu: int = 1, **changed: Any) -> Any:
+    """Make TRL's trainer, or ours, of one pair."""
+    model = tiny_model()
+    model.config._name_or_path = "no-such-model"
+    pairs = Dataset.from_list([{"chosen": "a", "rejected": "b"}])
+    args = package.RewardConfig(str(folder), use_cpu=True, bf16=False, report_to="none", **settings or {})
+    args._n_gpu = n_gpu
+    given = {"model": model, "train_dataset": pairs, "processing_class": tiny_tokenizer(), **changed}
+    return package.RewardTrainer(args=args, **given)
 
 
 def settle(model: Any, tokenizer: Any, **settings: Any) -> Any:
@@ -73,41 +78,30 @@ def assert_equal_weights(ours: PreTrainedModel, theirs: PreTrainedModel) -> None
 
 
 def test_the_model_of_a_name_is_trls_with_the_same_random_head(checkpoint: str, tmp_path: Path) -> None:
-    theirs = trl_trainer(checkpoint, tmp_path, seed=7).model
+    theirs = trainer_of(trl, tmp_path, {"seed": 7}, model=checkpoint).model
     set_seed(7)
     ours = load.load_model(checkpoint)
     assert ours.config.num_labels == 1 and ours.dtype == torch.float32
     assert_equal_weights(ours, theirs)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "auto", None, torch.bfloat16])
-def test_dtypes_are_trls(checkpoint: str, dtype: Any) -> None:
-    theirs = create_model_from_path(checkpoint, AutoModelForSequenceClassification, dtype=dtype, num_labels=1)
-    assert load.load_model(checkpoint, dtype=dtype).dtype == theirs.dtype
-
-
-def test_the_old_name_of_dtype_counts(checkpoint: str) -> None:
-    """TRL 1.16 loads float32 here, without a word."""
+def test_settings_of_loading_are_trls_or_refused_or_overruled_aloud(
+    checkpoint: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for dtype in ("bfloat16", "auto", None, torch.bfloat16):
+        theirs = create_model_from_path(checkpoint, AutoModelForSequenceClassification, dtype=dtype, num_labels=1)
+        assert load.load_model(checkpoint, dtype=dtype).dtype == theirs.dtype
+    # the old name, for which TRL 1.16 loads float32 without a word
     assert load.load_model(checkpoint, torch_dtype="bfloat16").dtype == torch.bfloat16
-
-
-def test_quantization_in_two_places_is_refused(checkpoint: str) -> None:
+    assert load.load_model(checkpoint, num_labels=3).config.num_labels == 1
+    assert "num_labels=3" in caplog.text
     args = trl_tpu.RewardConfig("out", report_to="none", model_init_kwargs={"quantization_config": 1})
     with pytest.raises(UserError, match="quantization_config"):
         build_reward_model(checkpoint, args, quantization_config=1)
-
-
-def test_another_number_of_labels_is_overruled_aloud(checkpoint: str, caplog: pytest.LogCaptureFixture) -> None:
-    assert load.load_model(checkpoint, num_labels=3).config.num_labels == 1
-    assert "`num_labels=3` is ignored" in caplog.text
-
-
-def test_a_head_of_another_size_is_refused_and_may_be_made_anew(tmp_path: Path) -> None:
     tiny_model(num_labels=2).save_pretrained(tmp_path)
     with pytest.raises(UserError, match="ignore_mismatched_sizes"):
         load.load_model(str(tmp_path))
-    model = load.load_model(str(tmp_path), ignore_mismatched_sizes=True)
-    assert model.score.weight.shape[0] == 1
+    assert load.load_model(str(tmp_path), ignore_mismatched_sizes=True).score.weight.shape[0] == 1
 
 
 @pytest.mark.parametrize("separator", [None, "\n"])
@@ -154,13 +148,6 @@ def test_a_backbone_that_a_checkpoint_lacks_part_of_is_the_same_read_in_either_w
     assert_equal_weights(*models)
 
 
-def test_one_label_is_required() -> None:
-    load.check_num_labels(tiny_model())
-    for model in (tiny_model(num_labels=2), torch.nn.Linear(1, 1)):
-        with pytest.raises(UserError, match="num_labels"):
-            load.check_num_labels(model)
-
-
 @pytest.mark.parametrize(
     ("kind", "told", "changed"),
     [
@@ -170,19 +157,19 @@ def test_one_label_is_required() -> None:
         (ValueError, "nn.DataParallel", {"n_gpu": 2}),
     ],
 )
-@pytest.mark.parametrize("package", [trl, trl_tpu])
 def test_what_cannot_be_is_an_error_of_trls_kind(
-    package: Any, kind: type[Exception], told: str, changed: dict[str, Any], tmp_path: Path
+    kind: type[Exception], told: str, changed: dict[str, Any], tmp_path: Path
 ) -> None:
-    pairs = Dataset.from_list([{"chosen": "a", "rejected": "b"}])
-    model = tiny_model()
-    model.config._name_or_path = "no-such-model"
-    arguments = {"model": model, "train_dataset": pairs, "processing_class": tiny_tokenizer(), **changed}
-    args = package.RewardConfig(str(tmp_path), report_to="none", use_cpu=True, bf16=False)
-    args._n_gpu = arguments.pop("n_gpu", 1)
-    with pytest.raises(kind, match=told) as raised:
-        package.RewardTrainer(args=args, **arguments)
-    assert package is trl or (isinstance(raised.value, trl_tpu.errors.UserError) and str(raised.value)[0] != "'")
+    for package in (trl, trl_tpu):
+        with pytest.raises(kind, match=told) as raised:
+            trainer_of(package, tmp_path, **changed)
+    assert isinstance(raised.value, UserError) and str(raised.value)[0] != "'"
+
+
+def test_one_label_is_required(tmp_path: Path) -> None:
+    for model in (tiny_model(num_labels=2), torch.nn.Linear(1, 1)):
+        with pytest.raises(UserError, match="num_labels"):
+            trainer_of(trl_tpu, tmp_path, model=model)
 
 
 def test_the_tokenizer_is_the_one_given_or_the_models(checkpoint: str) -> None:
@@ -208,9 +195,7 @@ def test_the_tokenizer_is_loaded_from_where_the_model_is(
         load, "load_tokenizer", lambda name, **more: asked.update(more) or load_tokenizer(name, **more)
     )
     where = {"subfolder": "inner", "cache_dir": str(tmp_path / "cache"), "token": "hf_x", "local_files_only": True}
-    args = trl_tpu.RewardConfig(
-        str(tmp_path / "out"), report_to="none", model_init_kwargs={**where, "dtype": "float32"}
-    )
+    args = trl_tpu.RewardConfig("out", report_to="none", model_init_kwargs={**where, "dtype": "float32"})
     _, tokenizer = build_reward_model(str(tmp_path / "repo"), args)
     assert asked == {**where, "trust_remote_code": False} and tokenizer.get_vocab() == tiny_tokenizer().get_vocab()
 
@@ -222,20 +207,21 @@ def test_the_tokenizer_is_loaded_from_where_the_model_is(
 def test_special_tokens_are_trls_and_the_users_tokenizer_stays(
     pad: str | None, eos: str | None, own_pad: str | None, tmp_path: Path
 ) -> None:
-    theirs = trl_trainer(tiny_model(), tmp_path, tiny_tokenizer(pad_token=own_pad), pad_token=pad, eos_token=eos)
+    settings = {"pad_token": pad, "eos_token": eos}
+    theirs = trainer_of(trl, tmp_path, settings, processing_class=tiny_tokenizer(pad_token=own_pad))
     model, given = tiny_model(), tiny_tokenizer(pad_token=own_pad)
     before = given.special_tokens_map
-    tokenizer = settle(model, given, eos_token=eos, pad_token=pad)
+    tokenizer = settle(model, given, **settings)
     assert tokenizer.special_tokens_map == theirs.processing_class.special_tokens_map
     assert model.config.pad_token_id == theirs.model.config.pad_token_id
     assert model.config.eos_token_id == theirs.model.config.eos_token_id
     assert given.special_tokens_map == before
 
 
-@pytest.mark.parametrize("kind", ["pad_token", "eos_token"])
-def test_tokens_outside_the_vocabulary_are_refused(kind: str) -> None:
-    with pytest.raises(UserError, match=kind):
-        settle(tiny_model(), tiny_tokenizer(), **{kind: "<none>"})
+def test_an_eos_outside_the_vocabulary_is_refused() -> None:
+    """A pad token is a row of `test_bad_config`."""
+    with pytest.raises(UserError, match="eos_token"):
+        settle(tiny_model(), tiny_tokenizer(), eos_token="<none>")
 
 
 def test_an_eos_that_is_not_scored_is_warned_of_where_dialogues_end_in_it(caplog: pytest.LogCaptureFixture) -> None:
@@ -247,7 +233,7 @@ def test_an_eos_that_is_not_scored_is_warned_of_where_dialogues_end_in_it(caplog
     assert caplog.text == ""
     for unscored in ([[1, 2, eos], [1]], None):
         tokenizers.warn_of_unscored_eos(shared, unscored)
-        assert "Set own_pad_token=True" in caplog.text
+        assert "own_pad_token" in caplog.text
         caplog.clear()
 
 

@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import re
+from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from trl_tpu.report.verdicts import verdict_name
 HOSTILE = "</pre><script>alert(1)</script><img src=x onerror=alert(2)>$\\frac$"
 
 
-def scored(path: Path, rows: int = 30, **more: Any) -> Path:
+def scored(path: Path, **more: Any) -> Path:
     made = [
         {
             "prompt": HOSTILE,
@@ -34,7 +35,7 @@ def scored(path: Path, rows: int = 30, **more: Any) -> Path:
             "subset": HOSTILE if number % 2 else "plain",
         }
         | more
-        for number in range(rows)
+        for number in range(30)
     ]
     return write(path, made)
 
@@ -44,17 +45,17 @@ def history(steps: int = 6, scale: float = 1.0) -> list[dict[str, Any]]:
     for step in range(2, 2 * steps + 1, 2):
         logs.append({"step": step, "loss": scale / step, "learning_rate": 1e-3, "tokens_per_second": 10.0 * step})
         if step % 4 == 0:
-            evaluated = {"eval_accuracy": 0.7, "eval_length_only_accuracy": 0.1, "eval_runtime": 1.0}
-            logs.append({"step": step, "eval_loss": 2 * scale / step, **evaluated})
+            logs.append({"step": step, "eval_loss": 2 * scale / step, "eval_accuracy": 0.7, "eval_runtime": 1.0})
     return logs
 
 
-def run_folder(folder: Path, logs: list[dict[str, Any]], resumed: int | None = None) -> Path:
+def run_folder(folder: Path, logs: list[dict[str, Any]]) -> Path:
+    """A run that was resumed at step 4, with two checkpoints."""
     for step in (4, 12):
         (folder / f"checkpoint-{step}").mkdir(parents=True)
         state = {"log_history": [each for each in logs if each["step"] <= step], "global_step": step, "max_steps": 12}
         (folder / f"checkpoint-{step}" / "trainer_state.json").write_text(json.dumps(state))
-    (folder / "_run.json").write_text(json.dumps({"run": "x", "resumed_at": [] if resumed is None else [resumed]}))
+    (folder / "_run.json").write_text('{"run": "x", "resumed_at": [4]}')
     return folder
 
 
@@ -77,10 +78,9 @@ class Elements(HTMLParser):
 def test_a_report_on_a_run_and_a_file_needs_nothing_else_and_obeys_no_data(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run = run_folder(tmp_path / "run", history(), 4)
+    run = run_folder(tmp_path / "run", history())
     assert cli.main(["report", str(run), str(scored(tmp_path / "scored.jsonl"))]) == 0
-    printed = capsys.readouterr().out
-    assert f"Report written to {run / 'report' / 'index.html'}" in printed and "It prefers the chosen" in printed
+    assert f"Report written to {run / 'report' / 'index.html'}" in capsys.readouterr().out
     elements = Elements(run / "report" / "index.html")
     assert {tag for tag, _ in elements.found} & {"script", "link", "iframe", "object", "form"} == set()
     assert not [name for _, attributes in elements.found for name in attributes if name.startswith("on")]
@@ -102,12 +102,12 @@ def test_without_matplotlib_the_page_says_how_to_get_pictures(tmp_path: Path) ->
     with patch.object(page, "find_spec", lambda name: None if name == "matplotlib" else found(name)):
         assert cli.main(["report", str(scored(tmp_path / "s.jsonl"))]) == 0
     elements = Elements(tmp_path / "s-report" / "index.html")
-    assert "pip install matplotlib" in elements.text and "It prefers the chosen" in elements.text
+    assert "pip install matplotlib" in elements.text and "accuracy" in elements.text
     assert "img" not in {tag for tag, _ in elements.found}
 
 
 def test_a_run_is_read_from_its_last_checkpoint_or_its_folder_where_that_goes_on(tmp_path: Path) -> None:
-    run = run_folder(tmp_path / "run", history(), 4)
+    run = run_folder(tmp_path / "run", history())
     found = read_run(run, "run")
     assert (found.step, found.max_steps, found.resumed_at) == (12, 12, [4])
     assert found.series("loss") == ([2, 4, 6, 8, 10, 12], [1 / step for step in range(2, 13, 2)])
@@ -125,17 +125,14 @@ def test_a_run_is_read_from_its_last_checkpoint_or_its_folder_where_that_goes_on
     (run / "_run.json").write_text("[]")
     with pytest.raises(UserError, match="logs of "):
         read_run(run, "run")
-
-
-def test_a_run_that_has_logged_no_number_over_its_steps_has_no_picture_of_training(tmp_path: Path) -> None:
-    run = run_folder(tmp_path / "run", [{"step": 2, "train_runtime": 1.0}])
-    assert cli.main(["report", str(run)]) == 0
-    text = Elements(run / "report" / "index.html").text
-    assert "train_runtime 1" in text and "matplotlib" not in text
+    bare = run_folder(tmp_path / "bare", [{"step": 2, "train_runtime": 1.0}])
+    assert cli.main(["report", str(bare)]) == 0
+    elements = Elements(bare / "report" / "index.html")
+    assert "train_runtime 1" in elements.text and "img" not in {tag for tag, _ in elements.found}
 
 
 def test_curves_of_several_runs_are_in_the_same_axes_with_evaluations_and_resumes(tmp_path: Path) -> None:
-    runs = [read_run(run_folder(tmp_path / name, history(), 4), name) for name in ("one", "two")]
+    runs = [read_run(run_folder(tmp_path / name, history()), name) for name in ("one", "two")]
     with patch.object(page, "_picture") as picture:
         page.pictures_of({}, runs)
     _, draw, *data = picture.call_args.args
@@ -158,43 +155,23 @@ def test_rows_of_several_answers_are_reported_too(tmp_path: Path, capsys: pytest
     assert "Best of several answers" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda folder: folder / "none", "none .*No such file"),
-        (lambda folder: folder, "trainer_state.json.*`output_dir`"),
-        (lambda folder: scored(folder / "s.jsonl", reward_chosen=None), "None of 30 pairs"),
-    ],
-)
-def test_what_cannot_be_reported_is_one_line(
-    make: Any, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as exit_:
-        cli.main(["report", str(make(tmp_path)), "--output", str(tmp_path / "out")])
-    assert exit_.value.code == 2 and not (tmp_path / "out").exists()
-    assert re.search(f"trl-tpu report: error: .*{message}", capsys.readouterr().err)
+def test_what_cannot_be_reported_is_one_line(tmp_path: Path, refused: Callable[..., str]) -> None:
+    empty = scored(tmp_path / "s.jsonl", reward_chosen=None)
+    for source, name in ((tmp_path / "none", "none"), (tmp_path, "trainer_state.json"), (empty, "30 pairs")):
+        assert name in refused("report", source, "--output", tmp_path / "out")
+        assert not (tmp_path / "out").exists()
 
 
-def test_a_report_overwrites_only_what_a_report_wrote(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    source = scored(tmp_path / "s.jsonl")
-    run = run_folder(tmp_path / "run", history())
-    (run / "verdict.json").write_text("a run's own")
-    with pytest.raises(SystemExit):
-        cli.main(["report", str(source), "--output", str(run)])
-    assert "--output" in capsys.readouterr().err and not (run / "index.html").exists()
-    assert (run / "verdict.json").read_text() == "a run's own"
-    out = tmp_path / "out"
+def test_a_report_overwrites_only_what_a_report_wrote(tmp_path: Path, refused: Callable[..., str]) -> None:
+    source, out = scored(tmp_path / "s.jsonl"), tmp_path / "out"
     for _ in range(2):  # its own files are replaced
         assert cli.main(["report", str(source), "--output", str(out)]) == 0
-    (out / "verdict.json").write_text("changed since")
-    with pytest.raises(SystemExit):
-        cli.main(["report", str(source), "--output", str(out)])
-    assert (out / "verdict.json").read_text() == "changed since"
-    (out / "verdict.json").unlink()
-    (out / "index.html").write_text("mine")
-    with pytest.raises(SystemExit):
-        cli.main(["report", str(source), "--output", str(out)])
-    assert (out / "index.html").read_text() == "mine" and not (out / "verdict.json").exists()
+    for name, content in (("verdict.json", "changed since"), ("index.html", "mine")):
+        (out / name).write_text(content)
+        before = {path.name: path.read_bytes() for path in out.iterdir()}
+        assert "--output" in refused("report", source, "--output", out)
+        assert {path.name: path.read_bytes() for path in out.iterdir()} == before
+        (out / name).unlink()
 
 
 def test_names_of_evaluation_sets_are_kept_apart() -> None:

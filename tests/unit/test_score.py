@@ -4,6 +4,7 @@ import json
 import logging
 import math
 import os
+from collections.abc import Callable
 from datetime import UTC, date, datetime, time
 from decimal import Decimal
 from pathlib import Path
@@ -27,21 +28,12 @@ from trl_tpu.report.verdicts import read_scored
 from trl_tpu.scripts import score
 
 CHAT = [user("Hi"), assistant("Hello")]
-ROWS = [{"text": "a" * (1 + number % 7), "number": number} for number in range(40)]
 
 
 @pytest.fixture
 def own_model(good_model: Path, tmp_path: Path) -> Path:
     """A model that a test may spoil."""
     return copytree(good_model, tmp_path / "model")
-
-
-def refusal(argv: list[str], capsys: pytest.CaptureFixture[str]) -> str:
-    with pytest.raises(SystemExit) as exit_:
-        cli.main(argv)
-    told = capsys.readouterr().err.splitlines()[-1]
-    assert exit_.value.code == 2 and told.startswith("trl-tpu score: error: ")
-    return told
 
 
 def test_messages_are_rendered_with_their_rows_tools_and_template_arguments(good_model: Path) -> None:
@@ -61,32 +53,35 @@ def test_messages_are_rendered_with_their_rows_tools_and_template_arguments(good
 
 
 @pytest.mark.parametrize(
-    ("spoiled", "told"),
+    "spoiled",
     [
-        ({"text": None}, "Row 1 of the scored dataset: `text`"),
-        ({"messages": [{"role": "user", "content": None}]}, "Row 1 of the scored dataset: `messages`"),
-        ({"messages": CHAT, "tools": "["}, "Row 1 of the scored dataset: `messages`"),
+        {"text": None},
+        {"text": "a " * 99},  # beyond the model's learned positions
+        {"messages": [{"role": "user", "content": None}]},
+        {"messages": CHAT, "tools": "["},
     ],
 )
 def test_a_row_that_cannot_be_scored_is_named_and_the_others_are_scored(
-    spoiled: dict[str, Any], told: str, good_model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    spoiled: dict[str, Any], own_model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    learned_positions(Job(tmp_path))
     good = {key: {"text": "a", "messages": CHAT}.get(key) for key in spoiled}
     rows, output = write(tmp_path / "rows.jsonl", [good, spoiled, good]), tmp_path / "out.jsonl"
-    assert cli.main(words(good_model, rows, output)) == 0
+    assert cli.main(words(own_model, rows, output)) == 0
     first, second, third = read(output)
     assert first == third and isinstance(first["reward"], float) and first["not_scored"] is None
+    told = f"Row 1 of the scored dataset: `{next(iter(spoiled))}`"
     assert second["reward"] is None and second["not_scored"].startswith(told)
     assert {key: second[key] for key in spoiled} == spoiled
     assert "1 of 3 rows" in caplog.text and told in caplog.text
 
 
 def test_rows_of_two_forms_are_refused_and_null_prompts_are_none(
-    good_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    good_model: Path, tmp_path: Path, refused: Callable[..., str]
 ) -> None:
     pair = {"chosen": "a", "rejected": "b"}
     both = write(tmp_path / "both.jsonl", [{**pair, "completions": ["a", "b"], "scores": [1, 2]}])
-    assert "completions, scores" in refusal(words(good_model, both), capsys)
+    assert "completions, scores" in refused(*words(good_model, both))
     scored = {"reward_chosen": 1.0, "reward_rejected": 0.0, "completions": ["a", "b"], "scores": [1, 2], **pair}
     with pytest.raises(UserError, match="completions, scores"):
         read_scored(write(tmp_path / "scored.jsonl", [scored]))
@@ -102,17 +97,14 @@ def test_rows_of_two_forms_are_refused_and_null_prompts_are_none(
     assert prompted["reward_chosen"] == pytest.approx(plain["reward_chosen"]) and prompted["not_scored"] is None
 
 
-def test_half_a_character_is_refused(good_model: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    argv = ["score", "--model_name_or_path", str(good_model), "--text", "whole", "--text", "ab\ud800"]
-    assert "`--text` number 2" in refusal(argv, capsys)
+def test_half_a_character_is_refused_in_a_text_and_kept_beside_it(
+    good_model: Path, tmp_path: Path, refused: Callable[..., str]
+) -> None:
+    argv = ["score", "--model_name_or_path", good_model, "--text", "whole", "--text", "ab\ud800"]
+    assert "`--text` number 2" in refused(*argv)
     for dialogue in ("ab\ud800", [user("ab\ud800")], [{"role": "user", "content": [{"text": "ab\ud800"}]}]):
         (row,) = trl_tpu.score(str(good_model), [dialogue])
-        assert "half of a character" in row["not_scored"]
-
-
-def test_a_row_with_half_a_character_beside_its_text_is_scored_and_written(
-    good_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+        assert row["reward"] is None and "character" in row["not_scored"]
     notes = ["ß 語 😀", "\ud800", "é\udfff", "\ude00\ud83d"]
     given = [{"text": "a", "note": note} for note in notes]
     rows, output = write(tmp_path / "rows.jsonl", given), tmp_path / "out.jsonl"
@@ -121,56 +113,38 @@ def test_a_row_with_half_a_character_beside_its_text_is_scored_and_written(
     assert "ß 語 😀" in output.read_text()
     assert [{key: row[key] for key in given[0]} for row in written] == given
     assert all(isinstance(row["reward"], float) for row in written)
-    told = refusal(words(good_model, rows, tmp_path / "out.parquet"), capsys)
+    told = refused(*words(good_model, rows, tmp_path / "out.parquet"))
     (partial,) = (tmp_path / "out.parquet.partial").glob("*.jsonl")
     assert "Parquet" in told and str(partial.parent) in told
     assert read(partial) == written
     assert not {path.name for path in tmp_path.iterdir() if path.suffix == ".parquet"}
 
 
-def test_a_dialogue_beyond_the_learned_positions_gets_no_reward(
-    own_model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    learned_positions(Job(tmp_path))
-    rows, output = write(tmp_path / "rows.jsonl", [{"text": "b"}, {"text": "a " * 99}]), tmp_path / "out.jsonl"
-    assert cli.main(words(own_model, rows, output)) == 0
-    assert [row["reward"] is None for row in read(output)] == [False, True]
-    assert "Row 1 of the scored dataset: `text` has " in caplog.text and "learned 64 positions" in caplog.text
-
-
-def test_nothing_is_standardized_without_mean_and_std(good_model: Path, tmp_path: Path, capsys: Any) -> None:
-    rows = write(tmp_path / "rows.jsonl", [{"text": "b"}])
-    told = refusal([*words(good_model, rows), "--standardize"], capsys)
-    assert "`mean` and `std`" in told
-
-
 @pytest.mark.parametrize(
-    ("dataset", "output", "told"),
+    ("dataset", "output", "world", "told"),
     [
-        ("data/rows.jsonl", "data/rows.jsonl", "dataset itself"),
-        ("data", "data/out.jsonl", "dataset itself"),
-        ("data/rows.jsonl", "none/out.jsonl", "written"),
-        ("data/rows.jsonl", "pipe", "written"),
+        ("data/rows.jsonl", "data/rows.jsonl", "1", "dataset itself"),
+        ("data", "data/out.jsonl", "1", "dataset itself"),
+        ("data/rows.jsonl", "none/out.jsonl", "1", "none/out.jsonl"),
+        ("data/rows.jsonl", "pipe", "1", "pipe"),
+        ("data/rows.jsonl", "out.jsonl", "2", "WORLD_SIZE=2"),  # each would delete the others' partial output
     ],
 )
 def test_an_output_that_cannot_be_is_rejected_before_anything_is_loaded(
-    dataset: str, output: str, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    dataset: str,
+    output: str,
+    world: str,
+    told: str,
+    tmp_path: Path,
+    refused: Callable[..., str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    write(tmp_path / "data" / "rows.jsonl", ROWS)
+    monkeypatch.setenv("WORLD_SIZE", world)
+    write(tmp_path / "data" / "rows.jsonl", [{"text": "a"}])
     os.mkfifo(tmp_path / "pipe")
     before = {path: path.is_file() and path.read_bytes() for path in tmp_path.rglob("*")}
-    assert told in refusal(words(tmp_path / "no model", tmp_path / dataset, tmp_path / output), capsys)
+    assert told in refused(*words(tmp_path / "no model", tmp_path / dataset, tmp_path / output))
     assert {path: path.is_file() and path.read_bytes() for path in tmp_path.rglob("*")} == before
-
-
-def test_several_processes_are_rejected_before_anything_is_written(
-    good_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each would delete the partial output of the others."""
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    rows = write(tmp_path / "rows.jsonl", ROWS)
-    assert "WORLD_SIZE=2" in refusal(words(good_model, rows, tmp_path / "out.jsonl"), capsys)
-    assert [path.name for path in tmp_path.iterdir()] == ["rows.jsonl"]
 
 
 def test_an_interrupted_output_is_kept_in_chunks_and_leaves_the_earlier_one(
@@ -222,21 +196,24 @@ def test_parquet_output_keeps_types_also_when_it_is_resumed(tmp_path: Path, capl
     assert "JSON" not in caplog.text and [path.name for path in tmp_path.iterdir()] == ["out.parquet"]
 
 
-@pytest.mark.parametrize(("name", "value"), TYPED.items())
-def test_json_lines_say_once_which_columns_they_cannot_hold(
-    name: str, value: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_json_lines_say_once_which_columns_they_cannot_hold(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     plain = {"text": "a", "number": 1.5, "list": [{"a": None}]}
-    with score.RowsFile(str(tmp_path / "out.jsonl"), {}, chunk=1) as file:
-        for row in (plain, plain | {name: value}, plain | {name: value}):
-            file.write([row], [row])
-    (told,) = [record.getMessage() for record in caplog.records]
-    assert f" {name}:" in told
-    assert [{key: row[key] for key in plain} for row in read(tmp_path / "out.jsonl")] == [plain] * 3
+    for name, value in TYPED.items():
+        caplog.clear()
+        with score.RowsFile(str(tmp_path / "out.jsonl"), {}, chunk=1) as file:
+            for row in (plain, plain | {name: value}, plain | {name: value}):
+                file.write([row], [row])
+        (told,) = [record.getMessage() for record in caplog.records]
+        assert f" {name}:" in told
+        assert [{key: row[key] for key in plain} for row in read(tmp_path / "out.jsonl")] == [plain] * 3
 
 
 def test_what_is_not_finite_is_null_and_told(
-    own_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+    own_model: Path,
+    tmp_path: Path,
+    refused: Callable[..., str],
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     model: Any = AutoModelForSequenceClassification.from_pretrained(own_model)
     with torch.no_grad():
@@ -251,6 +228,7 @@ def test_what_is_not_finite_is_null_and_told(
     assert [{key: row[key] for key in ("text", *expected)} for row in written] == [
         {"text": t, **expected} for t in "ab"
     ]
-    assert "2 of 2 rows" in caplog.text and "Row 0 of the scored dataset: `text`: the reward" in caplog.text
-    assert "dataset's: reward" in caplog.text
+    assert "2 of 2 rows" in caplog.text and "Row 0 of the scored dataset: `text`" in caplog.text
+    assert "dataset's: reward" in caplog.text, "a column that is overwritten"
     assert "no row was scored" in capsys.readouterr().out
+    assert "`mean` and `std`" in refused(*words(own_model, tmp_path / "rows.parquet"), "--standardize")

@@ -4,7 +4,7 @@ import io
 import json
 import sys
 import tracemalloc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -73,34 +73,29 @@ def test_every_form_gets_the_rewards_of_each_dialogue_alone(family: str, tmp_pat
     scorer = Scorer(str(folder), tokens_per_pass=300)
     assert (scorer.batches == scorer.padded) is (family == "bloom")
 
-    def scored(rows: list[Any]) -> list[dict[str, Any]]:
-        return list(trl_tpu.score(scorer, rows))
+    def check(rows: list[Any], expected: Any, *columns: str) -> list[dict[str, Any]]:
+        scored = list(trl_tpu.score(scorer, rows))
+        found = [np.hstack([row[f"reward{column}"] for column in columns]) for row in scored]
+        np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5)
+        return scored
 
     texts = [row["prompt"] + row[half] for row in PAIRS for half in ("chosen", "rejected")]
-    expected = alone(folder, texts)
-    by_pair = [{"chosen": pair[0], "rejected": pair[1]} for pair in np.reshape(expected, (-1, 2))]
-
-    assert [row["reward"] for row in scored(texts)] == pytest.approx(expected, abs=1e-5)
-    for found, right in zip(scored(PAIRS), by_pair, strict=True):
-        assert {half: found[f"reward_{half}"] for half in right} == pytest.approx(right, abs=1e-5)
+    rewards_P2 = np.reshape(alone(folder, texts), (-1, 2))
+    check(texts, rewards_P2.reshape(-1, 1), "")
+    check(PAIRS, rewards_P2, "_chosen", "_rejected")
     several = [
         {"prompt": row["prompt"], "completions": [row["chosen"], row["rejected"], row["chosen"]]} for row in PAIRS
     ]
-    for found, right in zip(scored(several), by_pair, strict=True):
-        assert found["rewards"] == pytest.approx([right["chosen"], right["rejected"], right["chosen"]], abs=1e-5)
+    check(several, rewards_P2[:, [0, 1, 0]], "s")
     lists = [{**row, "chosen": [row["chosen"]], "rejected": [row["rejected"], row["chosen"]]} for row in PAIRS]
-    for found, right in zip(scored(lists), by_pair, strict=True):
-        assert found["reward_chosen"] == pytest.approx([right["chosen"]], abs=1e-5)
-        assert found["reward_rejected"] == pytest.approx([right["rejected"], right["chosen"]], abs=1e-5)
-        assert [len(found[f"tokens_{half}"]) for half in right] == [1, 2]
+    for row in check(lists, rewards_P2[:, [0, 1, 0]], "_chosen", "_rejected"):
+        assert (len(row["tokens_chosen"]), len(row["tokens_rejected"])) == (1, 2)
 
-    chats = [chat(row["prompt"], "user") + chat(row["chosen"], "assistant") for row in PAIRS]
-    expected = alone(folder, chats)
-    assert [row["reward"] for row in scored(chats)] == pytest.approx(expected, abs=1e-5)
-    asked = [
-        {"prompt": chat(row["prompt"], "user"), "completions": [chat(row["chosen"], "assistant")] * 2} for row in PAIRS
-    ]
-    assert [row["rewards"][1] for row in scored(asked)] == pytest.approx(expected, abs=1e-5)
+    asked = [(chat(row["prompt"], "user"), chat(row["chosen"], "assistant")) for row in PAIRS]
+    chats = [prompt + answer for prompt, answer in asked]
+    rewards_P1 = np.reshape(alone(folder, chats), (-1, 1))
+    check(chats, rewards_P1, "")
+    check([{"prompt": prompt, "completions": [answer] * 2} for prompt, answer in asked], rewards_P1[:, [0, 0]], "s")
 
 
 LONG = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [4.0, 6.0, 8.0, 9.0], "rope_theta": 1e4}
@@ -199,7 +194,7 @@ def test_rows_come_from_the_standard_input_from_parquet_and_from_compressed_file
 
 
 def test_a_broken_line_is_a_row_without_reward(
-    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], refused: Callable[..., str]
 ) -> None:
     source, output = tmp_path / "rows.jsonl", tmp_path / "out.jsonl"
     source.write_text('{"text": "a"}\n\n{"text": "b"\n[1]\n{"text": "c"}\n')
@@ -209,9 +204,7 @@ def test_a_broken_line_is_a_row_without_reward(
     assert "line 3" in reasons[1] and "line 4" in reasons[2]
     assert "4/4" in capsys.readouterr().err
     source.write_text("no JSON\n")
-    with pytest.raises(SystemExit):
-        cli.main(words(model, source, output))
-    assert "line 1" in capsys.readouterr().err
+    assert "line 1" in refused(*words(model, source, output))
 
 
 def test_a_dialogue_that_computes_nan_takes_none_of_its_neighbors_along(tmp_path: Path) -> None:
@@ -262,30 +255,17 @@ def test_memory_does_not_grow_with_the_rows(good_model: Path, monkeypatch: pytes
         tracemalloc.stop()
 
 
-@pytest.mark.parametrize("kind", ["unpadded", "planned"])
-def test_packed_dialogues_see_themselves_and_nothing_else(kind: str) -> None:
+def test_packed_rows_share_prefixes_and_planned_ones_have_few_shapes() -> None:
     chooser = np.random.default_rng(0)
     dialogues = []
     for _ in range(30):
         prefix = chooser.integers(1, 50, chooser.integers(1, 60))
-        for _ in range(chooser.choice([1, 2, 8])):
-            dialogues.append(
-                np.concatenate([prefix, chooser.integers(1, 50, chooser.integers(0, 30))]).astype(np.int32)
-            )
+        tails = [chooser.integers(1, 50, chooser.integers(0, 30)) for _ in range(chooser.choice([1, 2, 8]))]
+        dialogues += [np.concatenate([prefix, tail]).astype(np.int32) for tail in tails]
     dialogues += dialogues[:3]
-    unpadded, planned = Batches(0, 500, 384).unpadded, Batches(0, 512, 384, shards=2, row_length=32).planned
-    found, shapes = set(), []
-    for members_N, parts in (unpadded if kind == "unpadded" else planned)(dialogues):
-        for part in parts:
-            rows: Any = part.rows
-            shapes.append(tuple(rows.input_ids_RL.shape))
-            for place in np.flatnonzero(part.is_there_P()):
-                row, column = rows.score_row_S[place], rows.score_column_S[place]
-                seen = np.flatnonzero(column < rows.subtree_end_RL[row, : column + 1])
-                assert rows.input_ids_RL[row, seen].tolist() == dialogues[members_N[place]].tolist()
-                found.add(int(members_N[place]))
-    assert found == set(range(len(dialogues)))
-    if kind == "unpadded":
-        assert sum(length for _, length in shapes) < 0.6 * sum(map(len, dialogues))
-    else:
-        assert set(shapes) <= {(32, 32), (16, 64), (8, 128)}
+    unpadded, planned = (
+        [part.rows.input_ids_RL.shape for _, parts in batches(dialogues) for part in parts]
+        for batches in (Batches(0, 500, 384).unpadded, Batches(0, 512, 384, shards=2, row_length=32).planned)
+    )
+    assert sum(length for _, length in unpadded) < 0.6 * sum(map(len, dialogues))
+    assert set(planned) <= {(32, 32), (16, 64), (8, 128)}

@@ -47,7 +47,7 @@ def test_steps_with_labels_are_judged_and_no_other_completions_with_labels(tmp_p
     assert verdict_on(tmp_path, [PAIR | beside]).of == "pairs"
     ranked = verdict_on(tmp_path, [beside | {"rewards": [2.0, 1.0], "ranks": [2, 1]}])
     assert (ranked.of, ranked.accuracy.value) == ("pairs", 0)
-    with pytest.raises(UserError, match="which answer is better"):
+    with pytest.raises(UserError, match="scored.jsonl"):
         read_scored(write(tmp_path, [beside | {"rewards": [2.0, 1.0]}]))
 
 
@@ -58,37 +58,31 @@ def test_tokens_are_the_lengths_if_every_row_has_them(tmp_path: Path) -> None:
     assert verdict_on(tmp_path, [counted, PAIR]).length is None
 
 
-def test_rows_of_several_answers_are_grouped_by_their_subset(tmp_path: Path) -> None:
+def test_rows_are_grouped_by_their_subset_or_any_column(tmp_path: Path) -> None:
     rows = [MANY | {"subset": "Math", "reward_chosen": [2, 1]}, MANY | {"subset": "Focus"}]
     found = read_scored(write(tmp_path, rows)).verdict
     assert isinstance(found, BestOfN) and (found.rows, found.left_out, list(found.groups)) == (1, 1, ["Math"])
-
-
-def test_any_column_can_group_the_rows(tmp_path: Path) -> None:
     rows = [PAIR | {"source": label} for label in ("web", None, 3, "web")]
     groups = verdict_on(tmp_path, rows, eval_by="source").groups
     assert {name: each.count for name, each in groups.items()} == {"3": 1, "none": 1, "web": 2}
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
+    ("file", "text", "name"),
     [
-        ("", "which answer is better"),
-        ('{"reward": 1}\n{\n', "line 2,"),
-        ("[1]\n", "line 1,"),
-        ('{"reward": 1.5, "text": "a"}\n', "which answer is better: its columns are reward, text"),
-        ('{"reward_chosen": "high", "reward_rejected": 1}\n', "scored.jsonl: .*'high'"),
-        ('{"reward_chosen": 1, "reward_rejected": 2}\n', "no 'by'; it has reward_chosen"),
+        ("scored.jsonl", "", "scored.jsonl"),
+        ("scored.jsonl", '{"reward": 1}\n{\n', "line 2,"),
+        ("scored.jsonl", "[1]\n", "line 1,"),
+        ("scored.jsonl", '{"reward": 1.5, "text": "a"}\n', "reward, text"),
+        ("scored.jsonl", '{"reward_chosen": "high", "reward_rejected": 1}\n', "scored.jsonl: .*'high'"),
+        ("scored.jsonl", '{"reward_chosen": 1, "reward_rejected": 2}\n', "'by'"),
+        ("x.parquet", "reward\n1\n", "x.parquet"),
     ],
 )
-def test_what_is_no_scored_row_is_named(tmp_path: Path, text: str, message: str) -> None:
-    path = tmp_path / "scored.jsonl"
-    path.write_text(text)
-    with pytest.raises(UserError, match=message):
-        read_scored(path, "by" if "'by'" in message else None)
-    (tmp_path / "x.parquet").write_text("reward\n1\n")
-    with pytest.raises(UserError, match="x.parquet"):
-        read_scored(tmp_path / "x.parquet")
+def test_what_is_no_scored_row_is_named(tmp_path: Path, file: str, text: str, name: str) -> None:
+    (tmp_path / file).write_text(text)
+    with pytest.raises(UserError, match=name):
+        read_scored(tmp_path / file, "by" if name == "'by'" else None)
 
 
 @pytest.mark.parametrize("row", [PAIR, MANY | {"reward_chosen": [2, 1]}])
