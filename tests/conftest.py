@@ -7,7 +7,10 @@ use, and the scripts that they start in processes of their own.
 
 import gc
 import os
+from pathlib import Path
+from typing import Any
 
+import pytest
 import xla_flags
 from hypothesis import settings
 
@@ -23,3 +26,38 @@ def pytest_collection_finish() -> None:
     """What is imported is no garbage, which transformers looks for at every start of training."""
     gc.collect()
     gc.freeze()
+
+
+# What fixtures need is imported in them: the process that hands out tests would import torch, too.
+
+
+@pytest.fixture(scope="session")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A tiny reward model and its tokenizer, on disk."""
+    import tiny
+
+    return tiny.save_tiny(tmp_path_factory.mktemp("model"), tiny.made_up_pairs(200))
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Any:
+    """Makes a RewardConfig for a global batch of 8 pairs, quiet, in float32."""
+    from trl_tpu import RewardConfig
+    from trl_tpu.runtime import current
+
+    pairs_per_device = 8 // current().topology().devices
+
+    def make(**settings: Any) -> RewardConfig:
+        defaults = {
+            "output_dir": str(tmp_path),
+            "per_device_train_batch_size": pairs_per_device,
+            "per_device_eval_batch_size": pairs_per_device,
+            "bf16": False,
+            "learning_rate": 1e-3,
+            "report_to": "none",
+            "save_strategy": "no",
+            "disable_tqdm": True,
+        }
+        return RewardConfig(**defaults | settings)
+
+    return make

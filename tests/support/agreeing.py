@@ -18,7 +18,7 @@ import trl
 from datasets import Dataset
 from judgements import form_in
 from stopping import At, later, sigterm
-from timings import untimed
+from logs import untimed
 
 import trl_tpu
 from trl_tpu.training.stopping import Unfinished

@@ -20,7 +20,7 @@ from transformers.modeling_outputs import SequenceClassifierOutput
 
 ROPE = {"rope_theta": 1e4}
 PAIRS = tiny.made_up_pairs(40)
-TOKENIZER = tiny.tiny_tokenizer([*PAIRS["prompt"], *PAIRS["chosen"], *PAIRS["rejected"]], vocab_size=300)
+TOKENIZER = tiny.tiny_tokenizer(PAIRS, vocab_size=300)
 
 
 def plain() -> LlamaForSequenceClassification:

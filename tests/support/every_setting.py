@@ -157,7 +157,7 @@ def check_a_run_reads_and_calls(folder: Path) -> None:
     on_xla = current().is_spmd
     skipped = {*REFUSED_ON_XLA, *LISTED_ON_XLA} if on_xla else set()
     pairs = tiny.made_up_pairs(16)
-    tokenizer = tiny.tiny_tokenizer([text for row in pairs for text in row.values()])
+    tokenizer = tiny.tiny_tokenizer(pairs)
     called: set[str] = set()
 
     class Noting(TrainerCallback):
@@ -219,7 +219,7 @@ def check_the_other_arguments(folder: Path) -> None:
     """Those that a run does not need, or that exclude those it has."""
     assert set(inspect.signature(RewardTrainer).parameters) == ARGUMENTS
     pairs = tiny.made_up_pairs(16)
-    tokenizer = tiny.tiny_tokenizer([text for row in pairs for text in row.values()])
+    tokenizer = tiny.tiny_tokenizer(pairs)
     model = tiny.tiny_model(tokenizer)
     args = RewardConfig(str(folder), bf16=False, report_to="none")
     data: dict[str, Any] = {

@@ -23,7 +23,7 @@ import apart
 import tiny
 import torch
 import torch.distributed.checkpoint as dcp
-from timings import untimed
+from logs import untimed
 from tqdm import tqdm
 from transformers import TrainerCallback
 

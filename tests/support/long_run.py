@@ -69,8 +69,7 @@ class Measure(TrainerCallback):
 
 def run(steps: int, folder: str) -> list[dict[str, float]]:
     pairs = tiny.made_up_pairs(600)
-    texts = [*pairs["prompt"], *pairs["chosen"], *pairs["rejected"]]
-    model = tiny.save_tiny(Path(folder, "model"), texts, hidden=16, layers=1)
+    model = tiny.save_tiny(Path(folder, "model"), pairs, hidden=16, layers=1)
     args = RewardConfig(
         str(Path(folder, "out")),
         per_device_train_batch_size=8,

@@ -61,8 +61,7 @@ class Own(TrainerCallback):
 
 def main() -> None:
     pairs = made_up_pairs(48, seed=index if kind == "other data" else 0)
-    texts = [*pairs["prompt"], *pairs["chosen"], *pairs["rejected"]]
-    model = save_tiny(folder / f"model{index}", texts)
+    model = save_tiny(folder / f"model{index}", pairs)
     own = Own()
     settings: dict[str, Any] = {"per_device_train_batch_size": 4, "max_steps": 8, "logging_steps": 2}
     settings |= {"save_strategy": "steps", "save_steps": 4, "gradient_accumulation_steps": 2, "report_to": "none"}

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from accelerate import PartialState
 from peft import LoraConfig
-from timings import untimed
+from logs import untimed
 from transformers import AutoModelForSequenceClassification, TrainerCallback
 from transformers.distributed import DistributedConfig
 

@@ -30,7 +30,7 @@ SCRIPTS: dict[str, tuple[list[str], str]] = {
 def prepare(folder: Path) -> None:
     """Save the model without a chat template, whose vocabulary has ChatML's tokens, and 20 pairs in every form."""
     pairs = tiny.made_up_pairs(20)
-    tokenizer = tiny.tiny_tokenizer([*pairs["prompt"], *pairs["chosen"], *pairs["rejected"]], vocab_size=400)
+    tokenizer = tiny.tiny_tokenizer(pairs, vocab_size=400)
     tokenizer.add_special_tokens({"additional_special_tokens": list(CHATML)})
     tokenizer.chat_template = None
     tiny.tiny_model(tokenizer, vocab_size=len(tokenizer)).save_pretrained(folder / MODEL)

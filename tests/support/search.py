@@ -47,7 +47,7 @@ def losses(folder: Path, monkeypatch: pytest.MonkeyPatch, afterwards: bool) -> t
     monkeypatch.setattr(transformers.integrations, "hp_params", lambda trial: trial.params)
     monkeypatch.setitem(ALL_HYPERPARAMETER_SEARCH_BACKENDS, HPSearchBackend.OPTUNA, Backend)
     pairs = tiny.made_up_pairs(24)
-    tokenizer = tiny.tiny_tokenizer([text for column in ("prompt", "chosen", "rejected") for text in pairs[column]])
+    tokenizer = tiny.tiny_tokenizer(pairs)
 
     def model() -> Any:
         with torch.random.fork_rng(devices=[]):  # the order of pairs is drawn after it

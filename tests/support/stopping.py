@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import tiny
-from timings import untimed
+from logs import untimed
 from transformers import TrainerCallback
 
 from trl_tpu import RewardConfig, RewardTrainer

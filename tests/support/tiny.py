@@ -1,6 +1,7 @@
 """Tiny models, tokenizers and data for tests: made on the spot, seeded, no hub."""
 
 import random
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -49,8 +50,17 @@ def made_up_rankings(count: int, most: int = 5, seed: int = 0) -> Dataset:
     return Dataset.from_list([row() for _ in range(count)])
 
 
-def tiny_tokenizer(texts: list[str], vocab_size: int = 2000) -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer trained on ``texts``, with a pad token of its own and a plain chat template."""
+def texts_in(data: Any) -> Iterator[str]:
+    """Yield every text of a dataset, or of lists and dictionaries in one another."""
+    for each in data.values() if isinstance(data, dict) else data:
+        if isinstance(each, str):
+            yield each
+        elif isinstance(each, dict | list):
+            yield from texts_in(each)
+
+
+def tiny_tokenizer(texts: Any, vocab_size: int = 2000) -> PreTrainedTokenizerFast:
+    """A byte-level BPE tokenizer trained on `texts_in` this, with a pad token and a plain chat template."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -60,7 +70,7 @@ def tiny_tokenizer(texts: list[str], vocab_size: int = 2000) -> PreTrainedTokeni
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(texts, trainer)
+    tokenizer.train_from_iterator(list(texts_in(texts)), trainer)
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>")
     fast.chat_template = "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
     return fast
@@ -86,7 +96,7 @@ def tiny_model(
     return LlamaForSequenceClassification(LlamaConfig(**(settings | config)))
 
 
-def save_tiny(folder: Path, texts: list[str], hidden: int = 32, layers: int = 2, **config: Any) -> str:
+def save_tiny(folder: Path, texts: Any, hidden: int = 32, layers: int = 2, **config: Any) -> str:
     """A tiny model and its tokenizer in ``folder``, as a hub checkpoint would be."""
     tokenizer = tiny_tokenizer(texts)
     tiny_model(tokenizer, hidden, layers, **config).save_pretrained(folder)

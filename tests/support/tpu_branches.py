@@ -97,7 +97,7 @@ def types_inside(trainer: RewardTrainer) -> dict[str, str]:
 
 def train(folder: Path, kind: str) -> dict[str, Any]:
     pairs = made_up_pairs(24)
-    model = save_tiny(folder / "model", [*pairs["prompt"], *pairs["chosen"], *pairs["rejected"]])
+    model = save_tiny(folder / "model", pairs)
 
     def trainer(steps: int) -> RewardTrainer:
         args = RewardConfig(

@@ -15,7 +15,7 @@ from typing import Any
 import tiny
 import torch
 from stopping import At, sigterm
-from timings import untimed
+from logs import untimed
 from torch import nn
 from transformers import TrainerCallback
 

@@ -37,7 +37,7 @@ def run_all(script: str, *words: str) -> None:
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     pairs = tiny.made_up_pairs(64)
-    return tiny.save_tiny(tmp_path_factory.mktemp("model"), [text for row in pairs for text in row.values()])
+    return tiny.save_tiny(tmp_path_factory.mktemp("model"), pairs)
 
 
 def test_processes_give_what_one_gives(model: str, tmp_path: Path) -> None:

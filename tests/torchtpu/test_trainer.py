@@ -41,7 +41,7 @@ SETTINGS: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    texts = [*PAIRS["prompt"], *PAIRS["chosen"], *PAIRS["rejected"]]
+    texts = PAIRS
     return tiny.save_tiny(tmp_path_factory.mktemp("model"), texts, layers=1)
 
 

@@ -1,4 +1,4 @@
-"""Training on answers that several attributes grade: packed equals padded, and what is saved gives one number."""
+"""Training on answers that several attributes grade: what is saved gives one number, and keeps their names."""
 
 from pathlib import Path
 from typing import Any
@@ -9,70 +9,35 @@ import tiny
 import torch
 from judgements import NAMES, WEIGHTS, graded
 from peft import AutoPeftModelForSequenceClassification, LoraConfig
-from timings import untimed
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from trl_tpu import RewardConfig, RewardTrainer, score
 from trl_tpu.checkpoint.export import export_checkpoint
 from trl_tpu.errors import UserError
-from trl_tpu.packing.shapes import RowPlan, RowShape
-
-
-class FixedRows(RewardTrainer):
-    fixed_rows = RowPlan((RowShape(1, 96),), (RowShape(1, 128),))  # of which most batches take several
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    rows = graded(20)
-    texts = [*rows["prompt"], *(text for row in rows["completions"] for text in row)]
-    return tiny.save_tiny(tmp_path_factory.mktemp("model"), texts, num_labels=3)
+    return tiny.save_tiny(tmp_path_factory.mktemp("model"), graded(20), num_labels=3)
 
 
-def trained(
-    model: str, out: Path, kind: type[RewardTrainer] = RewardTrainer, peft_config: Any = None, **settings: Any
-) -> Any:
+def trained(model: str, out: Path, peft_config: Any = None, data: Any = None, **settings: Any) -> RewardTrainer:
     defaults: dict[str, Any] = {
-        "report_to": "none", "disable_tqdm": True, "save_strategy": "no", "logging_steps": 1, "max_steps": 4,
-        "per_device_train_batch_size": 5, "learning_rate": 1e-3, "bf16": False, "ties": "skip", "attributes": NAMES,
+        "report_to": "none", "disable_tqdm": True, "save_strategy": "no", "max_steps": 4, "learning_rate": 1e-3,
+        "per_device_train_batch_size": 5, "bf16": False, "ties": "skip", "attributes": NAMES,
         "attribute_weights": WEIGHTS,
     }  # fmt: skip
-    args = RewardConfig(str(out), **defaults | settings)
-    data = {"train_dataset": graded(23), "eval_dataset": graded(7, seed=3)}
-    trainer = kind(model, args, **data, peft_config=peft_config)
+    args, data = RewardConfig(str(out), **defaults | settings), data or graded(23)
+    trainer = RewardTrainer(model, args, train_dataset=data, eval_dataset=graded(7, seed=3), peft_config=peft_config)
     trainer.train()
     return trainer
 
 
-@pytest.mark.parametrize(
-    "loss", [{"margin_scale": 0.1, "attribute_loss_weights": [1.0, 2.0, 0.5]}, {"loss_type": "plackett_luce"}]
-)
-def test_packed_equals_padded(model: str, tmp_path: Path, loss: dict[str, Any]) -> None:
-    kinds = {"padded": RewardTrainer, "tight": RewardTrainer, "micro-batches": FixedRows}
-    runs = [trained(model, tmp_path / name, kind, packing=name != "padded", **loss) for name, kind in kinds.items()]
-    logs = [
-        [untimed(log) for log in run.state.log_history if "loss" in log] + [untimed(run.evaluate())] for run in runs
-    ]
-    predicted = [run.predict(graded(4, seed=1)).predictions for run in runs]
-    for other, rewards_NAK in zip(logs[1:], predicted[1:], strict=True):
-        for one, two in zip(logs[0], other, strict=True):
-            assert two == pytest.approx(one, abs=2e-5)
-        assert rewards_NAK == pytest.approx(predicted[0], abs=2e-5, nan_ok=True)
-    assert predicted[0].shape[:2] == (4, 3) and np.isnan(predicted[0]).any()
-    assert {"eval_kendall_tau", *(f"eval_accuracy/{name}" for name in NAMES)} <= logs[0][-1].keys()
-
-
 def test_an_attribute_that_no_row_grades_is_not_trained(model: str, tmp_path: Path) -> None:
     before = AutoModelForSequenceClassification.from_pretrained(model).score.weight
-    args: Any = {"max_steps": 2, "bf16": False, "report_to": "none", "ties": "skip", "attributes": NAMES}
-    data = graded(16, missing=("odd",))
-    run: Any = RewardTrainer(model, RewardConfig(str(tmp_path), weight_decay=0.0, **args), train_dataset=data)
-    run.train()
-    assert [bool((row != old).any()) for row, old in zip(run.model.score.weight, before, strict=True)] == [
-        True,
-        True,
-        False,
-    ]  # type: ignore[union-attr, arg-type]
+    run: Any = trained(model, tmp_path, data=graded(16, missing=("odd",)), weight_decay=0.0)
+    changed = [bool((row != old).any()) for row, old in zip(run.model.score.weight, before, strict=True)]
+    assert changed == [True, True, False]
 
 
 @pytest.mark.parametrize("peft", [None, LoraConfig(task_type="SEQ_CLS", r=2)])

@@ -15,7 +15,7 @@ from transformers import EvalPrediction
 import trl_tpu
 
 PAIRS = tiny.made_up_pairs(11)
-TOKENIZER = tiny.tiny_tokenizer([text for column in ("prompt", "chosen", "rejected") for text in PAIRS[column]])
+TOKENIZER = tiny.tiny_tokenizer(PAIRS)
 
 
 def rewards_of(model: Any, inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:

@@ -18,7 +18,7 @@ import trl_tpu
 from trl_tpu.errors import UserError
 
 PAIRS = tiny.made_up_pairs(24)
-TOKENIZER = tiny.tiny_tokenizer([text for column in ("prompt", "chosen", "rejected") for text in PAIRS[column]])
+TOKENIZER = tiny.tiny_tokenizer(PAIRS)
 
 
 def arguments(package: Any, folder: Path) -> Any:

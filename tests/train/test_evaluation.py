@@ -26,7 +26,7 @@ from trl_tpu.training.step import EvaluatedPairs
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     pairs = tiny.made_up_pairs(100)
-    return tiny.save_tiny(tmp_path_factory.mktemp("model"), [*pairs["prompt"], *pairs["chosen"], *pairs["rejected"]])
+    return tiny.save_tiny(tmp_path_factory.mktemp("model"), pairs)
 
 
 def make_trainer(

@@ -22,7 +22,7 @@ OF_TRANSFORMERS = [dict(registry) for registry in REGISTRIES]  # before anything
 @pytest.fixture
 def tokenizer() -> PreTrainedTokenizerFast:
     pairs = tiny.made_up_pairs(50)
-    return tiny.tiny_tokenizer([*pairs["prompt"], *pairs["chosen"], *pairs["rejected"]], vocab_size=300)
+    return tiny.tiny_tokenizer(pairs, vocab_size=300)
 
 
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])

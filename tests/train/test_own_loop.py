@@ -5,11 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import own_loop
-from device_fixtures import config, model_folder
 
 
 def test_its_losses_are_the_trainers(config: Callable[..., Any], model_folder: str, tmp_path: Path) -> None:
     assert set(own_loop.compare(config, model_folder, tmp_path)) == {None}  # nothing compiles
-
-
-__all__ = ["config", "model_folder"]

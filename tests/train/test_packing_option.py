@@ -16,7 +16,7 @@ from trl_tpu import RewardConfig, RewardTrainer
 @pytest.fixture(scope="module")
 def tokenizer() -> PreTrainedTokenizerFast:
     pairs = tiny.made_up_pairs(50)
-    return tiny.tiny_tokenizer([*pairs["prompt"], *pairs["chosen"], *pairs["rejected"]], vocab_size=300)
+    return tiny.tiny_tokenizer(pairs, vocab_size=300)
 
 
 def make_trainer(model: PreTrainedModel, tokenizer: Any, out: Path, **arguments: Any) -> RewardTrainer:

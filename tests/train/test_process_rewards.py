@@ -13,7 +13,7 @@ from datasets import Dataset
 from decoders import StayInFloat64
 from peft import AutoPeftModelForTokenClassification, LoraConfig, TaskType
 from stepwise import BATCH, by_transformers, load, save_model, settings, solutions
-from timings import untimed
+from logs import untimed
 from transformers import AutoTokenizer, DataCollatorForTokenClassification
 
 from trl_tpu import RewardConfig

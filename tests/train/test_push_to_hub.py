@@ -62,7 +62,7 @@ def run(hub: hub_server.Hub, serving: tuple[hub_server.Hub, Path], tmp_path: Pat
 
 def train_and_push(run: Run, folder: Path, **more: str) -> subprocess.CompletedProcess[str]:
     pairs = tiny.made_up_pairs(16)
-    model = tiny.save_tiny(folder / "base", [*pairs["prompt"], *pairs["chosen"], *pairs["rejected"]])
+    model = tiny.save_tiny(folder / "base", pairs)
     (folder / "pairs").mkdir()
     pairs.to_json(folder / "pairs" / "train.jsonl")
     arguments = {

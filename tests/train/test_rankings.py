@@ -1,4 +1,4 @@
-"""Training on rankings: packed equals padded in every layout, and a known order is learned, better than of pairs."""
+"""Training on rankings and on several attributes: packed equals padded in every layout, and an order is learned."""
 
 import random
 from itertools import permutations
@@ -9,98 +9,89 @@ import numpy as np
 import pytest
 import tiny
 from datasets import Dataset
-from timings import untimed
+from judgements import FORMS
+from logs import losses, untimed
 from tiny import made_up_rankings as rankings
+from transformers import AutoTokenizer
 
 from trl_tpu import RewardConfig, RewardTrainer
 from trl_tpu.data.collators import DataCollatorForPreference, RewardDataCollatorWithPadding
 from trl_tpu.errors import UserError
 from trl_tpu.packing.shapes import RowPlan, RowShape
 
-LOSSES: list[dict[str, Any]] = [
+OF_RANKINGS: list[dict[str, Any]] = [
     {"margin_scale": 0.3, "label_smoothing": 0.1, "center_rewards_coefficient": 0.1},
     {"loss_type": "plackett_luce", "ranking_top_k": 2},
     {"loss_type": "regression"},
     {"ties": "davidson", "tie_threshold": 0.5, "average_over": "comparisons"},
 ]
+OF_ATTRIBUTES = [{"margin_scale": 0.1, "attribute_loss_weights": [1.0, 2.0, 0.5]}, {"loss_type": "plackett_luce"}]
+CASES = [*(("ranked", each) for each in OF_RANKINGS), *(("attributes", each) for each in OF_ATTRIBUTES)]
 
 
 class FixedRows(RewardTrainer):
     fixed_rows = RowPlan((RowShape(1, 96),), (RowShape(1, 128),))  # of which most batches take several
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    rows = rankings(20)
-    texts = [*rows["prompt"], *(text for row in rows["completions"] for text in row)]
-    return tiny.save_tiny(tmp_path_factory.mktemp("model"), texts)
-
-
 def trained(
-    model: str, out: Path, kind: type[RewardTrainer] = RewardTrainer, data: Any = None, **settings: Any
-) -> Any:
-    defaults: dict[str, Any] = {
+    model: str, out: Path, form: str = "ranked", kind: type = RewardTrainer, data: Any = None, **more: Any
+) -> RewardTrainer:
+    own, rows = FORMS[form], data or FORMS[form].rows(30)
+    settings: dict[str, Any] = {
         "report_to": "none", "disable_tqdm": True, "save_strategy": "no", "logging_steps": 1, "max_steps": 6,
         "per_device_train_batch_size": 5, "learning_rate": 1e-3, "bf16": False,
     }  # fmt: skip
-    data = data or rankings(23)
-    trainer = kind(
-        model, RewardConfig(str(out), **defaults | settings), train_dataset=data, eval_dataset=rankings(7, 3)
-    )
+    args = RewardConfig(str(out), **settings | own.settings | more)
+    given = {"train_dataset": rows.select(range(23)) if data is None else data, "eval_dataset": rows.select(range(7))}
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    trainer = kind(own.model(model), args, **given, processing_class=tokenizer)
     trainer.train()
     return trainer
 
 
-@pytest.mark.parametrize("loss", LOSSES)
-def test_packed_equals_padded(model: str, tmp_path: Path, loss: dict[str, Any]) -> None:
+@pytest.mark.parametrize(("form", "loss"), CASES)
+def test_packed_equals_padded(model_folder: str, tmp_path: Path, form: str, loss: dict[str, Any]) -> None:
+    kinds = {"padded": RewardTrainer, "tight": RewardTrainer, "micro-batches": FixedRows}
     runs = [
-        trained(model, tmp_path / "padded", packing=False, **loss),
-        trained(model, tmp_path / "tight", packing=True, **loss),
-        trained(model, tmp_path / "micro-batches", FixedRows, packing=True, **loss),
+        trained(model_folder, tmp_path, form, kind, packing=name != "padded", **loss) for name, kind in kinds.items()
     ]
-    logs = [
-        [untimed(log) for log in run.state.log_history if "loss" in log] + [untimed(run.evaluate())] for run in runs
-    ]
-    predicted = [run.predict(rankings(4, 5, seed=1)).predictions for run in runs]
-    for other, rewards_NK in zip(logs[1:], predicted[1:], strict=True):
-        assert len(other) == len(logs[0])
-        for one, two in zip(logs[0], other, strict=True):
+    padded, *others = (
+        [*(untimed(log) for log in run.state.log_history if "loss" in log), untimed(run.evaluate())] for run in runs
+    )
+    of_padded, *predicted = (run.predict(FORMS[form].rows(34).select(range(30, 34))).predictions for run in runs)
+    for logs, rewards in zip(others, predicted, strict=True):
+        for one, two in zip(padded, logs, strict=True):
             assert two == pytest.approx(one, abs=2e-5)
-        assert rewards_NK == pytest.approx(predicted[0], abs=2e-5, nan_ok=True)
-    assert logs[0][0]["num_tokens"] > 0 and {"eval_kendall_tau", "eval_top1_accuracy"} <= logs[0][-1].keys()
+        assert rewards == pytest.approx(of_padded, abs=2e-5, nan_ok=True)
+    assert of_padded.shape[:2] == ((4, 3) if form == "attributes" else (4, 4))
+    assert padded[0]["num_tokens"] > 0 and {"eval_kendall_tau", "eval_accuracy"} <= padded[-1].keys()
 
 
-@pytest.mark.parametrize("loss", LOSSES)
-def test_settings_of_rankings_are_refused_for_pairs(model: str, tmp_path: Path, loss: dict[str, Any]) -> None:
+@pytest.mark.parametrize("loss", OF_RANKINGS)
+def test_settings_of_rankings_are_refused_for_pairs(model_folder: str, tmp_path: Path, loss: dict[str, Any]) -> None:
     config = RewardConfig(str(tmp_path), report_to="none", bf16=False, max_steps=1, **loss)
     pairs = tiny.made_up_pairs(4)
     for train, evaluated in ((pairs, None), (pairs.to_iterable_dataset(), None), (rankings(4), pairs)):
         with pytest.raises(UserError, match=next(iter(loss))):
-            RewardTrainer(model, config, train_dataset=train, eval_dataset=evaluated)
+            RewardTrainer(model_folder, config, train_dataset=train, eval_dataset=evaluated)
+
+
+def test_the_old_collator_is_of_pairs_alone(model_folder: str, tmp_path: Path) -> None:
     config = RewardConfig(str(tmp_path), report_to="none", bf16=False, max_steps=1, margin_scale=0.5)
     old = RewardDataCollatorWithPadding(tiny.tiny_tokenizer(["a"]))
     with pytest.raises(UserError, match="margin_scale"), pytest.warns(FutureWarning):
-        RewardTrainer(model, config, old, train_dataset=pairs)
+        RewardTrainer(model_folder, config, old, train_dataset=tiny.made_up_pairs(4))
 
 
-def test_a_collator_of_the_users_takes_the_rankings_answers(model: str, tmp_path: Path) -> None:
+def test_a_collator_of_the_users_takes_the_rankings_answers(model_folder: str, tmp_path: Path) -> None:
     runs = []
-    for name, collator in (("own", DataCollatorForPreference(0)), ("ours", None)):
+    for collator in (DataCollatorForPreference(0), None):
         settings: dict[str, Any] = {"max_steps": 3, "logging_steps": 1, "packing": False, "disable_tqdm": True}
-        config = RewardConfig(str(tmp_path / name), report_to="none", bf16=False, **settings)
-        trainer = RewardTrainer(model, config, collator, train_dataset=rankings(9), eval_dataset=rankings(5, 3))
+        config = RewardConfig(str(tmp_path), report_to="none", bf16=False, **settings)
+        trainer = RewardTrainer(model_folder, config, collator, train_dataset=rankings(9), eval_dataset=rankings(5, 3))
         trainer.train()
-        losses = [log["loss"] for log in trainer.state.log_history if "loss" in log]
-        runs.append([*losses, trainer.evaluate()["eval_loss"]])
+        runs.append([*losses(trainer), trainer.evaluate()["eval_loss"]])
     assert runs[0] == pytest.approx(runs[1])
-
-
-def test_a_resumed_run_is_the_same_run(model: str, tmp_path: Path) -> None:
-    whole = trained(model, tmp_path, save_strategy="steps", save_steps=3)
-    again = RewardTrainer(model, whole.args, train_dataset=rankings(23), eval_dataset=rankings(7, 3))
-    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
-    logs = [[untimed(log) for log in run.state.log_history if "loss" in log] for run in (whole, again)]
-    assert logs[0] == logs[1]
 
 
 WORDS = [consonant + vowel for consonant in "bdfgkl" for vowel in "aeio"]
@@ -146,4 +137,3 @@ def test_a_known_order_is_learned_better_than_of_as_many_tokens_of_pairs(tmp_pat
     assert of_rankings == pytest.approx(of_pairs, rel=0.03)
     taus = [run.evaluate(held_out)["eval_kendall_tau"] for run in runs]
     assert taus[0] > 0.95 and taus[0] > taus[1] + 0.02, taus
-    assert runs[0].evaluate(as_pairs(held_out))["eval_accuracy"] > 0.975

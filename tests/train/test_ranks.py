@@ -30,7 +30,7 @@ FEW = 4  # processes, of which tests by default start no more
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pairs = tiny.made_up_pairs(64)
-    return Path(tiny.save_tiny(tmp_path_factory.mktemp("ranks"), [text for row in pairs for text in row.values()]))
+    return Path(tiny.save_tiny(tmp_path_factory.mktemp("ranks"), pairs))
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +59,7 @@ def together(folder: Path) -> Any:
 def test_new_heads_and_adapters_are_those_of_one_process(tmp_path: Path) -> None:
     """A model by name, of which each process reads its part: what is drawn is drawn whole, to the bit."""
     pairs = tiny.made_up_pairs(16)
-    classifier = tiny.save_tiny(tmp_path / "model", [text for row in pairs for text in row.values()])
+    classifier = tiny.save_tiny(tmp_path / "model", pairs)
     config = LlamaConfig.from_pretrained(classifier)
     torch.manual_seed(0)
     LlamaForCausalLM(config).save_pretrained(classifier)

@@ -22,7 +22,7 @@ ON_XLA = {"USE_TORCH_XLA": "1", "PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "8"}
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     pairs = tiny.made_up_pairs(64)
-    return tiny.save_tiny(tmp_path_factory.mktemp("model"), [text for row in pairs for text in row.values()])
+    return tiny.save_tiny(tmp_path_factory.mktemp("model"), pairs)
 
 
 def train(model: str, out: Path, count: int, status: int = 0, **settings: Any) -> dict[str, Any]:

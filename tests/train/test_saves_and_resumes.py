@@ -35,7 +35,7 @@ from trl_tpu.training import components
 @pytest.fixture(scope="module")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     pairs = tiny.made_up_pairs(64)
-    texts = [*pairs["prompt"], *pairs["chosen"], *pairs["rejected"]]
+    texts = pairs
     return tiny.save_tiny(tmp_path_factory.mktemp("model"), texts)
 
 

@@ -26,7 +26,7 @@ from trl_tpu.training.stopping import SIGTERM, TIME_LIMIT, Unfinished
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     pairs = tiny.made_up_pairs(40)
-    texts = [*pairs["prompt"], *pairs["chosen"], *pairs["rejected"]]
+    texts = pairs
     return tiny.save_tiny(tmp_path_factory.mktemp("model"), texts, hidden=16, layers=1)
 
 

@@ -18,7 +18,7 @@ import two_processes
 @pytest.fixture(scope="module")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     pairs = tiny.made_up_pairs(64)
-    return tiny.save_tiny(tmp_path_factory.mktemp("model"), [text for row in pairs for text in row.values()])
+    return tiny.save_tiny(tmp_path_factory.mktemp("model"), pairs)
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,6 @@ from typing import Any
 
 import apart
 import pytest
-from device_fixtures import config, model_folder
 
 FOLDER = Path(__file__).parent
 
@@ -36,6 +35,3 @@ def steps_apart(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Sequence[
         return json.loads(out.read_text())
 
     return take
-
-
-__all__ = ["config", "model_folder", "steps_apart"]

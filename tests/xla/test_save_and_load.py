@@ -13,7 +13,7 @@ import tiny
 import torch
 from peft import LoraConfig
 from safetensors.torch import load_file
-from timings import untimed
+from logs import untimed
 
 from trl_tpu import RewardTrainer
 from trl_tpu.checkpoint.state_dict import to_host

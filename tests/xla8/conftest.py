@@ -2,7 +2,3 @@
 
 They are virtual devices of the CPU. What says the same on one device belongs in `tests/xla`.
 """
-
-from device_fixtures import config, model_folder
-
-__all__ = ["config", "model_folder"]

@@ -11,7 +11,7 @@ import pytest
 import tiny
 import torch
 from safetensors import safe_open
-from timings import untimed
+from logs import untimed
 from torch import nn
 
 from trl_tpu import RewardTrainer

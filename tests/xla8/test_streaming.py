@@ -77,7 +77,7 @@ def test_the_measure_sees_a_model_that_is_on_the_host(large_model: str, tmp_path
 @pytest.fixture(scope="module")
 def tokenizer() -> PreTrainedTokenizerFast:
     pairs = tiny.made_up_pairs(200)
-    return tiny.tiny_tokenizer([*pairs["prompt"], *pairs["chosen"], *pairs["rejected"]])
+    return tiny.tiny_tokenizer(pairs)
 
 
 @pytest.fixture(params=["llama in bfloat16", "experts one by one"])
