@@ -122,6 +122,7 @@ def as_pairs(ranked: Dataset) -> Dataset:
     return Dataset.from_list(pairs)
 
 
+@pytest.mark.long
 def test_a_known_order_is_learned_better_than_of_as_many_tokens_of_pairs(tmp_path: Path) -> None:
     """In as many steps, too; a step of pairs has half of the comparisons of one prompt, one of rankings those of 8."""
     model = tiny.save_tiny(tmp_path / "model", [" ".join(WORDS), " " + " ".join(WORDS)])
