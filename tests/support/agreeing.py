@@ -17,8 +17,8 @@ import torch
 import trl
 from datasets import Dataset
 from judgements import form_in
-from stopping import At, later, sigterm
 from logs import untimed
+from stopping import At, later, sigterm
 
 import trl_tpu
 from trl_tpu.training.stopping import Unfinished

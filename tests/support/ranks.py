@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 from accelerate import PartialState
-from peft import LoraConfig
 from logs import untimed
+from peft import LoraConfig
 from transformers import AutoModelForSequenceClassification, TrainerCallback
 from transformers.distributed import DistributedConfig
 

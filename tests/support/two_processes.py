@@ -14,8 +14,8 @@ from typing import Any
 
 import tiny
 import torch
-from stopping import At, sigterm
 from logs import untimed
+from stopping import At, sigterm
 from torch import nn
 from transformers import TrainerCallback
 

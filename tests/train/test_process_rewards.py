@@ -11,9 +11,9 @@ import torch
 import transformers
 from datasets import Dataset
 from decoders import StayInFloat64
+from logs import untimed
 from peft import AutoPeftModelForTokenClassification, LoraConfig, TaskType
 from stepwise import BATCH, by_transformers, load, save_model, settings, solutions
-from logs import untimed
 from transformers import AutoTokenizer, DataCollatorForTokenClassification
 
 from trl_tpu import RewardConfig

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import tiny
 import torch
+from logs import untimed
 from peft import LoraConfig
 from safetensors.torch import load_file
-from logs import untimed
 
 from trl_tpu import RewardTrainer
 from trl_tpu.checkpoint.state_dict import to_host

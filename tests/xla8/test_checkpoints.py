@@ -10,8 +10,8 @@ import killed_runs
 import pytest
 import tiny
 import torch
-from safetensors import safe_open
 from logs import untimed
+from safetensors import safe_open
 from torch import nn
 
 from trl_tpu import RewardTrainer
