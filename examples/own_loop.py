@@ -30,8 +30,9 @@ from trl_tpu.parallel.shard import keep_activations_split, place_model, plan_mod
 from trl_tpu.runtime import current
 from trl_tpu.scripts import synthetic, utils
 from trl_tpu.training.batch_plan import BatchPlan
+from trl_tpu.training.optimizer import StepState
 from trl_tpu.training.statistics import StepStatistics
-from trl_tpu.training.step import StepState, evaluation_step, training_step
+from trl_tpu.training.step import evaluation_step, training_step
 
 
 def train(model_name: str, data: Any, args: RewardConfig) -> Iterator[dict[str, float]]:

@@ -24,24 +24,25 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 settle()  # the device, since transformers and accelerate choose theirs when they are imported
 
 _MODULES = {
-    "chat_template_utils": ["clone_chat_template"],
     "data_utils": ["apply_chat_template", "is_conversational", "maybe_apply_chat_template"],
-    "data.formats": ["extract_prompt", "maybe_extract_prompt"],
+    "data.chat_templates": ["extract_prompt", "maybe_extract_prompt"],
     "config.checks": ["TrainingArguments"],
-    "import_utils": ["is_xpu_available"],
     "modeling.adapters": ["get_kbit_device_map", "get_peft_config", "get_quantization_config"],
-    "modeling.tokenizer": ["setup_chat_format"],
+    "modeling.load": ["clone_chat_template", "setup_chat_format"],
     "scoring.stream": ["score"],
     "scripts.utils": ["DatasetMixtureConfig", "ScriptArguments", "TrlParser", "get_dataset", "init_zero_verbose"],
     "trainer.model_config": ["ModelConfig"],
     "trainer.reward_config": ["RewardConfig"],
     "trainer.reward_trainer": ["RewardTrainer"],
-    "trainer.utils": ["RewardDataCollatorWithPadding"],
+    "trainer.utils": ["RewardDataCollatorWithPadding", "is_xpu_available"],
 }
 # names that scripts import from where TRL has or had them: see `_OLD_PATHS`
-_OLD_NAMES = {"RewardScriptArguments": "scripts.utils", "conversations_formatting_function": "data.formats"}
+_OLD_NAMES = {"RewardScriptArguments": "scripts.utils", "conversations_formatting_function": "data.chat_templates"}
 _OLD_NAMES |= {"DataCollatorForPreference": "data.collators", "disable_dropout_in_model": "modeling.layers"}
-_OLD_NAMES |= dict.fromkeys(("compute_accuracy", "get_act_offloading_ctx_manager"), "trainer.utils")
+_OLD_NAMES |= dict.fromkeys(
+    ("compute_accuracy", "get_act_offloading_ctx_manager", "is_peft_available"), "trainer.utils"
+)
+_OLD_NAMES |= {"_BaseTrainer": "trainer.reward_trainer"}
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 
 __all__ = ["__version__", *sorted(_MODULE_OF)]
@@ -61,7 +62,11 @@ def __dir__() -> list[str]:
 
 
 #: Modules that TRL has or had; at each of these paths there is every name of this package.
-_OLD_PATHS = ("commands", "commands.cli_utils", "extras", "extras.dataset_formatting", "models", "models.utils")
+_OLD_PATHS = (
+    *("commands", "commands.cli_utils", "extras", "extras.dataset_formatting", "models", "models.utils"),
+    *("chat_template_utils", "import_utils", "trainer.base_trainer"),
+)
+importlib.import_module(f"{__name__}.trainer")
 for _path in _OLD_PATHS:
     _parent, _, _leaf = f"{__name__}.{_path}".rpartition(".")
     _module = importlib.util.module_from_spec(ModuleSpec(f"{_parent}.{_leaf}", None, is_package=True))

@@ -11,10 +11,11 @@ from torch.nn.functional import logsigmoid
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
-from trl_tpu.data.collators import DataCollatorForPreference, scored
-from trl_tpu.modeling.packed_attention import packed_scores
-from trl_tpu.packing.pack import Scored, pack
-from trl_tpu.packing.rows import TokenRows
+from trl_tpu.data.batch import scored
+from trl_tpu.data.collators import DataCollatorForPreference
+from trl_tpu.modeling.forward import packed_scores
+from trl_tpu.packing.pack import Scored, TokenRows
+from trl_tpu.packing.planned import pack
 from trl_tpu.packing.shapes import RowPlan, RowShape
 
 PAD = 0

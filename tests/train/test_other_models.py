@@ -13,7 +13,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from trl_tpu import RewardConfig, RewardTrainer
-from trl_tpu.modeling.packed_attention import OURS
+from trl_tpu.modeling.forward import OURS
 
 REGISTRIES = ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS
 OF_TRANSFORMERS = [dict(registry) for registry in REGISTRIES]  # before anything is trained

@@ -11,7 +11,7 @@ from logs import logged, losses, untimed
 from transformers import PreTrainedTokenizerFast
 
 from trl_tpu import RewardConfig, RewardTrainer
-from trl_tpu.data.batch import batches_in
+from trl_tpu.data.collators import batches_in
 from trl_tpu.data.measure import read_row
 from trl_tpu.modeling.losses import Loss
 from trl_tpu.packing.shapes import RowPlan, RowShape

@@ -16,8 +16,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import trl_tpu
-from trl_tpu.data.batch import Batch
-from trl_tpu.data.collators import BatchCollator, Part
+from trl_tpu.data.batch import Batch, BatchCollator, Part
 from trl_tpu.data.comparisons import ComparisonRule
 from trl_tpu.errors import UserError
 from trl_tpu.packing.pack import pad

@@ -17,19 +17,14 @@ from torch.utils.data._utils.pin_memory import pin_memory
 from transformers import AutoModelForTokenClassification, DataCollatorForTokenClassification, PreTrainedModel
 from trl.trainer.reward_trainer import DataCollatorForPreference as TrlCollator
 
-from trl_tpu.data.batch import CollatedBatch, apart, batches_in
-from trl_tpu.data.collators import (
-    BatchCollator,
-    DataCollatorForPreference,
-    DictCollator,
-    Part,
-    RewardDataCollatorWithPadding,
-)
+from trl_tpu.data.batch import BatchCollator, CollatedBatch, Part, apart
+from trl_tpu.data.collators import DataCollatorForPreference, DictCollator, RewardDataCollatorWithPadding, batches_in
 from trl_tpu.data.comparisons import ComparisonRule
-from trl_tpu.modeling.expanded_attention import use_expanded_attention
+from trl_tpu.modeling.forward import use_tree_masks
 from trl_tpu.modeling.losses import Loss
-from trl_tpu.modeling.packed_attention import use_tree_masks
-from trl_tpu.packing.pack import pack, pack_unpadded, pad
+from trl_tpu.modeling.static_shapes import use_expanded_attention
+from trl_tpu.packing.pack import pack_unpadded, pad
+from trl_tpu.packing.planned import pack
 from trl_tpu.packing.shapes import RowPlan, RowShape
 from trl_tpu.training.step import training_step
 

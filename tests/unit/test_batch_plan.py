@@ -11,7 +11,8 @@ from tokenized import dataset_of
 
 from trl_tpu import RewardConfig
 from trl_tpu.data.collators import DataCollatorForPreference, DictCollator
-from trl_tpu.packing.pack import pack, pack_unpadded, pad
+from trl_tpu.packing.pack import pack_unpadded, pad
+from trl_tpu.packing.planned import pack
 from trl_tpu.runtime.native import Runtime
 from trl_tpu.training.batch_plan import BatchPlan
 

@@ -19,9 +19,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassifi
 
 import trl_tpu
 from trl_tpu import cli
+from trl_tpu.config.reward_config import RewardConfig
 from trl_tpu.scripts import reward, synthetic
 from trl_tpu.trainer.model_config import ModelConfig
-from trl_tpu.trainer.reward_config import RewardConfig
 
 TEXTS = ["one", "a much longer text than the other ones", "two words", "ends itself<|end|>", "x"]
 HELD_OUT = ("accuracy", "loss", "margin", "mean_reward", "min_reward", "max_reward")

@@ -9,15 +9,10 @@ from hypothesis import strategies as st
 from tiny import tiny_tokenizer
 from trl.trainer.reward_trainer import DataCollatorForPreference as TrlCollator
 
-from trl_tpu.data.batch import OLD_KEYS, read_dict
-from trl_tpu.data.collators import (
-    DataCollatorForPreference,
-    DictCollator,
-    RewardDataCollatorWithPadding,
-    old_columns,
-)
+from trl_tpu.data.collators import DataCollatorForPreference, DictCollator, RewardDataCollatorWithPadding, read_dict
 from trl_tpu.data.comparisons import ComparisonRule
-from trl_tpu.data.measure import PAIR, read_row
+from trl_tpu.data.measure import OLD_KEYS, PAIR, read_row
+from trl_tpu.data.old_pairs import old_columns
 from trl_tpu.errors import UserError
 
 PAD = 0

@@ -12,7 +12,8 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 import trl_tpu
 from trl_tpu.data import formats as chat
-from trl_tpu.data.formats import apply_template, date_written
+from trl_tpu.data.chat_templates import date_written
+from trl_tpu.data.formats import apply_template
 from trl_tpu.scoring.scorer import Scorer
 
 # as Llama 3.2's begins

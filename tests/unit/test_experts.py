@@ -11,7 +11,7 @@ from transformers import (
     set_seed,
 )
 
-from trl_tpu.modeling.layers import fit_to_device
+from trl_tpu.modeling.static_shapes import fit_to_device
 
 SIZE = {
     "vocab_size": 60,

@@ -13,7 +13,7 @@ from trl.trainer.utils import pad as reference_pad
 from trl.trainer.utils import remove_none_values as reference_remove_none_values
 
 from trl_tpu import data_utils
-from trl_tpu.data import formats
+from trl_tpu.data import chat_templates, formats
 from trl_tpu.trainer.utils import pad
 
 NAMES = [name for name in vars(data_utils) if hasattr(formats, name) and not name.startswith("_")]
@@ -45,20 +45,22 @@ def test_signatures_are_trls(name: str) -> None:
 def test_chat_templates_render_as_trls(example: dict[str, Any], tools: Any) -> None:
     ours, theirs = (each.maybe_apply_chat_template(example, tiny_tokenizer(), tools) for each in (formats, reference))
     assert ours == theirs
-    assert formats.is_conversational(example) == reference.is_conversational(example)
+    assert chat_templates.is_conversational(example) == reference.is_conversational(example)
 
 
 def test_template_arguments_reach_the_template() -> None:
-    rendered = formats.apply_chat_template({"prompt": [user("Hi")]}, tiny_tokenizer(), shout="HEY")
+    rendered = chat_templates.apply_chat_template({"prompt": [user("Hi")]}, tiny_tokenizer(), shout="HEY")
     assert rendered == {"prompt": "LOUD HEY\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"}
 
 
 def test_parts_of_text_are_rendered_as_the_text() -> None:
     parts = {"role": "user", "content": [{"type": "text", "text": "H"}, {"type": "text", "text": "i"}]}
     for form in ("messages", "prompt"):
-        rendered = [formats.apply_chat_template({form: [each]}, tiny_tokenizer()) for each in (parts, user("Hi"))]
+        rendered = [
+            chat_templates.apply_chat_template({form: [each]}, tiny_tokenizer()) for each in (parts, user("Hi"))
+        ]
         assert rendered[0] == rendered[1]
-    render = formats.conversations_formatting_function(tiny_tokenizer(), "messages")
+    render = chat_templates.conversations_formatting_function(tiny_tokenizer(), "messages")
     assert render({"messages": [parts]}) == render({"messages": [user("Hi")]})
 
 
@@ -68,7 +70,7 @@ def test_a_generation_prompt_that_the_dialogue_lacks_is_no_part_of_the_prompt() 
         "assistant\n{% endif %}", "assistant\n<think>{% endif %}"
     )
     row = {"prompt": [user("Hi")], "chosen": [assistant("Yes")], "rejected": [assistant("No")]}
-    ours = formats.apply_chat_template(row, tokenizer)
+    ours = chat_templates.apply_chat_template(row, tokenizer)
     assert ours == reference.apply_chat_template(row, tokenizer)
     assert ours["prompt"].endswith("assistant\n") and ours["chosen"] == "Yes<|im_end|>\n"
 

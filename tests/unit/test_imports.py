@@ -159,10 +159,8 @@ BELOW = {
         "checkpoint", "config", "data", "evaluation", "modeling", "packing", "parallel",
         "experimental", "plan", "report", "runtime", "scoring", "trainer", "training",
     },
-    "import_utils": set(),
     "cli": {"plan", "scripts", "runtime"},
     "data_utils": {"data"},
-    "chat_template_utils": {"modeling"},
 }  # fmt: skip
 
 

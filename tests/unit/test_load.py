@@ -23,10 +23,8 @@ from transformers import (
 from trl.trainer.utils import create_model_from_path
 
 import trl_tpu
-from trl_tpu import chat_template_utils
 from trl_tpu.errors import UserError
 from trl_tpu.modeling import load
-from trl_tpu.modeling import tokenizer as tokenizers
 from trl_tpu.modeling.build import build_reward_model
 from trl_tpu.modeling.model_shape import model_without_weights
 from trl_tpu.modeling.outputs import Outputs
@@ -67,7 +65,7 @@ def trainer_of(package: Any, folder: Path, settings: Any = None, n_gpu: int = 1,
 
 
 def settle(model: Any, tokenizer: Any, **settings: Any) -> Any:
-    return tokenizers.settle_tokenizer(model, tokenizer, trl_tpu.RewardConfig("out", report_to="none", **settings))[0]
+    return load.settle_tokenizer(model, tokenizer, trl_tpu.RewardConfig("out", report_to="none", **settings))[0]
 
 
 def assert_equal_weights(ours: PreTrainedModel, theirs: PreTrainedModel) -> None:
@@ -228,11 +226,11 @@ def test_an_eos_that_is_not_scored_is_warned_of_where_dialogues_end_in_it(caplog
     own_pad, shared = tiny_tokenizer(), tiny_tokenizer(pad_token=None)
     shared.pad_token = shared.eos_token
     eos: Any = own_pad.eos_token_id
-    tokenizers.warn_of_unscored_eos(own_pad, [[1, 2, eos]])
-    tokenizers.warn_of_unscored_eos(shared, [[1, 2, eos, 3], [1]])
+    load.warn_of_unscored_eos(own_pad, [[1, 2, eos]])
+    load.warn_of_unscored_eos(shared, [[1, 2, eos, 3], [1]])
     assert caplog.text == ""
     for unscored in ([[1, 2, eos], [1]], None):
-        tokenizers.warn_of_unscored_eos(shared, unscored)
+        load.warn_of_unscored_eos(shared, unscored)
         assert "own_pad_token" in caplog.text
         caplog.clear()
 
@@ -274,7 +272,7 @@ def test_the_chat_template_of_a_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize("multiple", [64, None, 100])
 def test_cloning_a_chat_template_is_trls(source_tokenizer: str, multiple: int | None) -> None:
     results = []
-    for clone in (chat_template_utils.clone_chat_template, trl.clone_chat_template):
+    for clone in (load.clone_chat_template, trl.clone_chat_template):
         set_seed(3)
         model, tokenizer = tiny_model(), tiny_tokenizer()
         results.append((*clone(model, tokenizer, source_tokenizer, multiple), model, tokenizer))
@@ -292,7 +290,7 @@ def test_cloning_a_chat_template_grows_a_model_without_weights_as_one_with_them(
     """As a model that is planned is: there are no embeddings whose mean new ones could have."""
     results = []
     for given in (tiny_model(), model_without_weights(tiny_config(), "float32")):
-        model, tokenizer, added = tokenizers.clone_chat_template(given, tiny_tokenizer(), source_tokenizer)
+        model, tokenizer, added = load.clone_chat_template(given, tiny_tokenizer(), source_tokenizer)
         shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
         results.append((shapes, tokenizer.get_vocab(), added, model.config.vocab_size, model.config.eos_token_id))
     assert results[0] == results[1]

@@ -12,11 +12,11 @@ import transformers
 from torch import nn
 from transformers import PreTrainedModel
 
-from trl_tpu.data.collators import BatchCollator
+from trl_tpu.data.batch import BatchCollator
+from trl_tpu.modeling.forward import PackingImpossible, rewards_of
 from trl_tpu.modeling.packability import make_packable
-from trl_tpu.modeling.packed_attention import PackingImpossible
-from trl_tpu.modeling.rewards import rewards_of
-from trl_tpu.packing.pack import pack, pack_unpadded, pad
+from trl_tpu.packing.pack import pack_unpadded, pad
+from trl_tpu.packing.planned import pack
 from trl_tpu.packing.shapes import RowPlan, RowShape
 
 PAD = 0

@@ -8,8 +8,8 @@ from decoders import PAD, rows_of
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trl_tpu.packing.pack import pack, pack_unpadded
-from trl_tpu.packing.rows import TokenRows, expand_rows
+from trl_tpu.packing.pack import TokenRows, pack_unpadded
+from trl_tpu.packing.planned import expand_rows, pack
 from trl_tpu.packing.shapes import RowPlan, RowShape, plan_rows, zigzag
 
 # few ids, so that prefixes are shared by chance; or a common prompt with tails of any length

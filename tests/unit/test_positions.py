@@ -9,7 +9,7 @@ from preference_forms import tiny_tokenizer
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from trl_tpu import RewardConfig
-from trl_tpu.data.batch import OLD_KEYS
+from trl_tpu.data.measure import OLD_KEYS
 from trl_tpu.errors import UserError
 from trl_tpu.modeling.build import build_dataset
 from trl_tpu.modeling.model_shape import learned_positions

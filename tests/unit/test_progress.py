@@ -9,7 +9,7 @@ import tiny
 from transformers import PrinterCallback, ProgressCallback
 
 from trl_tpu import RewardConfig, RewardTrainer
-from trl_tpu.training.statistics import Progress
+from trl_tpu.training.progress import Progress
 
 MakeTrainer = Callable[..., RewardTrainer]
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenized import prepare
 
-from trl_tpu.data.collators import scored
+from trl_tpu.data.batch import scored
 from trl_tpu.data.comparisons import Labels
 from trl_tpu.data.measure import PAIR, form_of, measure, read_row
 from trl_tpu.data.row_formats import Rankings

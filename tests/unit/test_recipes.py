@@ -12,7 +12,8 @@ from planned import compiled
 from preference_forms import assistant, tiny_tokenizer, user
 from transformers import AutoConfig
 
-from trl_tpu.data.formats import apply_template, date_written
+from trl_tpu.data.chat_templates import date_written
+from trl_tpu.data.formats import apply_template
 from trl_tpu.plan.compile import CompiledProgram
 from trl_tpu.plan.layouts import Layout
 from trl_tpu.scripts import plan, reward

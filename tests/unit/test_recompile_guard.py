@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from trl_tpu.runtime.native import Runtime
-from trl_tpu.training.statistics import RecompileGuard
+from trl_tpu.training.progress import RecompileGuard
 
 BATCH = {"input_ids": torch.zeros(4, 2, 64), "attention_mask": torch.zeros(4, 2, 64), "name": "no tensor"}
 OTHER = {"input_ids": torch.zeros(4, 2, 77)}

@@ -10,9 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenized import dataset_of
 
-from trl_tpu.data.collators import scored
+from trl_tpu.data.batch import scored
 from trl_tpu.data.measure import measure
-from trl_tpu.packing.pack import pack, pack_unpadded
+from trl_tpu.packing.pack import pack_unpadded
+from trl_tpu.packing.planned import pack
 from trl_tpu.packing.shapes import plan_rows
 from trl_tpu.training.batch_plan import bucket_lengths
 

@@ -5,7 +5,7 @@ from torch import nn
 
 from trl_tpu.parallel.sharding_plan import Placement
 from trl_tpu.runtime.native import Runtime
-from trl_tpu.training.step import StepState
+from trl_tpu.training.optimizer import StepState
 
 
 def test_gradients_of_a_training_that_was_interrupted_do_not_enter_the_next() -> None:

@@ -34,10 +34,11 @@ from transformers.masking_utils import (
     sliding_window_causal_mask_function,
 )
 
-from trl_tpu.modeling.expanded_attention import ExpansionImpossible, use_expanded_attention, window_of
+from trl_tpu.modeling.forward import tree_rule, use_tree_masks
 from trl_tpu.modeling.packability import PROVEN_TYPES, check_packing_is_exact
-from trl_tpu.modeling.packed_attention import tree_rule, use_tree_masks
-from trl_tpu.packing.pack import pack, pack_unpadded
+from trl_tpu.modeling.static_shapes import ExpansionImpossible, use_expanded_attention, window_of
+from trl_tpu.packing.pack import pack_unpadded
+from trl_tpu.packing.planned import pack
 from trl_tpu.packing.shapes import RowPlan, RowShape
 
 EAGER = {"Llama, eager": "Llama", "Mistral, sliding window, eager": "Mistral, sliding window"}

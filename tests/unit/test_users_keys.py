@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from trl_tpu.data.batch import batches_in
-from trl_tpu.data.collators import DataCollatorForPreference, DictCollator
+from trl_tpu.data.collators import DataCollatorForPreference, DictCollator, batches_in
 from trl_tpu.data.comparisons import ComparisonRule
 from trl_tpu.modeling.losses import Loss
 

@@ -8,7 +8,7 @@ import torch_xla
 from decoders import KNOWN_PAIRS, gradients, in_rows, packed, random_decoder
 
 from trl_tpu import runtime
-from trl_tpu.modeling.expanded_attention import ExpandedMask, ExpandedRows, expanded_attention, use_expanded_attention
+from trl_tpu.modeling.static_shapes import ExpandedMask, ExpandedRows, expanded_attention, use_expanded_attention
 from trl_tpu.packing.shapes import RowShape
 from trl_tpu.parallel.mesh import MeshShape
 

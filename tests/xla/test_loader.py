@@ -10,9 +10,9 @@ import transformers.trainer
 from torch.utils.data import DataLoader, RandomSampler
 
 from trl_tpu import RewardTrainer
+from trl_tpu.data.collators import DataCollatorForPreference
 from trl_tpu.errors import UserError
 from trl_tpu.modeling.load import load_model
-from trl_tpu.trainer.reward_trainer import DataCollatorForPreference
 
 
 def test_an_error_in_a_batch_stops_training(config: Callable[..., Any], model_folder: str) -> None:

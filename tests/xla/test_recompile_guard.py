@@ -7,7 +7,7 @@ import pytest
 import tiny
 
 from trl_tpu import RewardTrainer
-from trl_tpu.trainer.reward_trainer import DataCollatorForPreference
+from trl_tpu.data.collators import DataCollatorForPreference
 
 
 @pytest.mark.parametrize("logging_steps", [10, 1])

@@ -7,7 +7,7 @@ import torch_xla.debug.metrics as met
 from transformers import PreTrainedModel
 
 from trl_tpu.checkpoint.state_dict import to_host
-from trl_tpu.modeling.layers import fit_to_device
+from trl_tpu.modeling.static_shapes import fit_to_device
 from trl_tpu.runtime import current
 
 

@@ -27,7 +27,7 @@ from transformers import (
 
 from trl_tpu import RewardTrainer
 from trl_tpu.checkpoint.state_dict import whole_weights
-from trl_tpu.modeling.tokenizer import clone_chat_template
+from trl_tpu.modeling.load import clone_chat_template
 
 # ---- what the host holds
 

@@ -4,22 +4,18 @@ A collator makes all micro-batches of a batch at once. A user's code that reads 
 `input_ids` and `attention_mask` [K P, L], all first answers before all second ones, and `margin` [P].
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import torch
-from torch.nn.functional import pad as pad_tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from ..errors import UserError
-from ..packing.rows import Arrays, TokenRows
-from .comparisons import ComparisonRule, Comparisons, compare, pairs_of
-from .measure import NO_LABEL
-
-OLD_KEYS = ("input_ids_chosen", "attention_mask_chosen", "input_ids_rejected", "attention_mask_rejected")
-"""Keys of a batch in TRL up to 0.23."""
+from ..packing.pack import Arrays, Scored, TokenRows, last_scored
+from .comparisons import ComparisonRule, Comparisons
+from .measure import read_row
 
 
 @dataclass(frozen=True)
@@ -96,11 +92,6 @@ def parts_of(inputs: Any) -> tuple[Batch, ...]:
     return tuple(parts) if is_ours else ()
 
 
-def batches_in(inputs: Mapping[str, Any], pad_token_id: int, padding_side: str = "right") -> Sequence[Batch]:
-    """Return the micro-batches of what a loader gave; a dict of the user's making is one, see `read_dict`."""
-    return parts_of(inputs) or [read_dict(inputs, pad_token_id, padding_side)]
-
-
 def apart(inputs: Mapping[str, Any]) -> Iterator[Any]:
     """Yield the parts of a batch that are computed one at a time: each micro-batch, or a user's batch as it is."""
     parts = parts_of(inputs)
@@ -115,75 +106,88 @@ def tensors_in(inputs: Mapping[str, Any]) -> Mapping[str, Any]:
 
 # ---- TRL's dict
 
-TABLE = "trl_tpu_comparisons"
-"""Key of a `Batch` without tokens in a padded batch whose comparisons TRL's keys do not tell; at first of None."""
+
+Example = Mapping[str, Any]
 
 
-def read_dict(inputs: Mapping[str, Any], pad_token_id: int, padding_side: str = "right") -> Batch:
-    """Read a padded batch in TRL's form, of today or up to 0.23: made by a user's collator, or for a user's code.
-
-    Every key but TRL's own belongs to the user or the model.
-
-    Args:
-        pad_token_id, padding_side: Pad the halves of the old form to a common length.
-
-    Raises:
-        UserError: The batch has lost its labels.
-    """
-    is_old = "input_ids" not in inputs
-    tokens = {name: inputs[name] for name in (OLD_KEYS if is_old else ("input_ids", "attention_mask"))}
-    if is_old:
-        length = max(tensor.shape[1] for tensor in tokens.values())
-        halves = list(lengthen(tokens, length, pad_token_id, padding_side).values())
-        input_ids_RL, mask_RL = torch.cat(halves[::2]), torch.cat(halves[1::2])
-    else:
-        input_ids_RL, mask_RL = tokens.values()
-    batch, own = inputs.get(TABLE), {*tokens, TABLE, "margin", "return_loss"}
-    if TABLE in inputs and batch is None:
-        raise UserError(
-            "The data has grades or `chosen_probability`, which a batch of `trainer.data_collator` does not hold. "
-            "Take batches from `trainer.get_train_dataloader()` or `get_eval_dataloader()`."
-        )
-    if not isinstance(batch, Batch):
-        batch = batch_of_pairs(len(input_ids_RL) // 2, input_ids_RL.device, mask_RL, inputs.get("margin"))
-    elif batch.table.has_baseline:
-        own |= {"labels"}  # by which the model would compute a loss of its own
-    # in TRL up to 0.23 other keys went nowhere
-    extras = {} if is_old else {key: value for key, value in inputs.items() if key not in own}
-    rows = replace(batch.rows, input_ids_RL=input_ids_RL, attention_mask_RL=mask_RL)
-    return replace(batch, rows=rows, extras=extras)
+LayOut = Callable[..., list[TokenRows[np.ndarray]]]
 
 
-def lengthen(
-    tensors: Mapping[str, torch.Tensor], length: int, pad_token_id: int, padding_side: str
-) -> dict[str, torch.Tensor]:
-    """Pad token ids, attention masks and labels of tokens up to ``length``."""
-    longer = {}
-    for name, rows_RL in tensors.items():
-        fill = pad_token_id if name.startswith("input_ids") else NO_LABEL if name == "labels" else 0
-        missing = length - rows_RL.shape[1]
-        longer[name] = pad_tensor(rows_RL, (missing, 0) if padding_side == "left" else (0, missing), value=fill)
-    return longer
+def scored(row: Example, pad_token_id: int) -> Scored:
+    """Return the sequences of a row of `read_row`, and where their rewards are read."""
+    sequences = [np.asarray(ids, np.int32) for ids in row["answers"]]
+    if "step_ends" in row:
+        return Scored(sequences, [np.asarray(row["step_ends"], np.int64)])
+    return Scored(sequences, [np.array([last_scored(ids, pad_token_id)]) for ids in sequences])
 
 
-def batch_of_pairs(
-    count: int, device: torch.device, mask_RL: torch.Tensor | None = None, margin_P: torch.Tensor | None = None
-) -> Batch:
-    """Return pairs, without their tokens, whose chosen sequences are in the first rows of a padded batch.
+@dataclass(frozen=True)
+class Part:
+    """The examples of a batch that one of several processes computes.
 
     Args:
-        mask_RL: The attention mask; by default the sequences' lengths are not known.
-        margin_P: Target margins.
+        pairs: P of each process: with fewer examples its table is padded.
+        index: Of this process.
+        count: Of processes that share the batch.
     """
-    table = compare(pairs_of(count), ComparisonRule()).map_tensors(lambda array: torch.from_numpy(array).to(device))
-    if margin_P is not None:
-        table = replace(table, margin_C=margin_P.float().view(count))
-    row_S = by_answer(count, 2).to(device)
-    mask_RL = torch.ones(2 * count, 1, device=device) if mask_RL is None else mask_RL
-    tokens_S = mask_RL.sum(-1, dtype=torch.int32)[row_S]
-    return Batch(TokenRows(None, row_S.int(), tokens_S - 1, tokens_S), table)
+
+    pairs: int
+    index: int = 0
+    count: int = 1
+
+    def of(self, examples: Sequence[Any]) -> list[Any]:
+        """Return this process's examples, in the order of the batch; there may be none."""
+        return list(examples[self.index * self.pairs :][: self.pairs])
+
+    def table(self, own: Sequence[Example], every: Sequence[Example], rule: ComparisonRule) -> Comparisons[np.ndarray]:
+        """Compare the rewards of this process's rows, which get their share of the weights of all rows.
+
+        Args:
+            own: Rows of this process, at least one.
+            every: Rows of all processes.
+            rule: Compares rewards.
+        """
+        table = rule.table(own, self.pairs)
+        total = table if len(own) == len(every) else rule.table(every)
+        return replace(table, weight_sum_1=total.weight_sum_1 / np.float32(self.count))
 
 
-def by_answer(count: int, answers: int) -> torch.Tensor:
-    """Return the row of each scored position in TRL's order, in which all first answers come first, [S]."""
-    return torch.arange(count * answers).view(answers, count).T.flatten()
+def micro_batch(tokens: TokenRows[np.ndarray], table: Comparisons[np.ndarray]) -> Batch:
+    """Return the micro-batch in which only those rewards of ``table`` count that ``tokens`` has."""
+    batch = Batch(tokens, table)
+    return replace(batch, table=table.among(batch.is_there_P())).map_tensors(torch.from_numpy)
+
+
+@dataclass(frozen=True)
+class BatchCollator:
+    """Makes our own batches, packed or padded.
+
+    Args:
+        lay_out: Writes rows of tokens: `pack`, `pack_unpadded` or `pad`, with their settings.
+        pad_token_id: Fills rows. A sequence is scored at its last other token.
+        rule: Compares rewards.
+        part: The process's part of the examples; None if all examples are its own. Processes that share the rows of
+            one packed batch each take all examples, and write their own rows.
+    """
+
+    lay_out: LayOut
+    pad_token_id: int
+    rule: ComparisonRule = ComparisonRule()
+    part: Part | None = None
+
+    def __call__(self, examples: Sequence[Example], real: int | None = None) -> CollatedBatch:
+        """Make the batch; of examples after the first ``real`` ones nothing is computed."""
+        part, rows = self.part or Part(len(examples)), list(map(read_row, examples))
+        every = rows[:real]
+        if len(every) > part.pairs * part.count:
+            raise UserError(
+                f"A batch has at most {part.pairs * part.count} rows, as its shapes were planned; got {len(every)}."
+            )
+        own = part.of(every)
+        settings = {"pad_token_id": self.pad_token_id, "most_pairs": part.pairs, "answers": self.rule.answers}
+        laid_out = self.lay_out([scored(row, self.pad_token_id) for row in own or rows[:1]], **settings)
+        if not own:  # a process with nothing to do computes a row of which nothing counts
+            laid_out = [replace(tokens, tokens_S=0 * tokens.tokens_S) for tokens in laid_out]
+        table = part.table(own or rows[:1], every or rows[:1], self.rule)
+        parts = (micro_batch(tokens, table) for tokens in laid_out)
+        return CollatedBatch.of(*parts, pad_token_id=self.pad_token_id)

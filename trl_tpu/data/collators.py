@@ -9,30 +9,20 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.nn.functional import pad as pad_tensor
 from transformers import PreTrainedTokenizerBase
 from transformers.data.data_collator import DataCollatorMixin
 from transformers.utils import PaddingStrategy
 
 from ..errors import UserError
-from ..packing.pack import Scored, last_scored
-from ..packing.rows import TokenRows
+from ..packing.pack import TokenRows
 from ..packing.shapes import round_up
-from .batch import OLD_KEYS, TABLE, Batch, CollatedBatch, lengthen
-from .comparisons import ComparisonRule, Comparisons
-from .measure import NO_LABEL, PAIR, form_of, read_row
+from .batch import Batch, Example, Part, micro_batch, parts_of, scored
+from .comparisons import ComparisonRule, compare, pairs_of
+from .measure import NO_LABEL, OLD_KEYS, read_row
+from .old_pairs import old_columns
 
-Example = Mapping[str, Any]
 Collate = Callable[[list[Any]], dict[str, Any]]
-LayOut = Callable[..., list[TokenRows[np.ndarray]]]
-
-
-def old_columns(row: Example) -> Example:
-    """Return a tokenized pair in the columns of TRL up to 0.23, with its other columns, for collators of users."""
-    if form_of(row) != PAIR:
-        return row
-    chosen, rejected = (row[column] for column in PAIR)
-    halves = zip(OLD_KEYS, (chosen, [1] * len(chosen), rejected, [1] * len(rejected)), strict=True)
-    return {name: value for name, value in row.items() if name not in PAIR} | dict(halves)
 
 
 def are_told(row: Example) -> bool:
@@ -40,87 +30,7 @@ def are_told(row: Example) -> bool:
     return "grades" in row or "chosen_probability" in row
 
 
-def scored(row: Example, pad_token_id: int) -> Scored:
-    """Return the sequences of a row of `read_row`, and where their rewards are read."""
-    sequences = [np.asarray(ids, np.int32) for ids in row["answers"]]
-    if "step_ends" in row:
-        return Scored(sequences, [np.asarray(row["step_ends"], np.int64)])
-    return Scored(sequences, [np.array([last_scored(ids, pad_token_id)]) for ids in sequences])
-
-
 # ---- our own batches
-
-
-@dataclass(frozen=True)
-class Part:
-    """The examples of a batch that one of several processes computes.
-
-    Args:
-        pairs: P of each process: with fewer examples its table is padded.
-        index: Of this process.
-        count: Of processes that share the batch.
-    """
-
-    pairs: int
-    index: int = 0
-    count: int = 1
-
-    def of(self, examples: Sequence[Any]) -> list[Any]:
-        """Return this process's examples, in the order of the batch; there may be none."""
-        return list(examples[self.index * self.pairs :][: self.pairs])
-
-    def table(self, own: Sequence[Example], every: Sequence[Example], rule: ComparisonRule) -> Comparisons[np.ndarray]:
-        """Compare the rewards of this process's rows, which get their share of the weights of all rows.
-
-        Args:
-            own: Rows of this process, at least one.
-            every: Rows of all processes.
-            rule: Compares rewards.
-        """
-        table = rule.table(own, self.pairs)
-        total = table if len(own) == len(every) else rule.table(every)
-        return replace(table, weight_sum_1=total.weight_sum_1 / np.float32(self.count))
-
-
-def micro_batch(tokens: TokenRows[np.ndarray], table: Comparisons[np.ndarray]) -> Batch:
-    """Return the micro-batch in which only those rewards of ``table`` count that ``tokens`` has."""
-    batch = Batch(tokens, table)
-    return replace(batch, table=table.among(batch.is_there_P())).map_tensors(torch.from_numpy)
-
-
-@dataclass(frozen=True)
-class BatchCollator:
-    """Makes our own batches, packed or padded.
-
-    Args:
-        lay_out: Writes rows of tokens: `pack`, `pack_unpadded` or `pad`, with their settings.
-        pad_token_id: Fills rows. A sequence is scored at its last other token.
-        rule: Compares rewards.
-        part: The process's part of the examples; None if all examples are its own. Processes that share the rows of
-            one packed batch each take all examples, and write their own rows.
-    """
-
-    lay_out: LayOut
-    pad_token_id: int
-    rule: ComparisonRule = ComparisonRule()
-    part: Part | None = None
-
-    def __call__(self, examples: Sequence[Example], real: int | None = None) -> CollatedBatch:
-        """Make the batch; of examples after the first ``real`` ones nothing is computed."""
-        part, rows = self.part or Part(len(examples)), list(map(read_row, examples))
-        every = rows[:real]
-        if len(every) > part.pairs * part.count:
-            raise UserError(
-                f"A batch has at most {part.pairs * part.count} rows, as its shapes were planned; got {len(every)}."
-            )
-        own = part.of(every)
-        settings = {"pad_token_id": self.pad_token_id, "most_pairs": part.pairs, "answers": self.rule.answers}
-        laid_out = self.lay_out([scored(row, self.pad_token_id) for row in own or rows[:1]], **settings)
-        if not own:  # a process with nothing to do computes a row of which nothing counts
-            laid_out = [replace(tokens, tokens_S=0 * tokens.tokens_S) for tokens in laid_out]
-        table = part.table(own or rows[:1], every or rows[:1], self.rule)
-        parts = (micro_batch(tokens, table) for tokens in laid_out)
-        return CollatedBatch.of(*parts, pad_token_id=self.pad_token_id)
 
 
 # ---- TRL's dict
@@ -158,54 +68,6 @@ class DataCollatorForPreference(DataCollatorMixin):
         if "margin" in examples[0]:
             batch["margin"] = torch.tensor([example["margin"] for example in examples], dtype=torch.float)
         return batch | dict.fromkeys([TABLE] if are_told(read_row(examples[0])) else [])
-
-
-@dataclass
-class RewardDataCollatorWithPadding:
-    """Pads the two halves of the pairs, each on the tokenizer's side: TRL's collator up to 0.23.
-
-    Each example has `input_ids_chosen`, `attention_mask_chosen`, `input_ids_rejected` and `attention_mask_rejected`,
-    and may have a `margin`, a float or a list of one. The batch has the same keys, [P, longest of that half],
-    `margin`, [P], and ``return_loss=True``.
-
-    Args:
-        tokenizer: Pads, with its own pad token and side.
-        padding: As in the tokenizer's ``pad``: True or "longest", "max_length", or False.
-        max_length: The length that ``padding="max_length"`` pads to (TRL up to 0.11).
-        pad_to_multiple_of: Round lengths up to a multiple of this.
-        return_tensors: Only ``"pt"``.
-
-    Raises:
-        UserError: If an example lacks one of the four columns.
-    """
-
-    tokenizer: PreTrainedTokenizerBase
-    padding: bool | str | PaddingStrategy = True
-    max_length: int | None = None
-    pad_to_multiple_of: int | None = None
-    return_tensors: str = "pt"
-
-    def __call__(self, features: list[dict[str, Any]]) -> dict[str, Any]:
-        if missing := [key for key in OLD_KEYS if any(key not in feature for feature in features)]:
-            raise UserError(
-                f"The features should include {', '.join(OLD_KEYS)}, but {', '.join(missing)} is missing; found "
-                f"{', '.join(features[0])}."
-            )
-        batch: dict[str, Any] = {}
-        for half in ("chosen", "rejected"):
-            padded = self.tokenizer.pad(
-                [{key: feature[f"{key}_{half}"] for key in ("input_ids", "attention_mask")} for feature in features],
-                padding=self.padding,
-                max_length=self.max_length,
-                pad_to_multiple_of=self.pad_to_multiple_of,
-                return_tensors=self.return_tensors,
-            )
-            batch |= {f"{key}_{half}": padded[key] for key in ("input_ids", "attention_mask")}
-        batch["return_loss"] = True
-        if "margin" in features[0]:
-            margins = torch.tensor([feature["margin"] for feature in features], dtype=torch.float)
-            batch["margin"] = margins.view(len(features))  # [P, 1] would be subtracted from every pair, as [P, P]
-        return batch | dict.fromkeys([TABLE] if are_told(features[0]) else [])
 
 
 @dataclass(frozen=True)
@@ -272,3 +134,130 @@ class DictCollator:
         longest = max((tensor.shape[1] for tensor in tensors.values()), default=0)
         length = next((length for length in self.lengths or () if length >= longest), longest)
         return batch | lengthen(tensors, length, self.pad_token_id, self.padding_side)
+
+
+def batches_in(inputs: Mapping[str, Any], pad_token_id: int, padding_side: str = "right") -> Sequence[Batch]:
+    """Return the micro-batches of what a loader gave; a dict of the user's making is one, see `read_dict`."""
+    return parts_of(inputs) or [read_dict(inputs, pad_token_id, padding_side)]
+
+
+TABLE = "trl_tpu_comparisons"
+"""Key of a `Batch` without tokens in a padded batch whose comparisons TRL's keys do not tell; at first of None."""
+
+
+def read_dict(inputs: Mapping[str, Any], pad_token_id: int, padding_side: str = "right") -> Batch:
+    """Read a padded batch in TRL's form, of today or up to 0.23: made by a user's collator, or for a user's code.
+
+    Every key but TRL's own belongs to the user or the model.
+
+    Args:
+        pad_token_id, padding_side: Pad the halves of the old form to a common length.
+
+    Raises:
+        UserError: The batch has lost its labels.
+    """
+    is_old = "input_ids" not in inputs
+    tokens = {name: inputs[name] for name in (OLD_KEYS if is_old else ("input_ids", "attention_mask"))}
+    if is_old:
+        length = max(tensor.shape[1] for tensor in tokens.values())
+        halves = list(lengthen(tokens, length, pad_token_id, padding_side).values())
+        input_ids_RL, mask_RL = torch.cat(halves[::2]), torch.cat(halves[1::2])
+    else:
+        input_ids_RL, mask_RL = tokens.values()
+    batch, own = inputs.get(TABLE), {*tokens, TABLE, "margin", "return_loss"}
+    if TABLE in inputs and batch is None:
+        raise UserError(
+            "The data has grades or `chosen_probability`, which a batch of `trainer.data_collator` does not hold. "
+            "Take batches from `trainer.get_train_dataloader()` or `get_eval_dataloader()`."
+        )
+    if not isinstance(batch, Batch):
+        batch = batch_of_pairs(len(input_ids_RL) // 2, input_ids_RL.device, mask_RL, inputs.get("margin"))
+    elif batch.table.has_baseline:
+        own |= {"labels"}  # by which the model would compute a loss of its own
+    # in TRL up to 0.23 other keys went nowhere
+    extras = {} if is_old else {key: value for key, value in inputs.items() if key not in own}
+    rows = replace(batch.rows, input_ids_RL=input_ids_RL, attention_mask_RL=mask_RL)
+    return replace(batch, rows=rows, extras=extras)
+
+
+def lengthen(
+    tensors: Mapping[str, torch.Tensor], length: int, pad_token_id: int, padding_side: str
+) -> dict[str, torch.Tensor]:
+    """Pad token ids, attention masks and labels of tokens up to ``length``."""
+    longer = {}
+    for name, rows_RL in tensors.items():
+        fill = pad_token_id if name.startswith("input_ids") else NO_LABEL if name == "labels" else 0
+        missing = length - rows_RL.shape[1]
+        longer[name] = pad_tensor(rows_RL, (missing, 0) if padding_side == "left" else (0, missing), value=fill)
+    return longer
+
+
+def batch_of_pairs(
+    count: int, device: torch.device, mask_RL: torch.Tensor | None = None, margin_P: torch.Tensor | None = None
+) -> Batch:
+    """Return pairs, without their tokens, whose chosen sequences are in the first rows of a padded batch.
+
+    Args:
+        mask_RL: The attention mask; by default the sequences' lengths are not known.
+        margin_P: Target margins.
+    """
+    table = compare(pairs_of(count), ComparisonRule()).map_tensors(lambda array: torch.from_numpy(array).to(device))
+    if margin_P is not None:
+        table = replace(table, margin_C=margin_P.float().view(count))
+    row_S = by_answer(count, 2).to(device)
+    mask_RL = torch.ones(2 * count, 1, device=device) if mask_RL is None else mask_RL
+    tokens_S = mask_RL.sum(-1, dtype=torch.int32)[row_S]
+    return Batch(TokenRows(None, row_S.int(), tokens_S - 1, tokens_S), table)
+
+
+def by_answer(count: int, answers: int) -> torch.Tensor:
+    """Return the row of each scored position in TRL's order, in which all first answers come first, [S]."""
+    return torch.arange(count * answers).view(answers, count).T.flatten()
+
+
+@dataclass
+class RewardDataCollatorWithPadding:
+    """Pads the two halves of the pairs, each on the tokenizer's side: TRL's collator up to 0.23.
+
+    Each example has `input_ids_chosen`, `attention_mask_chosen`, `input_ids_rejected` and `attention_mask_rejected`,
+    and may have a `margin`, a float or a list of one. The batch has the same keys, [P, longest of that half],
+    `margin`, [P], and ``return_loss=True``.
+
+    Args:
+        tokenizer: Pads, with its own pad token and side.
+        padding: As in the tokenizer's ``pad``: True or "longest", "max_length", or False.
+        max_length: The length that ``padding="max_length"`` pads to (TRL up to 0.11).
+        pad_to_multiple_of: Round lengths up to a multiple of this.
+        return_tensors: Only ``"pt"``.
+
+    Raises:
+        UserError: If an example lacks one of the four columns.
+    """
+
+    tokenizer: PreTrainedTokenizerBase
+    padding: bool | str | PaddingStrategy = True
+    max_length: int | None = None
+    pad_to_multiple_of: int | None = None
+    return_tensors: str = "pt"
+
+    def __call__(self, features: list[dict[str, Any]]) -> dict[str, Any]:
+        if missing := [key for key in OLD_KEYS if any(key not in feature for feature in features)]:
+            raise UserError(
+                f"The features should include {', '.join(OLD_KEYS)}, but {', '.join(missing)} is missing; found "
+                f"{', '.join(features[0])}."
+            )
+        batch: dict[str, Any] = {}
+        for half in ("chosen", "rejected"):
+            padded = self.tokenizer.pad(
+                [{key: feature[f"{key}_{half}"] for key in ("input_ids", "attention_mask")} for feature in features],
+                padding=self.padding,
+                max_length=self.max_length,
+                pad_to_multiple_of=self.pad_to_multiple_of,
+                return_tensors=self.return_tensors,
+            )
+            batch |= {f"{key}_{half}": padded[key] for key in ("input_ids", "attention_mask")}
+        batch["return_loss"] = True
+        if "margin" in features[0]:
+            margins = torch.tensor([feature["margin"] for feature in features], dtype=torch.float)
+            batch["margin"] = margins.view(len(features))  # [P, 1] would be subtracted from every pair, as [P, P]
+        return batch | dict.fromkeys([TABLE] if are_told(features[0]) else [])

@@ -22,7 +22,7 @@ from typing import Any, Generic
 import numpy as np
 import torch
 
-from ..packing.rows import Array, Arrays
+from ..packing.pack import Array, Arrays
 
 Row = Mapping[str, Any]
 

@@ -1,26 +1,164 @@
-"""Pairs in TRL's order, in batches, for a device that wants planned shapes."""
+"""The order of pairs, by prompts too, and batches on the host for a device that wants planned shapes."""
 
+import json
+import logging
 import os
 import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence, Sized
 from contextlib import contextmanager
 from functools import partial
-from itertools import islice
+from itertools import chain, islice
 from typing import Any, cast
 
+import numpy as np
 import torch
 import transformers.trainer
 from accelerate.data_loader import SeedableRandomSampler, SkipBatchSampler, SkipDataLoader
-from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, Sampler
+from datasets import Dataset
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler
+from torch.utils.data import Dataset as TorchDataset
 from transformers import TrainingArguments
 from transformers.trainer_utils import seed_worker
+
+from ..errors import UserError
+from ..packing.pack import in_order
+from .measure import ANSWERS, PAIR, has_form, is_prepared, measure, read_row, read_table, tables_of
+
+logger = logging.getLogger(__name__)
+
+
+_PROMPT = 8  # the fewest tokens that are taken for a prompt, where nothing else tells
+
+
+_MORE = 16  # the first tokens that a pair's answers may have in common, of which nothing tells that they are no prompt
+
+
+def prompt_groups(dataset: Dataset) -> np.ndarray:
+    """Number the pairs of token ids, so that those that share a prompt have the same number [N].
+
+    What a pair's dialogues share is the prompt, and some more tokens if its answers begin alike. So a prompt is what
+    the dialogues of some pair share, and its pairs are those whose dialogues share it and at most a few tokens more.
+    What all dialogues of the dataset share, a system prompt say, is none.
+    """
+    prompt_of: dict[bytes, bytes] = {}  # of what a pair's dialogues share
+    around = [b""]  # in lexicographic order, the prompts that what comes next may begin with
+    skip = measure(dataset).shared_prefix
+    for shared in sorted(set(_shared_prompts(dataset, skip))):
+        while not shared.startswith(around[-1]):
+            around.pop()
+        if not around[-1] or len(shared) - len(around[-1]) > 4 * _MORE:
+            around.append(shared)
+        prompt_of[shared] = around[-1]
+    numbers: dict[bytes | int, int] = {}
+    keys = (prompt_of[shared] or pair for pair, shared in enumerate(_shared_prompts(dataset, skip)))
+    return np.array([numbers.setdefault(key, len(numbers)) for key in keys])
+
+
+def _shared_prompts(dataset: Dataset, skip: int) -> Iterator[bytes]:
+    """Yield the common prefix of each row's answers, 4 bytes for each token, without the first ``skip`` tokens."""
+    rows = chain.from_iterable(map(read_table, tables_of(dataset)))
+    for row, prefix in zip(rows, measure(dataset).lengths.prefix_P.tolist(), strict=True):
+        yield row[ANSWERS][0][skip:prefix].tobytes()
+
+
+def prompts_in_training(train: Any, evaluation: Any, name: str = "") -> tuple[int, ...]:
+    """Return how many distinct prompts of prepared evaluation data the training data has too, and their number.
+
+    Any are also logged. Empty for streams. A prompt is the column `prompt`, or else the tokens that a row's answers
+    begin with alike, if they are several more than all rows share.
+
+    Args:
+        name: That of the evaluation data, if it is one of several.
+    """
+    both = (train, evaluation)
+    if not all(map(is_prepared, both)):
+        return ()
+    if all("prompt" in each.column_names for each in both):
+        known, prompts = ({hash(json.dumps(value)) for value in each["prompt"] if value} for each in both)
+    else:
+        least = [4 * (measure(each).shared_prefix + _PROMPT) for each in both]
+        known, prompts = (
+            {hash(ids) for ids in _shared_prompts(each, 0) if len(ids) >= size}
+            for each, size in zip(both, least, strict=True)
+        )
+    shared = len(known & prompts) if len(known | prompts) > 1 else 0  # one prompt for all rows is none
+    if shared:
+        of = f" of {name!r}" if name else ""
+        logger.warning(f"{shared:,} of {len(prompts):,} evaluation prompts{of} also occur in the training data.")
+    return shared, len(prompts)
+
+
+class ByPrompt(Sampler[int]):
+    """Hands out each group's pairs one after another, in another order each epoch, which is the same everywhere.
+
+    The groups' order is random, and so is that of updates: those that one group fills do not follow one another.
+
+    Args:
+        group_N: From `prompt_groups`.
+        pairs: Of an update, over all processes.
+        seed: Of the run.
+    """
+
+    def __init__(self, group_N: np.ndarray, pairs: int, seed: int = 0) -> None:
+        self._group_N, self._pairs, self._seed, self._epoch = group_N, pairs, seed, 0
+
+    def __len__(self) -> int:
+        return len(self._group_N)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the next order."""
+        self._epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        generator, count = np.random.default_rng([self._seed, self._epoch]), len(self)
+        order_N = np.lexsort((generator.permutation(count), generator.permutation(count)[self._group_N]))
+        whole = count - count % self._pairs
+        yield from generator.permutation(order_N[:whole].reshape(-1, self._pairs)).ravel().tolist()
+        yield from order_N[whole:].tolist()
+        self._epoch += 1
+
+
+_DRAWN = 2048  # pairs whose tokens are read to know what they share
+
+
+def sizes_by_prompt(dataset: Any, pairs: int) -> np.ndarray:
+    """Return the tokens that pairs add to batches in the order of `ByPrompt`, and log what that saves.
+
+    The last ``pairs`` are the largest pairs by themselves, so that what holds these sizes holds any batch.
+
+    Raises:
+        UserError: For a stream, and for rankings.
+    """
+    if not has_form(dataset, PAIR):
+        raise UserError(
+            "group_by_prompt=True puts pairs into an order of its own, but train_dataset is a stream, which has its "
+            "order, or has rankings, whose prompts are together: load a stream whole (without dataset_streaming), or "
+            "leave group_by_prompt out."
+        )
+    measured, group_N = measure(dataset), prompt_groups(dataset)
+    order_N, added = list(ByPrompt(group_N, pairs)), list[int]()
+    for first in range(0, min(_DRAWN, len(order_N)), pairs):
+        rows = map(dataset.__getitem__, order_N[first : first + pairs])
+        sequences = [np.asarray(ids) for row in rows for ids in read_row(row)["answers"]]
+        order, shared = in_order(sequences)
+        added_D = np.array([len(ids) for ids in sequences])
+        added_D[order] -= [measured.shared_prefix, *shared]
+        added += added_D.reshape(-1, 2).sum(axis=1).tolist()
+    here, alone = np.mean(added), measured.lengths.sizes_P.mean() - measured.shared_prefix
+    logger.warning(
+        f"group_by_prompt: {len(group_N):,} pairs have {group_N.max() + 1:,} prompts. A pair in packed batches of "
+        f"{pairs} takes {here:,.0f} tokens, not {alone:,.0f} ({1 - here / alone:.0%} less), beside what all share."
+    )
+    sizes_N = np.resize(added, len(dataset)) + measured.shared_prefix
+    return np.append(sizes_N, np.sort(measured.lengths.sizes_P)[-pairs:])
+
 
 # a DataLoader's settings, which TrainingArguments has with "dataloader_" before their names
 _SETTINGS = ("num_workers", "persistent_workers", "prefetch_factor", "multiprocessing_context")
 
 
-def training_order(dataset: Dataset[Any], sampler: Sampler[int], seed: int | None) -> Sampler[int]:
+def training_order(dataset: TorchDataset[Any], sampler: Sampler[int], seed: int | None) -> Sampler[int]:
     """Return the order in which accelerate would hand out the pairs: a fresh permutation for each (seed, epoch).
 
     Only a plain `RandomSampler` is replaced; a sampler that a subclass or an argument chose keeps its own order.
@@ -31,7 +169,7 @@ def training_order(dataset: Dataset[Any], sampler: Sampler[int], seed: int | Non
 
 
 def host_batches(
-    dataset: Dataset[Any],
+    dataset: TorchDataset[Any],
     collate: Callable[[list[Any]], Any],
     batch_size: int,
     sampler: Sampler[int] | None,

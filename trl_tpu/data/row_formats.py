@@ -5,16 +5,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-from transformers import PreTrainedTokenizerBase
 
 from ..errors import UserError, UserTypeError
 from . import checks
-from .batch import OLD_KEYS
 from .checks import RAW_COLUMNS
-from .formats import maybe_apply_chat_template
-from .measure import ANSWERS, NO_LABEL, PAIR, RANKING
+from .measure import ANSWERS, PAIR, RANKING
 
-OLD_IDS = OLD_KEYS[::2]
 MOST_ANSWERS = 64
 Row = Mapping[str, Any]
 
@@ -167,106 +163,4 @@ def is_ranking(row: Row) -> bool:
 # ---- pairs of TRL up to 0.23
 
 
-def read_old_row(row: Row, index: int, num_embeddings: int, name: str) -> dict[str, Any]:
-    """Return the columns of today for a pair in the columns of TRL up to 0.23.
-
-    Tokens that an attention mask leaves out are no part of an answer, and a margin may be a list of one.
-
-    Raises:
-        UserTypeError: A value is not a list of integers.
-        UserError: The model lacks a token id, or a mask has a hole or another length.
-    """
-    answers = dict[str, Any]()
-    for new, old in zip(PAIR, OLD_IDS, strict=True):
-        ids, mask, where = row[old], row[old.replace("input_ids", "attention_mask")], checks.row_of(index, name, old)
-        checks.check_ids(ids, where, num_embeddings)
-        kept = np.flatnonzero(mask)
-        if not len(kept) or len(mask) != len(ids) or len(kept) != np.ptp(kept) + 1:
-            raise UserError(
-                f"{where}: the attention mask must be as long as the token ids, and 0 only before or after all tokens "
-                f"that count, got {mask!r:.80}."
-            )
-        answers[new] = list(ids[kept[0] : kept[-1] + 1])
-    return answers | old_margin(row, index, name)
-
-
-def old_margin(row: Row, index: int, name: str) -> dict[str, float]:
-    """Return the margin, if any, of a row for TRL up to 0.23, which may be a list of one number.
-
-    Raises:
-        UserError: It is not finite, or a list of several.
-    """
-    if "margin" not in row:
-        return {}
-    margin = np.asarray(row["margin"])
-    margin = margin[0] if margin.shape == (1,) else margin
-    checks.check_margin(margin, checks.row_of(index, name, "margin"))
-    return {"margin": float(margin)}
-
-
-def render_old(row: dict[str, Any], where: str, processing_class: PreTrainedTokenizerBase) -> dict[str, Any]:
-    """Return a raw row's two texts as TRL up to 0.23 tokenized them: without the prompt."""
-    with checks.rendering(where):
-        rendered = maybe_apply_chat_template(row, processing_class)
-    return {column: rendered[column] for column in RAW_COLUMNS}
-
-
-def _tokenize(batch: Row, tokenizer: PreTrainedTokenizerBase) -> dict[str, list[list[int]]]:
-    """Tokenize a batch of ``chosen`` and ``rejected`` texts into the columns of TRL up to 0.23, where it is public."""
-    tokens = [tokenizer(list(batch[half])) for half in RAW_COLUMNS]
-    return dict(zip(OLD_KEYS, [each[key] for each in tokens for key in ("input_ids", "attention_mask")], strict=True))
-
-
 # ---- solutions whose steps are judged
-
-
-def are_labels(labels: Any, steps: int) -> bool:
-    """Tell whether these are the labels of as many steps, 0 or 1 of each."""
-    return isinstance(labels, list) and [label in (0, 1) for label in labels] == [True] * steps
-
-
-def check_solution(row: Row, where: str) -> None:
-    """Raise UserError unless a raw row's prompt and steps are texts."""
-    prompt, steps = row.get("prompt"), row.get("completions")
-    if not isinstance(steps, list) or not all(isinstance(text, str) for text in (prompt, *steps)):
-        raise UserError(f"{where}: `prompt` must be text, and `completions` a list of texts, the steps.")
-    for text in (prompt, *steps):
-        checks.check_text(text, where)
-
-
-def tokenize_solution(
-    features: dict[str, Any],
-    tokenizer: PreTrainedTokenizerBase,
-    step_separator: str,
-    max_length: int | None,
-    max_completion_length: int | None,
-    train_on_last_step_only: bool,
-    is_eval: bool,
-) -> dict[str, list[int]]:
-    """Tokenize a solution: return its `input_ids`, and `labels` that are -100 but at the last token of a step.
-
-    Args:
-        features: `prompt`, `completions` and `labels`.
-        tokenizer: Adds no special tokens, but its BOS, if it has one, before the prompt.
-        step_separator: Put after each step.
-        max_length: Most tokens; those after are cut.
-        max_completion_length: The same, of the steps.
-        train_on_last_step_only: Whether all labels but the last become -100,
-        is_eval: but not in evaluation.
-    """
-    texts, bos = (step_separator, features["prompt"], *features["completions"]), tokenizer.bos_token_id
-    separator_ids, prompt_ids, *steps = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
-    prompt_ids = [bos] * (bos is not None) + prompt_ids
-    input_ids, labels = list[int](), list[int]()
-    for place, (ids, label) in enumerate(zip(steps, features["labels"], strict=True), start=1):
-        if not ids and not separator_ids:
-            raise UserError(
-                f"`completions[{place - 1}]` has no tokens, and step_separator={step_separator!r} adds none, so its "
-                "label has no place. Remove such steps, or set another step_separator."
-            )
-        input_ids += ids + separator_ids
-        is_left_out = train_on_last_step_only and not is_eval and place < len(steps)
-        labels += [NO_LABEL] * (len(input_ids) - len(labels) - 1) + [NO_LABEL if is_left_out else int(label)]
-    input_ids = prompt_ids + input_ids[:max_completion_length]
-    labels = [NO_LABEL] * len(prompt_ids) + labels[:max_completion_length]
-    return {"input_ids": input_ids[:max_length], "labels": labels[:max_length]}

@@ -11,21 +11,20 @@ from typing import Any
 import numpy as np
 import torch.distributed
 from accelerate import PartialState
-from datasets import Dataset, Features, IterableDataset, Sequence, Value
+from datasets import Dataset, IterableDataset
 from transformers import PreTrainedTokenizerBase
 
 from ..errors import UserError
 from . import checks
-from .checks import RAW_COLUMNS, TRAPS
+from .checks import RAW_COLUMNS
 from .formats import apply_template, convert_row, template_arguments
 from .measure import (
     ANSWERS,
-    NO_LABEL,
+    OLD_KEYS,
     PAIR,
     PAIR_LABELS,
     RANKING,
     SOLUTION,
-    STEP_ENDS,
     form_of,
     measure,
     read_row,
@@ -33,24 +32,13 @@ from .measure import (
     select,
     tables_of,
 )
-from .row_formats import (
-    OLD_KEYS,
-    Pairs,
-    Rankings,
-    are_labels,
-    check_solution,
-    is_ranking,
-    old_margin,
-    read_old_row,
-    render_old,
-)
+from .old_pairs import old_margin, read_old_row, render_old
+from .row_formats import Pairs, Rankings, is_ranking
+from .traps import TRAPS, find_traps, warn, warn_of_traps
 
 logger = logging.getLogger(__name__)
 
 _OLD_TOKEN_COLUMNS = {"chosen_input_ids": "chosen_ids", "rejected_input_ids": "rejected_ids"}
-_SOLUTION_FEATURES = Features(  # else labels would stay bools
-    {**dict.fromkeys(SOLUTION, Sequence(Value("int64"))), TRAPS: Value("string")}
-)
 _STREAM_BATCH = 16  # rows tokenized at once from a stream: few, so that the first batch does not wait
 
 
@@ -170,7 +158,7 @@ def map_rows(
         return dataset.map(function, batch_size=_STREAM_BATCH, **settings)
     with main_processes_first():
         dataset = dataset.map(function, num_proc=num_proc, desc=f"Tokenizing {name} dataset", **settings)
-    return checks.warn_of_traps(dataset, name) if TRAPS in dataset.column_names else dataset
+    return warn_of_traps(dataset, name) if TRAPS in dataset.column_names else dataset
 
 
 @contextmanager
@@ -216,13 +204,13 @@ def _tokenize_rows(
     for at, row, answers, converted in zip(indices, rows, answers_N, forms, strict=True):
         ids_K = list(islice(ids, len(answers)))
         columns = kind.tokenized(row, ids_K) | (old_margin(row, at, name) if are_old else {})
-        traps = "" if are_old else checks.find_traps(row, converted, [*answers.values()], ids_K, processing_class)
+        traps = "" if are_old else find_traps(row, converted, [*answers.values()], ids_K, processing_class)
         if warned is None:
             columns[TRAPS] = traps
         else:
             lines = traps.splitlines() + ["same answers"] * (ids_K[1:] == ids_K[:-1])
             for key, trap in (line.split(" ", 1) for line in lines if line not in warned):
-                checks.warn(key, [trap], f"{name} dataset: in row {at}, and perhaps in later ones")
+                warn(key, [trap], f"{name} dataset: in row {at}, and perhaps in later ones")
             warned.update(lines)
         prepared.append(columns)
     return {column: [row[column] for row in prepared] for column in prepared[0]}
@@ -260,71 +248,6 @@ def tokenize_dialogue(
         text = apply_template(processing_class, dialogue, tools=tools, chat_template_kwargs=variables)
     # outside of the time limit of a rendering: a long text takes its time
     return processing_class(text=text, add_special_tokens=False, return_attention_mask=False)["input_ids"]
-
-
-def prepare_solutions(
-    dataset: Any, tokenize: Any, settings: dict[str, Any], *, num_embeddings: int, num_proc: int | None, name: str
-) -> Dataset:
-    """Check solutions, and tokenize those that are texts; see `prepare_preference_dataset`.
-
-    Labels of tokens that were cut off are counted in the log.
-
-    Args:
-        tokenize: `tokenize_solution`, or what takes its place.
-        settings: Its arguments after the first.
-
-    Raises:
-        UserError: A bad row, or training data without any label left.
-    """
-    if not isinstance(dataset, Dataset):
-        raise UserError(f"The {name} dataset is no `Dataset` with a length: load it without streaming.")
-    columns, first, given_N = checks.column_names(dataset, name), dataset[0], np.zeros(1, np.int64)
-    is_labeled = "completions" in columns and are_labels(first.get("labels"), len(first["completions"] or ()))
-    if is_labeled or "input_ids" not in columns:  # else any `completions` are an extra column
-        how: dict[str, Any] = {"fn_kwargs": {"name": name, "tokenize": tokenize, "settings": settings}}
-        how |= {"with_indices": True, "remove_columns": columns, "features": _SOLUTION_FEATURES}
-        raw, dataset = dataset, map_rows(dataset, _tokenize_raw_solution, num_proc, name, **how)
-        given_N = np.array([len(labels) for labels in raw["labels"]])
-    else:
-        dataset = dataset.select_columns([*SOLUTION])
-        for index, row in enumerate(dataset):
-            ids, labels = row["input_ids"] or [], row["labels"] or []
-            if len(labels) != len(ids) or not {*labels} <= {0, 1, NO_LABEL}:
-                where = checks.row_of(index, name, "labels")
-                raise UserError(f"{where} must be as long as `input_ids`, each 0, 1 or {NO_LABEL}.")
-    fitting: Any = keep_fitting(dataset, num_embeddings=num_embeddings, max_length=None, name=name)
-    kept_N = np.array([len(row[STEP_ENDS]) for table in tables_of(fitting) for row in read_table(table)])
-    is_eval, fix = settings["is_eval"], "Raise `max_length` and `max_completion_length`, or remove such rows."
-    if settings["train_on_last_step_only"] and not is_eval:
-        given_N = np.minimum(given_N, 1)
-    if not kept_N.any():
-        nothing = f"The {name} dataset has no label left, so nothing can be learned or measured. {fix}"
-        if not is_eval:
-            raise UserError(nothing)
-        logger.warning(nothing)
-    elif (removed_N := given_N - kept_N).max(initial=0) > 0:
-        logger.warning(
-            f"{name} dataset: truncation removed {removed_N.clip(0).sum()} of {given_N.sum()} labels (the first in "
-            f"row {(removed_N > 0).argmax()}). {fix}"
-        )
-    return fitting
-
-
-def _tokenize_raw_solution(
-    row: dict[str, Any], index: int, name: str, tokenize: Any, settings: dict[str, Any]
-) -> dict[str, Any]:
-    """Return the columns that ``tokenize`` makes of a raw row; raise UserError, which names the row, if it is bad."""
-    where = checks.row_of(index, name)
-    check_solution(row, where)
-    steps, labels = row["completions"], row.get("labels")
-    if not are_labels(labels, len(steps)):
-        raise UserError(f"{where}: `labels` must be 0 or 1 of each of {len(steps)} `completions`, got {labels!r:.80}.")
-    try:
-        tokens = tokenize(row, **settings)
-    except UserError as error:
-        raise UserError(f"{where}: {error}") from error
-    traps = checks.find_traps(row, [], steps[:1] or [""], [tokens["input_ids"]], settings["tokenizer"])
-    return tokens | {TRAPS: traps}
 
 
 def keep_fitting(

@@ -14,8 +14,9 @@ from .. import runtime
 from ..config.reward_config import RewardConfig
 from ..data.formats import convert_row
 from ..data.measure import is_prepared, measure, read_row
-from ..data.row_formats import Rankings, tokenize_solution
-from ..data.tokenize import prepare_preference_dataset, prepare_solutions
+from ..data.row_formats import Rankings
+from ..data.solutions import prepare_solutions, tokenize_solution
+from ..data.tokenize import prepare_preference_dataset
 from ..errors import UserError, UserTypeError
 from ..parallel.shard import distributed_config, place_model, plan_model
 from .adapters import (
@@ -37,11 +38,11 @@ from .load import (
     load_model,
     load_processing_class,
     load_tokenizer,
+    settle_tokenizer,
 )
 from .losses import TIES
 from .model_shape import learned_positions
 from .outputs import Outputs, tell_engines, write_outputs
-from .tokenizer import settle_tokenizer
 
 logger = logging.getLogger(__name__)
 

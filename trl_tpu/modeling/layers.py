@@ -11,17 +11,11 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from .. import runtime
 from ..errors import UserError
-from ..parallel.mesh import BATCH_AXES
 from ..parallel.shard import kind_of
 from ..runtime import PartitionSpec, Remat, Runtime
-from .adapters import without_adapters
-from .outputs import keep_heads_in_float32
-from .packed_attention import attend_by, static_sdpa_attention, static_sdpa_mask
 
 
 def disable_dropout_in_model(model: nn.Module) -> None:
@@ -112,54 +106,6 @@ def _features(layer: nn.Module) -> Iterator[tuple[str, Any]]:
                 yield f"{prefix}.{key}".lstrip("."), value
     for key, parameter in layer.named_parameters():
         yield key, (tuple(parameter.shape), parameter.dtype, parameter.requires_grad)
-
-
-STATIC_EXPERTS = "trl_tpu_static"
-
-
-def static_experts(
-    experts: Any, hidden_TH: torch.Tensor, expert_TK: torch.Tensor, weight_TK: torch.Tensor
-) -> torch.Tensor:
-    """Return the weighted sum, [T, H], of the experts that each token is routed to.
-
-    Args:
-        experts: transformers' module of E experts' weights.
-        hidden_TH: The tokens' hidden states.
-        expert_TK: The K experts of each token.
-        weight_TK: Their weights.
-    """
-    inner = "gate_up_proj" if experts.has_gate else "up_proj"
-    every_E = torch.arange(len(getattr(experts, inner)), device=hidden_TH.device)
-    weight_TE = (weight_TK.unsqueeze(-1) * (expert_TK.unsqueeze(-1) == every_E)).sum(1)
-    inner_ETI = _each(experts, hidden_TH.expand(len(every_E), -1, -1), inner)
-    inner_ETI = experts._apply_gate(inner_ETI) if experts.has_gate else experts.act_fn(inner_ETI)
-    outer_ETH = _each(experts, inner_ETI, "down_proj")
-    if experts.has_post_expert_norm:
-        outer_ETH = experts.post_expert_norm(outer_ETH)
-    return torch.einsum("eth,te->th", outer_ETH, weight_TE.to(outer_ETH.dtype)).to(hidden_TH.dtype)
-
-
-def _each(experts: Any, input_ETI: torch.Tensor, name: str) -> torch.Tensor:
-    weight = getattr(experts, name)
-    weight_EIO = weight if experts.is_transposed else weight.transpose(1, 2)
-    output_ETO = torch.bmm(input_ETI.to(weight.dtype), weight_EIO)
-    # on a mesh: whole experts over `tensor`, tokens where they are
-    output_ETO = runtime.current().constrain(output_ETO, ("tensor", BATCH_AXES, None))
-    return output_ETO + getattr(experts, f"{name}_bias").unsqueeze(1) if experts.has_bias else output_ETO
-
-
-def fit_to_device(model: nn.Module, *, is_static: bool) -> None:
-    """Let ``model`` compute rewards in float32 and, where ``is_static``, in shapes that no data change.
-
-    Static shapes replace sdpa, but no other attention, and the experts of a mixture.
-    """
-    keep_heads_in_float32(model)
-    if is_static:
-        base = without_adapters(model)
-        if base.config._attn_implementation == "sdpa":
-            attend_by(base, "static", static_sdpa_mask, static_sdpa_attention)
-        ALL_EXPERTS_FUNCTIONS.register(STATIC_EXPERTS, static_experts)
-        base.set_experts_implementation(STATIC_EXPERTS)
 
 
 #: Optimizers whose update of a number depends on that number's own gradients, so that what is stacked is updated as if

@@ -10,13 +10,14 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.masking_utils import causal_mask_function
 
-from ..data.batch import Batch
-from ..data.collators import BatchCollator, DataCollatorForPreference
-from ..packing.pack import pack, pack_unpadded, pad
+from ..data.batch import Batch, BatchCollator
+from ..data.collators import DataCollatorForPreference
+from ..packing.pack import pack_unpadded, pad
+from ..packing.planned import pack
 from ..packing.shapes import RowPlan, RowShape
 from .adapters import without_adapters
+from .forward import MaskRule, PackingImpossible, note_scores, read_rows, use_tree_masks
 from .outputs import find_score_head
-from .packed_attention import MaskRule, PackingImpossible, note_scores, read_rows, use_tree_masks
 
 # relative, between float32 sums in two orders
 _ROUNDING = 2e-5

@@ -1,7 +1,7 @@
 """Packs the sequences of one batch into rows that hold every shared prefix once. numpy only.
 
-`pack` writes rows of a few planned shapes, for a device that compiles each; `pack_unpadded` writes one row without
-padding, for a device that takes any shape; `pad` writes a row for each sequence.
+`pack_unpadded` writes one row without padding, for a device that takes any shape; `pad` writes a row for each
+sequence; `planned.pack` writes rows of a few planned shapes, for a device that compiles each.
 
 The sequences of a row form a trie. Written depth first, with the sequences in lexicographic order, each sequence adds
 the tokens that its predecessor does not share, so a pair becomes ``prefix | one tail | other tail``, and pairs that
@@ -21,20 +21,114 @@ Letters: B batches, P pairs, K answers of each, S = P K scored positions, D sequ
 another), R rows, L length of a row.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 
 from ..errors import UserError
-from .rows import Tail, TokenRows, Tree, expand_rows
-from .shapes import RowPlan, RowShape, Schedule, round_up, zigzag
+from .shapes import RowShape, round_up
+
+Array = TypeVar("Array")  # numpy's while packing, torch's from the collator on
+
+
+class Expansion(NamedTuple, Generic[Array]):
+    """Where the tokens of packed rows lie in expanded rows, int32: see `expand_rows`."""
+
+    gather_R2L: Array
+    """The column of the packed row whose token is copied to each place; -1 for padding."""
+    segment_R2L: Array
+    """A number for each sequence of a row; 0 for padding."""
+    scatter_R2L: Array
+    """The column that takes its output from each place; -1 where none does, as it has another copy or is padding."""
+    inverse_RL: Array
+    """For each token, the place in the two rows, flattened, that its output is taken from; -1 for padding."""
+
+
+class Arrays:
+    """A dataclass that holds arrays, directly or in fields that are `Arrays` or an `Expansion`, and other values."""
+
+    def tensors(self) -> dict[str, Any]:
+        """Return all arrays by name."""
+        found = dict[str, Any]()
+        for name, value in vars(self).items():
+            if isinstance(value, Arrays | Expansion):
+                found |= value.tensors() if isinstance(value, Arrays) else value._asdict()
+            elif hasattr(value, "dtype"):
+                found[name] = value
+        return found
+
+    def map_tensors(self, function: Callable[[Any], Any]) -> Any:
+        """Return a copy with ``function`` of each array."""
+
+        def mapped(value: Any) -> Any:
+            if isinstance(value, Arrays):
+                return value.map_tensors(function)
+            if isinstance(value, Expansion):
+                return Expansion(*map(function, value))
+            return function(value) if hasattr(value, "dtype") else value
+
+        own: Any = self
+        return replace(own, **{field.name: mapped(getattr(self, field.name)) for field in fields(own)})
+
+
+@dataclass(frozen=True, slots=True)
+class Tail:
+    """The tokens that a sequence adds to its tree: they see their path, and one another in order."""
+
+    start: int
+    """Their first column, counted from the tree's."""
+    stop: int
+    path: tuple[tuple[int, int], ...]
+    """The columns before them in their sequence, as ranges counted from the tree's first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tree:
+    """Where a tree lies in its row."""
+
+    start: int
+    stop: int
+    tails: tuple[Tail, ...]
+    """Its tokens in order. A tree that does not branch has one tail."""
+
+
+@dataclass(frozen=True)
+class TokenRows(Arrays, Generic[Array]):
+    """Rows of tokens and the positions in them where rewards are read.
+
+    Packed rows hold prefix trees of several sequences. Padded rows hold one sequence each, and have an
+    `attention_mask_RL` instead of `position_ids_RL` and `subtree_end_RL`.
+    """
+
+    input_ids_RL: Array
+    """Token ids. Padding columns hold the pad token."""
+    score_row_S: Array
+    """The row of the token at which each reward is read, int32; 0 where there is no reward."""
+    score_column_S: Array
+    """Its column."""
+    tokens_S: Array
+    """Tokens that each reward adds to those before it in its row of the data, as if nothing were shared, int32.
+
+    0 where there is no reward in these rows."""
+    position_ids_RL: Array | None = None
+    """Index of each token in its sequence, int32."""
+    subtree_end_RL: Array | None = None
+    """Token q attends to token k exactly when ``k <= q < subtree_end[k]``, int32."""
+    attention_mask_RL: Array | None = None
+    """1 for tokens, 0 for padding."""
+    expansion: Expansion[Array] | None = None
+    """Where the tokens lie in rows of whole sequences, for models that attend there."""
+    trees: tuple[Tree, ...] | None = None
+    """Where the trees of an unpadded row lie, which attend one by one; None where whole rows are masked."""
+
+    @property
+    def is_packed(self) -> bool:
+        return self.subtree_end_RL is not None
+
 
 Rows = list[TokenRows[np.ndarray]]
-
-# A token saved by sharing is saved for sure; a row filled more tightly only may save one later.
-_TOKENS_PER_FREE_TOKEN = 4
 
 
 class Scored(NamedTuple):
@@ -53,46 +147,6 @@ class Scored(NamedTuple):
         """
         pairs = zip(self.sequences, self.at, strict=True)
         return [np.diff([0, *(at[:-1] + 1), len(ids)])[: len(at)] for ids, at in pairs]
-
-
-def pack(
-    rows: Sequence[Scored],
-    plan: RowPlan,
-    most_pairs: int,
-    pad_token_id: int,
-    answers: int = 2,
-    expands: bool = False,
-    part: tuple[int, int] = (0, 1),
-) -> Rows:
-    """Pack one batch by the cheapest schedule of ``plan`` that holds it.
-
-    Args:
-        rows: Of the data.
-        plan: From `plan_rows`.
-        most_pairs: P. A batch may have fewer, but not more.
-        pad_token_id: Fills what rows have left.
-        answers: K, the most scored tokens of a row of the data.
-        expands: Whether attention reads rows of whole sequences: then the rows have their `expansion`, and pairs share
-            a row only if their chosen sequences, one after the other, fit into its length, and the rejected ones too.
-        part: Which rows of each micro-batch to write, the first having (0, count). The parts of all are its rows.
-
-    Returns:
-        The micro-batches in order; the last one updates.
-
-    Raises:
-        UserError: If a pair is longer than the longest row, there are too many, or the batch fits no shape.
-    """
-    batch = _Batch.cut(rows, most_pairs, pad_token_id, answers)
-    schedule, row_P = _choose(batch, plan, expands)
-    (index, count), micro_batches, before = part, Rows(), 0
-    for shape in schedule:
-        own = RowShape(shape.rows // count, shape.length)
-        row_D = row_P[batch.pair_D] - before - index * own.rows
-        row_D[row_D >= own.rows] = -1
-        written = batch.written(row_D, row_D, own)  # one tree a row
-        micro_batches.append(replace(written, trees=None, expansion=expand_rows(written) if expands else None))
-        before += shape.rows
-    return micro_batches
 
 
 def pack_unpadded(
@@ -257,9 +311,6 @@ def last_scored(ids: np.ndarray, pad_token_id: int) -> int:
     return int(others[-1]) if len(others) else 0
 
 
-# ---- prefixes
-
-
 def in_order(sequences: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
     """Return the sequences' lexicographic order [D], and how many first tokens neighbors in it share [D - 1]."""
     as_bytes = [ids.astype(">u4").tobytes() for ids in sequences]  # compared byte by byte, these sort as the ids do
@@ -285,83 +336,3 @@ def common_prefixes(sequences: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray
     prefix_DD = np.empty_like(by_rank_DD)
     prefix_DD[np.ix_(order, order)] = by_rank_DD
     return order, prefix_DD
-
-
-def _tree_sizes(batch: _Batch) -> tuple[np.ndarray, np.ndarray]:
-    """Return the size of each pair's trie [P], and how many tokens the tries of any two pairs share [P, P]."""
-    pair_D, order, prefix_DD = batch.pair_D, batch.order, batch.prefix_DD
-    firsts_P = np.searchsorted(pair_D, np.arange(len(batch.rows)))
-    by_pair_D = order[np.argsort(pair_D[order], kind="stable")]  # pair by pair, each in lexicographic order
-    one_D, next_D = by_pair_D[:-1], by_pair_D[1:]
-    common_D = np.where(pair_D[one_D] == pair_D[next_D], prefix_DD[one_D, next_D], 0)
-    in_trie_DP = np.maximum.reduceat(prefix_DD, firsts_P, axis=1)[by_pair_D]  # first tokens that are in a trie
-    before_DP = np.minimum(np.minimum(in_trie_DP[:-1], in_trie_DP[1:]), common_D[:, None])
-    shared_PP = np.add.reduceat(in_trie_DP, firsts_P, axis=0)
-    shared_PP -= np.add.reduceat(np.pad(before_DP, ((0, 1), (0, 0))), firsts_P, axis=0)
-    return shared_PP.diagonal().copy(), shared_PP
-
-
-# ---- where pairs go
-
-
-def _choose(batch: _Batch, plan: RowPlan, expands: bool) -> tuple[Schedule, np.ndarray]:
-    """Return the cheapest schedule that holds the batch, and each pair's row among all rows of it [P]."""
-    sizes_P, shared_PP = _tree_sizes(batch)
-    lengths_D = np.array(list(map(len, batch.ids)))
-    lengths_P2 = lengths_D.reshape(-1, 2) if expands else None
-    fewest = lengths_D.sum() - batch.prefix_DD[batch.order[:-1], batch.order[1:]].sum()  # in one trie
-    if sizes_P.max() > plan.longest:
-        pair = int(sizes_P.argmax())
-        raise UserError(
-            f"Pair {pair} of the batch takes {sizes_P[pair]} tokens (both sequences, their common prefix once), but "
-            f"the longest planned row has {plan.longest}. Pairs are never cut: plan the shapes with this pair's size "
-            "among them, or leave out long sequences with `max_length`."
-        )
-    for schedule in plan.schedules():
-        lengths_R = np.array([shape.length for shape in schedule for _ in range(shape.rows)])
-        if lengths_R.sum() < fewest or lengths_R.max() < sizes_P.max():
-            continue
-        row_P = _place(sizes_P, shared_PP, lengths_P2, lengths_R)
-        if row_P is not None:
-            return schedule, row_P
-    # Best fit may fail by bad luck where `zigzag`, by which the last shape was made, cannot.
-    last = plan.update[-1]
-    row_P = np.empty(len(sizes_P), np.int64)
-    row_P[np.argsort(-sizes_P, kind="stable")] = zigzag(len(sizes_P), last.rows)
-    if np.bincount(row_P, sizes_P).max() > last.length:
-        raise UserError(
-            f"A batch of {len(sizes_P)} pairs with {sizes_P.sum()} tokens fits none of the planned shapes "
-            f"{plan}. Plan the shapes with the sizes of these pairs among them."
-        )
-    return (last,), row_P
-
-
-def _place(
-    sizes_P: np.ndarray, shared_PP: np.ndarray, lengths_P2: np.ndarray | None, lengths_R: np.ndarray
-) -> np.ndarray | None:
-    """Place pairs by best fit, the largest first: return each pair's row [P], or None where they do not fit.
-
-    A pair adds to a row its size less the most that it shares with any one pair in that row; the trie may save more,
-    never less. With ``lengths_P2`` its two sequences need room too, where nothing is shared.
-    """
-    free_R = lengths_R.copy()
-    free_R2 = np.repeat(lengths_R[:, None], 2, axis=1)
-    shared_RP = np.zeros((len(lengths_R), len(sizes_P)), shared_PP.dtype)
-    row_P = np.empty(len(sizes_P), np.int64)
-    leader_P = np.where(2 * shared_PP >= sizes_P[:, None], sizes_P, 0).argmax(axis=1)
-    for pair in np.lexsort((-sizes_P, leader_P, -sizes_P[leader_P])):
-        added_R = sizes_P[pair] - shared_RP[:, pair]
-        full_R = added_R > free_R
-        if lengths_P2 is not None:
-            full_R |= (lengths_P2[pair] > free_R2).any(axis=1)
-        score_R = free_R + _TOKENS_PER_FREE_TOKEN * added_R
-        score_R[full_R] = np.iinfo(np.int64).max
-        row = score_R.argmin()
-        if full_R[row]:
-            return None
-        row_P[pair] = row
-        free_R[row] -= added_R[row]
-        if lengths_P2 is not None:
-            free_R2[row] -= lengths_P2[pair]
-        np.maximum(shared_RP[row], shared_PP[pair], out=shared_RP[row])
-    return row_P

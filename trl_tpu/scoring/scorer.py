@@ -14,19 +14,18 @@ import torch
 from transformers.utils import find_adapter_config_file
 
 from .. import runtime
-from ..data.batch import Batch
-from ..data.collators import BatchCollator, LayOut, Part
+from ..data.batch import Batch, BatchCollator, LayOut, Part
 from ..data.comparisons import ComparisonRule
 from ..errors import UserError
 from ..modeling.adapters import is_peft_model, load_adapted_model
-from ..modeling.layers import fit_to_device
+from ..modeling.forward import PackingImpossible, rewards_of
 from ..modeling.load import load_classifier, load_tokenizer
 from ..modeling.model_shape import learned_positions, position_groups
 from ..modeling.outputs import Outputs, RewardScale, saved_scale
 from ..modeling.packability import make_packable
-from ..modeling.packed_attention import PackingImpossible
-from ..modeling.rewards import rewards_of
-from ..packing.pack import in_order, pack, pack_unpadded, pad
+from ..modeling.static_shapes import fit_to_device
+from ..packing.pack import in_order, pack_unpadded, pad
+from ..packing.planned import pack
 from ..packing.shapes import RowPlan, RowShape, attention_crossover_length, round_up
 from ..parallel.mesh import BATCH_AXES, parse_mesh
 from ..parallel.shard import keep_activations_split, place_model, plan_model

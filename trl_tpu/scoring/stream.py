@@ -23,9 +23,10 @@ from typing import Any
 import numpy as np
 
 from ..data import checks
-from ..data.formats import convert_row, date_written
+from ..data.chat_templates import date_written
+from ..data.formats import convert_row
 from ..data.measure import NO_LABEL
-from ..data.row_formats import check_solution, tokenize_solution
+from ..data.solutions import check_solution, tokenize_solution
 from ..data.tokenize import tokenize_dialogue, with_eos
 from ..errors import UserError
 from .scorer import TOKENS_A_PASS, Scorer

@@ -30,12 +30,13 @@ from transformers.utils import CONFIG_NAME
 
 from .. import runtime
 from ..config.reward_config import RewardConfig
-from ..data.batch import TABLE, Batch, CollatedBatch, apart, batch_of_pairs, batches_in, tensors_in
-from ..data.collators import NO_LABEL, DataCollatorForPreference
+from ..data.batch import Batch, CollatedBatch, apart, tensors_in
+from ..data.chat_templates import date_written
+from ..data.collators import NO_LABEL, TABLE, DataCollatorForPreference, batch_of_pairs, batches_in
 from ..data.comparisons import Labels
-from ..data.formats import date_written
-from ..data.measure import COLUMNS, PAIR, form_of, prompts_in_training
-from ..data.row_formats import _tokenize
+from ..data.loader import prompts_in_training
+from ..data.measure import COLUMNS, PAIR, form_of
+from ..data.old_pairs import _tokenize
 from ..errors import UserTypeError
 from ..evaluation.judge import RewardSums, check_best_metric, check_eval_by, judge, sums_of, sums_on_host
 from ..modeling.adapters import complete_config, is_peft_model, without_adapters
@@ -48,18 +49,19 @@ from ..modeling.build import (
     first_chat,
     in_order_of,
 )
+from ..modeling.forward import rewards_in
+from ..modeling.load import warn_of_unscored_eos
 from ..modeling.losses import Loss
 from ..modeling.model_shape import work_of_a_pair
 from ..modeling.outputs import BASE_CONFIG, Outputs, set_scale
-from ..modeling.rewards import rewards_in
-from ..modeling.tokenizer import warn_of_unscored_eos
 from ..packing.shapes import RowPlan
 from ..report.model_card import is_generated, make_model_card
 from ..report.page import write_verdicts
 from ..training.batch_plan import BatchPlan
 from ..training.device_trainer import DeviceTrainer, write_card
+from ..training.evaluated import EvaluatedPairs, losses_of, named, prediction_of
 from ..training.statistics import AddedMetrics, StepStatistics, scale_of
-from ..training.step import EvaluatedPairs, StepResult, losses_of, named, prediction_of, training_step
+from ..training.step import StepResult, training_step
 from ..training.stopping import EvaluationCutShort
 from .legacy import has_old_order, upgrade_args, upgrade_processing_class, uses_old_columns
 from .utils import get_config_model_id
@@ -586,5 +588,7 @@ def _accepts_use_cache(model_class: type[nn.Module]) -> bool:
     parameters = inspect.signature(model_class.forward).parameters.values()
     return any(item.name == "use_cache" or item.kind is item.VAR_KEYWORD for item in parameters)
 
+
+_BaseTrainer = RewardTrainer  # TRL's name of the class that its trainers share
 
 __all__ = ["DataCollatorForPreference", "RewardTrainer", "_tokenize"]

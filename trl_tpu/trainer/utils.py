@@ -10,6 +10,8 @@ import torch
 from torch.nn import functional
 from torch.nn.utils.rnn import pad_sequence
 from transformers import EvalPrediction, PreTrainedModel
+from transformers.utils import is_peft_available as is_peft_available
+from transformers.utils import is_torch_xpu_available as is_xpu_available  # noqa: F401
 
 from ..data.collators import DataCollatorForPreference as DataCollatorForPreference
 from ..data.collators import RewardDataCollatorWithPadding as RewardDataCollatorWithPadding

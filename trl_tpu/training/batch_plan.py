@@ -13,30 +13,26 @@ from datasets import Dataset
 from transformers import DataCollatorForTokenClassification, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..config.reward_config import RewardConfig
-from ..data.collators import (
-    BatchCollator,
-    DataCollatorForPreference,
-    DictCollator,
-    Part,
-    RewardDataCollatorWithPadding,
-)
+from ..data.batch import BatchCollator, Part
+from ..data.collators import DataCollatorForPreference, DictCollator, RewardDataCollatorWithPadding
 from ..data.comparisons import ComparisonRule
-from ..data.measure import PAIR, SOLUTION, ByPrompt, has_form, is_prepared, measure, prompt_groups, read_row
+from ..data.loader import sizes_by_prompt
+from ..data.measure import PAIR, SOLUTION, has_form, is_prepared, measure
 from ..errors import UserError
 from ..modeling.adapters import without_adapters
-from ..modeling.expanded_attention import ExpansionImpossible, use_expanded_attention
-from ..modeling.layers import find_layers, fit_to_device
+from ..modeling.forward import PackingImpossible
+from ..modeling.layers import find_layers
 from ..modeling.losses import TIES
 from ..modeling.model_shape import position_groups
 from ..modeling.packability import check_unmodified, make_packable, reads_padding
-from ..modeling.packed_attention import PackingImpossible
-from ..packing.pack import in_order, pack, pack_unpadded, pad
+from ..modeling.static_shapes import ExpansionImpossible, fit_to_device, use_expanded_attention
+from ..packing.pack import pack_unpadded, pad
+from ..packing.planned import pack
 from ..packing.shapes import RowPlan, attention_crossover_length, plan_rows, round_up
 from ..runtime import Runtime
 
 logger = logging.getLogger(__name__)
 
-_DRAWN = 2048  # pairs whose tokens are read to know what they share
 
 # of TRL and transformers: the batches that we make in their place have the same rows
 _COLLATORS = (DataCollatorForPreference, RewardDataCollatorWithPadding, DataCollatorForTokenClassification)
@@ -76,38 +72,6 @@ def plan_rows_of(
         multiple=multiple,
         row_length=args.row_length,
     )
-
-
-def sizes_by_prompt(dataset: Any, pairs: int) -> np.ndarray:
-    """Return the tokens that pairs add to batches in the order of `ByPrompt`, and log what that saves.
-
-    The last ``pairs`` are the largest pairs by themselves, so that what holds these sizes holds any batch.
-
-    Raises:
-        UserError: For a stream, and for rankings.
-    """
-    if not has_form(dataset, PAIR):
-        raise UserError(
-            "group_by_prompt=True puts pairs into an order of its own, but train_dataset is a stream, which has its "
-            "order, or has rankings, whose prompts are together: load a stream whole (without dataset_streaming), or "
-            "leave group_by_prompt out."
-        )
-    measured, group_N = measure(dataset), prompt_groups(dataset)
-    order_N, added = list(ByPrompt(group_N, pairs)), list[int]()
-    for first in range(0, min(_DRAWN, len(order_N)), pairs):
-        rows = map(dataset.__getitem__, order_N[first : first + pairs])
-        sequences = [np.asarray(ids) for row in rows for ids in read_row(row)["answers"]]
-        order, shared = in_order(sequences)
-        added_D = np.array([len(ids) for ids in sequences])
-        added_D[order] -= [measured.shared_prefix, *shared]
-        added += added_D.reshape(-1, 2).sum(axis=1).tolist()
-    here, alone = np.mean(added), measured.lengths.sizes_P.mean() - measured.shared_prefix
-    logger.warning(
-        f"group_by_prompt: {len(group_N):,} pairs have {group_N.max() + 1:,} prompts. A pair in packed batches of "
-        f"{pairs} takes {here:,.0f} tokens, not {alone:,.0f} ({1 - here / alone:.0%} less), beside what all share."
-    )
-    sizes_N = np.resize(added, len(dataset)) + measured.shared_prefix
-    return np.append(sizes_N, np.sort(measured.lengths.sizes_P)[-pairs:])
 
 
 def bucket_lengths(longest: int, max_lengths: int = 4, multiple: int = 64) -> tuple[int, ...]:

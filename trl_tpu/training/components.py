@@ -27,8 +27,10 @@ from ..parallel.shard import saves_what_it_is_given
 from ..report.model_card import add_card
 from ..runtime import current
 from .batch_plan import BatchPlan
-from .statistics import RecompileGuard, StepStatistics
-from .step import StepResult, StepState, bare
+from .optimizer import StepState, bare
+from .progress import RecompileGuard
+from .statistics import StepStatistics
+from .step import StepResult
 from .stopping import HostAgreement, Preemption, Unfinished
 
 _SETTINGS = (

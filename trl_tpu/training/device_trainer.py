@@ -52,16 +52,17 @@ from ..config.checks import check_final_rate
 from ..config.reward_config import RewardConfig, is_url, private_folder
 from ..data.batch import apart, tensors_in
 from ..data.loader import (
+    ByPrompt,
     WholeStream,
     collate_marked,
     host_batches,
     outlive_sigterm,
+    prompt_groups,
     rows_of_step,
     skip_batches,
     skipping_by,
     training_order,
 )
-from ..data.measure import ByPrompt, prompt_groups
 from ..errors import UserError
 from ..modeling.adapters import complete_config
 from ..parallel.mesh import BATCH_AXES
@@ -80,8 +81,9 @@ from ..report.model_card import add_card
 from ..runtime import choice, current
 from .batch_plan import BatchPlan
 from .components import Components, check_alike, contents_of, describe_run, is_users, keeps_state, order_of_pairs
-from .statistics import Progress, StepCounts, StepStatistics
-from .step import bare
+from .optimizer import bare
+from .progress import Progress
+from .statistics import StepCounts, StepStatistics
 from .stopping import SIGTERM, EvaluationCutShort, StepCallback
 
 logger = logging.getLogger(__name__)

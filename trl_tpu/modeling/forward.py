@@ -1,71 +1,27 @@
-"""Attention over packed rows: tree by tree on plain torch, masked on compiled devices."""
+"""The rewards of a batch in one forward over all of its sequences, and attention over packed rows."""
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask_function, sdpa_mask
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask_function
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils.output_capturing import CompileableContextVar
 
+from ..data.batch import Batch
 from ..errors import UserError
-from ..packing.rows import Tail, TokenRows, Tree
-from ..runtime.native import einsum
+from ..packing.pack import Tail, TokenRows, Tree
 from .outputs import find_score_head
 
 
 class PackingImpossible(UserError):
     """Packed rows cannot be used; the message says why."""
-
-
-def static_sdpa_mask(*args: Any, **kwargs: Any) -> torch.Tensor | None:
-    """Build transformers' boolean mask, never skipped. A position that would see nothing sees itself."""
-    mask_BHQK = sdpa_mask(*args, **(kwargs | {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}))
-    if mask_BHQK is None or mask_BHQK.shape[-1] != mask_BHQK.shape[-2]:
-        return mask_BHQK
-    itself_QK = torch.eye(mask_BHQK.shape[-1], dtype=torch.bool, device=mask_BHQK.device)
-    return mask_BHQK | (itself_QK & ~mask_BHQK.any(dim=-1, keepdim=True))
-
-
-def static_sdpa_attention(
-    module: nn.Module,
-    query_BNQD: torch.Tensor,
-    key_BGKD: torch.Tensor,
-    value_BGKD: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    **kwargs: Any,
-) -> tuple[torch.Tensor, None]:
-    """Attend from N query heads to G key heads, [B, Q, N, D], with batch and heads as dimensions of their own.
-
-    torch's sdpa joins the two into one, which no sharding over both can follow: each device would compute every head.
-    Rotary embeddings leave query and key in float32 under autocast; products are in the values' type, softmax in
-    float32 or wider.
-    """
-    query_BNQD, key_BGKD = query_BNQD.to(value_BGKD.dtype), key_BGKD.to(value_BGKD.dtype)
-    if attention_mask is None or kwargs.get("position_bias") is not None:
-        plain = {"dropout": dropout, "scaling": scaling, **kwargs}
-        return sdpa_attention_forward(module, query_BNQD, key_BGKD, value_BGKD, attention_mask, **plain)
-    groups = key_BGKD.shape[1]
-    query = query_BNQD.unflatten(1, (groups, -1))
-    mask = attention_mask.unflatten(1, (groups, -1)) if attention_mask.shape[1] > 1 else attention_mask.unsqueeze(1)
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    scores = einsum("bghqd,bgkd->bghqk", query * scale, key_BGKD)
-    wide = scores.to(torch.promote_types(scores.dtype, torch.float32))
-    is_rule = mask.dtype == torch.bool
-    masked = wide.masked_fill(~mask, torch.finfo(wide.dtype).min) if is_rule else wide + mask
-    weights = F.dropout(masked.softmax(-1), dropout).to(value_BGKD.dtype)
-    outputs = einsum("bghqk,bgkd->bghqd", weights, value_BGKD)
-    return outputs.flatten(1, 2).transpose(1, 2).contiguous(), None
 
 
 class TreeMasks(NamedTuple):
@@ -289,3 +245,55 @@ def note_scores(model: nn.Module) -> None:
 def _note_scores(_head: nn.Module, _args: tuple[torch.Tensor, ...], scores: torch.Tensor) -> None:
     if (reading := _READING.get()) is not None:
         reading.scores.append(scores)
+
+
+def rewards_of(model: nn.Module, batch: Batch, **extras: Any) -> tuple[torch.Tensor, Any]:
+    """Compute the rewards of a micro-batch, and the model's outputs where rows are padded.
+
+    Args:
+        model: Called as a whole, so whatever wraps it takes part.
+        batch: On the model's device.
+        extras: Passed on to the model, with those of the batch.
+
+    Returns:
+        Rewards [S, A], float32 or wider; those of padding mean nothing. The outputs are None for packed rows, whose
+        own pooling means nothing.
+    """
+    rows, extras = batch.rows, {**batch.extras, **extras}
+    if rows.is_packed:
+        return read_scores(packed_scores(model, rows, **extras), batch), None
+    outputs = model(input_ids=rows.input_ids_RL, attention_mask=rows.attention_mask_RL, **extras)
+    return read_scores(outputs.logits, batch), outputs
+
+
+def read_scores(scores: torch.Tensor, batch: Batch) -> torch.Tensor:
+    """Read rewards [S, A] from a model's scores: of each token, or of each row by its own pooling.
+
+    A step's reward is the log-odds that it is right.
+    """
+    row_S, column_S = batch.rows.score_row_S.long(), batch.rows.score_column_S.long()
+    scores = scores.unsqueeze(-1) if scores.dim() == 1 else scores
+    scores_SA = scores[row_S, column_S] if scores.dim() == 3 else scores[row_S]
+    scores_SA = scores_SA.to(torch.promote_types(scores.dtype, torch.float32))
+    return scores_SA[:, 1:] - scores_SA[:, :1] if batch.table.has_baseline else scores_SA
+
+
+def rewards_in(outputs: Any, batch: Batch | None) -> torch.Tensor | None:
+    """Read rewards [S, A] from what a user's loss returns beside itself; None where there are none to be read.
+
+    They are `rewards`, [P, K] or [P, A, K], or the model's `logits`; or two tensors of a reward per pair, chosen
+    first, whatever their names.
+
+    Args:
+        batch: Of the loss; None for one of the user's own making.
+    """
+    if isinstance(outputs, Mapping) and getattr(outputs.get("rewards"), "ndim", 0) in (2, 3):
+        rewards = outputs["rewards"]
+        return (rewards.unsqueeze(1) if rewards.ndim == 2 else rewards).transpose(1, 2).flatten(0, 1)
+    if isinstance(outputs, Mapping) and "logits" in outputs:
+        return None if batch is None or batch.rows.is_packed else read_scores(outputs["logits"], batch)
+    values = outputs.values() if isinstance(outputs, Mapping) else outputs
+    halves = [each.flatten() for each in values if isinstance(each, torch.Tensor)]
+    if len(halves) != 2 or len(halves[0]) != len(halves[1]):
+        return None
+    return torch.stack(halves, dim=-1).reshape(-1, 1)

@@ -1,19 +1,115 @@
-"""Attention over long packed rows, expanded for splash attention."""
+"""Attention and experts in shapes that no data change, and attention over long packed rows: for compiled devices."""
 
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
 
 from .. import runtime
 from ..errors import UserError
-from ..packing.rows import Expansion, TokenRows
+from ..packing.pack import Expansion, TokenRows
 from ..parallel.mesh import BATCH_AXES
 from ..runtime import PartitionSpec
-from ..runtime.native import masked_attention
-from .packed_attention import MaskRule, attend_by, static_sdpa_attention, static_sdpa_mask, tree_masks
+from ..runtime.native import einsum, masked_attention
+from .adapters import without_adapters
+from .forward import MaskRule, attend_by, tree_masks
+from .outputs import keep_heads_in_float32
+
+
+def static_sdpa_mask(*args: Any, **kwargs: Any) -> torch.Tensor | None:
+    """Build transformers' boolean mask, never skipped. A position that would see nothing sees itself."""
+    mask_BHQK = sdpa_mask(*args, **(kwargs | {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}))
+    if mask_BHQK is None or mask_BHQK.shape[-1] != mask_BHQK.shape[-2]:
+        return mask_BHQK
+    itself_QK = torch.eye(mask_BHQK.shape[-1], dtype=torch.bool, device=mask_BHQK.device)
+    return mask_BHQK | (itself_QK & ~mask_BHQK.any(dim=-1, keepdim=True))
+
+
+def static_sdpa_attention(
+    module: nn.Module,
+    query_BNQD: torch.Tensor,
+    key_BGKD: torch.Tensor,
+    value_BGKD: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attend from N query heads to G key heads, [B, Q, N, D], with batch and heads as dimensions of their own.
+
+    torch's sdpa joins the two into one, which no sharding over both can follow: each device would compute every head.
+    Rotary embeddings leave query and key in float32 under autocast; products are in the values' type, softmax in
+    float32 or wider.
+    """
+    query_BNQD, key_BGKD = query_BNQD.to(value_BGKD.dtype), key_BGKD.to(value_BGKD.dtype)
+    if attention_mask is None or kwargs.get("position_bias") is not None:
+        plain = {"dropout": dropout, "scaling": scaling, **kwargs}
+        return sdpa_attention_forward(module, query_BNQD, key_BGKD, value_BGKD, attention_mask, **plain)
+    groups = key_BGKD.shape[1]
+    query = query_BNQD.unflatten(1, (groups, -1))
+    mask = attention_mask.unflatten(1, (groups, -1)) if attention_mask.shape[1] > 1 else attention_mask.unsqueeze(1)
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    scores = einsum("bghqd,bgkd->bghqk", query * scale, key_BGKD)
+    wide = scores.to(torch.promote_types(scores.dtype, torch.float32))
+    is_rule = mask.dtype == torch.bool
+    masked = wide.masked_fill(~mask, torch.finfo(wide.dtype).min) if is_rule else wide + mask
+    weights = F.dropout(masked.softmax(-1), dropout).to(value_BGKD.dtype)
+    outputs = einsum("bghqk,bgkd->bghqd", weights, value_BGKD)
+    return outputs.flatten(1, 2).transpose(1, 2).contiguous(), None
+
+
+STATIC_EXPERTS = "trl_tpu_static"
+
+
+def static_experts(
+    experts: Any, hidden_TH: torch.Tensor, expert_TK: torch.Tensor, weight_TK: torch.Tensor
+) -> torch.Tensor:
+    """Return the weighted sum, [T, H], of the experts that each token is routed to.
+
+    Args:
+        experts: transformers' module of E experts' weights.
+        hidden_TH: The tokens' hidden states.
+        expert_TK: The K experts of each token.
+        weight_TK: Their weights.
+    """
+    inner = "gate_up_proj" if experts.has_gate else "up_proj"
+    every_E = torch.arange(len(getattr(experts, inner)), device=hidden_TH.device)
+    weight_TE = (weight_TK.unsqueeze(-1) * (expert_TK.unsqueeze(-1) == every_E)).sum(1)
+    inner_ETI = _each(experts, hidden_TH.expand(len(every_E), -1, -1), inner)
+    inner_ETI = experts._apply_gate(inner_ETI) if experts.has_gate else experts.act_fn(inner_ETI)
+    outer_ETH = _each(experts, inner_ETI, "down_proj")
+    if experts.has_post_expert_norm:
+        outer_ETH = experts.post_expert_norm(outer_ETH)
+    return torch.einsum("eth,te->th", outer_ETH, weight_TE.to(outer_ETH.dtype)).to(hidden_TH.dtype)
+
+
+def _each(experts: Any, input_ETI: torch.Tensor, name: str) -> torch.Tensor:
+    weight = getattr(experts, name)
+    weight_EIO = weight if experts.is_transposed else weight.transpose(1, 2)
+    output_ETO = torch.bmm(input_ETI.to(weight.dtype), weight_EIO)
+    # on a mesh: whole experts over `tensor`, tokens where they are
+    output_ETO = runtime.current().constrain(output_ETO, ("tensor", BATCH_AXES, None))
+    return output_ETO + getattr(experts, f"{name}_bias").unsqueeze(1) if experts.has_bias else output_ETO
+
+
+def fit_to_device(model: nn.Module, *, is_static: bool) -> None:
+    """Let ``model`` compute rewards in float32 and, where ``is_static``, in shapes that no data change.
+
+    Static shapes replace sdpa, but no other attention, and the experts of a mixture.
+    """
+    keep_heads_in_float32(model)
+    if is_static:
+        base = without_adapters(model)
+        if base.config._attn_implementation == "sdpa":
+            attend_by(base, "static", static_sdpa_mask, static_sdpa_attention)
+        ALL_EXPERTS_FUNCTIONS.register(STATIC_EXPERTS, static_experts)
+        base.set_experts_implementation(STATIC_EXPERTS)
 
 
 class ExpandedRows(Expansion[torch.Tensor]):
@@ -76,6 +172,8 @@ def _blank(x_RM: torch.Tensor, index_RM: torch.Tensor) -> torch.Tensor:
 
 
 _HEADS = "tensor"  # the mesh axis that heads go over
+
+
 _KERNEL_LAYERS = {"full_attention", "sliding_attention"}
 
 

@@ -1,0 +1,134 @@
+"""What a run shows while it trains: a bar, what is being compiled, and compilations that should not be."""
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from tqdm.auto import tqdm
+from transformers import ProgressCallback, TrainerControl, TrainerState, TrainingArguments
+
+from ..config.reward_config import LENGTH_METRICS, METRICS
+from ..runtime import Runtime
+
+logger = logging.getLogger(__name__)
+
+
+class RecompileGuard:
+    """Warns once when training steps compile programs after warm-up, and announces what is being compiled.
+
+    Warm-up is the first two steps of each planned batch shape, and the step after those. Compilations outside steps
+    (evaluation, saving) are not counted: wrap those in `pause` and `resume`.
+
+    Args:
+        runtime: Counts compilations.
+        announce: Told what is about to be compiled, and "" when it has been.
+    """
+
+    def __init__(self, runtime: Runtime, announce: Callable[[str], None] = lambda what: None) -> None:
+        self._runtime, self._announce = runtime, announce
+        self._announced = False
+        self.start(None)
+
+    def start(self, planned_shapes: int | None) -> None:
+        """Begin a run.
+
+        Args:
+            planned_shapes: Number of batch shapes that the loader plans; None if it cannot know.
+        """
+        self._planned = planned_shapes
+        self._seen: Counter[str] = Counter()
+        self._evaluated: Counter[str] = Counter()
+        self._last: list[str] = []  # shapes of the last two batches: a recorded step is compiled in the next one
+        self._compiled = self._warm_up = 0
+        self._has_warned = False
+        self.resume()
+
+    def see(self, batch: Mapping[str, Any], updates: bool = True, evaluates: bool = False) -> None:
+        """Note the shapes of a batch that a step or an evaluation is about to use, when the one before it has run.
+
+        Args:
+            updates: False if its program cannot also update the weights; that is another program.
+        """
+        if self._runtime.compile_count() is None:
+            return
+        self.settle()
+        tensors = {key: value for key, value in batch.items() if isinstance(value, torch.Tensor)}
+        shapes = ", ".join(f"{key} {list(value.shape)}" for key, value in tensors.items())
+        shapes += "" if updates else ", without an update"
+        seen = self._evaluated if evaluates else self._seen
+        seen[shapes] += 1
+        if seen[shapes] == 1:
+            of = " for evaluation" if evaluates else "" if self._planned is None else f" of {self._planned}"
+            self._announce(f"compiling shape {len(seen)}{of}")
+            self._announced = True
+        if not evaluates:
+            self._last = [*self._last[-1:], shapes]
+            if seen[shapes] <= 2 and len(seen) <= (self._planned or 1):
+                self._warm_up = 2
+
+    def settle(self) -> None:
+        """Note that whatever was recorded has run."""
+        if self._announced:
+            self._announce("")
+        self._announced = False
+
+    def pause(self) -> None:
+        """Stop counting compilations."""
+        self._compiled += (self._runtime.compile_count() or 0) - self._mark
+
+    def resume(self) -> None:
+        """Count again."""
+        self._mark = self._runtime.compile_count() or 0
+
+    def check(self, step: int) -> None:
+        """Warn, once in a run, if ``step`` compiled programs after warm-up."""
+        self.pause()
+        self.resume()
+        compiled, self._compiled = self._compiled, 0
+        if self._warm_up:
+            self._warm_up -= 1
+        elif compiled and not self._has_warned:
+            self._has_warned = True
+            planned = "not planned" if self._planned is None else f"planned: {self._planned}"
+            logger.warning(
+                f"Step {step} compiled {compiled} programs after warm-up; each can take minutes on a TPU, and more "
+                f"are not reported. Shapes of the last batches ({planned}): {'; '.join(self._last)}. Give batches "
+                "fewer shapes (pad_to_multiple_of, or a collator that pads to fixed lengths), and read no device "
+                "value in a step."
+            )
+
+
+_SHOWN = ("loss", "accuracy", "num_tokens")
+
+
+_FOR_TRACKERS = {
+    *("grad_norm", "learning_rate", "num_input_tokens_seen", "tokens_per_second", "seconds_per_step", "mfu"),
+    *("model_tflops_per_second", "compiled_programs", "memory_gib", *METRICS, *LENGTH_METRICS),
+} - {*_SHOWN}
+
+
+class Progress(ProgressCallback):
+    """transformers' bar, which also says what is being compiled; its lines leave out what is for trackers."""
+
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        if state.is_world_process_zero:
+            # from the step of a resume on, or the time left would be too short
+            self.training_bar = tqdm(total=state.max_steps, initial=state.global_step, dynamic_ncols=True)
+        self.current_step = state.global_step
+
+    def say(self, what: str) -> None:
+        """Show what training waits for, such as "compiling shape 2 of 4"; "" when it goes on."""
+        if self.training_bar is not None:
+            self.training_bar.set_description_str(what)
+
+    def on_log(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: Any = None, **more: Any
+    ) -> None:
+        shown = {
+            name: value
+            for name, value in (logs or {}).items()
+            if name.removeprefix("eval_") not in _FOR_TRACKERS and "accuracy/" not in name
+        }
+        super().on_log(args, state, control, logs=shown, **more)
