@@ -68,7 +68,7 @@ def test_a_trap_is_logged_once_with_count_and_first_row(
         pytest.skip("a stream has no rankings")
     with caplog.at_level(logging.WARNING, logger="trl_tpu"):
         list(prepare([row, row | others, row | others, row], adding_bos(), streaming))
-    messages = [each.getMessage() for each in caplog.records if each.name.endswith("checks")]
+    messages = [each.getMessage() for each in caplog.records if each.name.endswith("traps")]
     assert len(messages) == (len(named.split(", ")) if streaming else 1)
     for message, name in zip(messages, named.split(", ") if streaming else [named], strict=True):
         assert name in message and "row 1" in message and ("2 of 4" in message or streaming)
@@ -83,7 +83,7 @@ def test_ordinary_rows_have_no_trap(caplog: pytest.LogCaptureFixture) -> None:
             prepare(rows, adding_bos())
         prepare([{"prompt": "Hello", "chosen": "Hello! How are you?", "rejected": "Hello, you."}])
         prepare([{"question": "What is it?", "chosen": "What is it? a", "rejected": "What is it? b"}])
-    assert not [each.getMessage() for each in caplog.records if each.name.endswith("checks")]
+    assert not [each.getMessage() for each in caplog.records if each.name.endswith("traps")]
 
 
 def test_pairs_that_the_template_makes_equal_are_named_and_most_of_them_are_an_error(
@@ -141,7 +141,7 @@ def test_other_forms_are_trained_and_scored_as_messages(form: str, caplog: pytes
             (found,) = prepare([row], streaming=streaming)
         assert [found[key] for key in PAIR] == [expected[key] for key in PAIR]
         is_told = form not in ("a null prompt", "single messages")
-        assert [each.name for each in caplog.records] == ["trl_tpu.data.checks"] * is_told
+        assert [each.name for each in caplog.records] == ["trl_tpu.data.traps"] * is_told
     scored = all_of(Form.of(GOOD).read(Dataset.from_list([row])[0], "Row 0", tokenizer))
     texts = [item.dialogue and apply_template(tokenizer, item.dialogue) for item in scored]  # type: ignore[arg-type]
     assert texts == [apply_template(tokenizer, CHAT[half]) for half in GOOD]
