@@ -16,7 +16,7 @@ from trl_tpu import data_utils
 from trl_tpu.data import chat_templates, formats
 from trl_tpu.trainer.utils import pad
 
-NAMES = [name for name in vars(data_utils) if hasattr(formats, name) and not name.startswith("_")]
+NAMES = [name for name in vars(data_utils) if hasattr(chat_templates, name) and not name.startswith("_")]
 FORMS = rows_of_every_form()
 EXAMPLES: list[dict[str, Any]] = [
     {"messages": [user("Hi"), assistant("Yes?")]},
@@ -43,7 +43,9 @@ def test_signatures_are_trls(name: str) -> None:
 @pytest.mark.parametrize("example", EXAMPLES)
 @pytest.mark.parametrize("tools", [None, [], TOOLS])
 def test_chat_templates_render_as_trls(example: dict[str, Any], tools: Any) -> None:
-    ours, theirs = (each.maybe_apply_chat_template(example, tiny_tokenizer(), tools) for each in (formats, reference))
+    ours, theirs = (
+        each.maybe_apply_chat_template(example, tiny_tokenizer(), tools) for each in (chat_templates, reference)
+    )
     assert ours == theirs
     assert chat_templates.is_conversational(example) == reference.is_conversational(example)
 
@@ -84,7 +86,7 @@ def test_a_generation_prompt_that_the_dialogue_lacks_is_no_part_of_the_prompt() 
     ],
 )
 def test_errors_are_trls(example: dict[str, Any], error: type[Exception]) -> None:
-    for module in (formats, reference):
+    for module in (chat_templates, reference):
         with pytest.raises(error, match="Invalid"):
             module.apply_chat_template(example, tiny_tokenizer())
 
