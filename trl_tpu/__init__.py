@@ -66,7 +66,8 @@ _OLD_PATHS = (
     *("commands", "commands.cli_utils", "extras", "extras.dataset_formatting", "models", "models.utils"),
     *("chat_template_utils", "import_utils", "trainer.base_trainer"),
 )
-importlib.import_module(f"{__name__}.trainer")
+from . import trainer as trainer  # noqa: E402  # one of their parents
+
 for _path in _OLD_PATHS:
     _parent, _, _leaf = f"{__name__}.{_path}".rpartition(".")
     _module = importlib.util.module_from_spec(ModuleSpec(f"{_parent}.{_leaf}", None, is_package=True))
