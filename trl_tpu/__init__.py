@@ -66,11 +66,10 @@ _OLD_PATHS = (
     *("commands", "commands.cli_utils", "extras", "extras.dataset_formatting", "models", "models.utils"),
     *("chat_template_utils", "import_utils", "trainer.base_trainer"),
 )
-from . import trainer as trainer  # noqa: E402  # one of their parents
-
 for _path in _OLD_PATHS:
     _parent, _, _leaf = f"{__name__}.{_path}".rpartition(".")
     _module = importlib.util.module_from_spec(ModuleSpec(f"{_parent}.{_leaf}", None, is_package=True))
     _module.__getattr__ = __getattr__  # type: ignore[method-assign]
     sys.modules[_module.__name__] = _module
-    setattr(sys.modules[_parent], _leaf, _module)
+    if _parent in sys.modules:
+        setattr(sys.modules[_parent], _leaf, _module)
