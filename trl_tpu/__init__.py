@@ -63,13 +63,12 @@ def __dir__() -> list[str]:
 
 #: Modules that TRL has or had; at each of these paths there is every name of this package.
 _OLD_PATHS = (
-    *("commands", "commands.cli_utils", "extras", "extras.dataset_formatting", "models", "models.utils"),
-    *("chat_template_utils", "import_utils", "trainer.base_trainer"),
+    *("chat_template_utils", "commands", "commands.cli_utils", "extras", "extras.dataset_formatting"),
+    *("import_utils", "models", "models.utils"),
 )
 for _path in _OLD_PATHS:
     _parent, _, _leaf = f"{__name__}.{_path}".rpartition(".")
     _module = importlib.util.module_from_spec(ModuleSpec(f"{_parent}.{_leaf}", None, is_package=True))
     _module.__getattr__ = __getattr__  # type: ignore[method-assign]
     sys.modules[_module.__name__] = _module
-    if _parent in sys.modules:
-        setattr(sys.modules[_parent], _leaf, _module)
+    setattr(sys.modules[_parent], _leaf, _module)

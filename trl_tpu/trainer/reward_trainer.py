@@ -589,6 +589,4 @@ def _accepts_use_cache(model_class: type[nn.Module]) -> bool:
     return any(item.name == "use_cache" or item.kind is item.VAR_KEYWORD for item in parameters)
 
 
-_BaseTrainer = RewardTrainer  # TRL's name of the class that its trainers share
-
 __all__ = ["DataCollatorForPreference", "RewardTrainer", "_tokenize"]
