@@ -15,9 +15,10 @@ import pytest
 import tiny
 import torch
 import trl
+from apart import become_rank
 from datasets import Dataset
 from judgements import form_in
-from logs import untimed
+from logs import logged, losses, untimed
 from stopping import At, later, sigterm
 
 import trl_tpu
@@ -44,7 +45,6 @@ WAYS: dict[str, tuple[Callable[[Dataset], Any], dict[str, Any]]] = {
         {"group_by_prompt": True},
     ),
     "attributes": (lambda rows: rows, {}),
-    "padded attributes": (lambda rows: rows, {"packing": False}),
     "streams": (lambda pairs: pairs.to_iterable_dataset(), {"logging_steps": 2}),  # not at the end of an epoch
     # files of unequal lengths, which accelerate would deal out; in epochs of other orders
     "padded streams": (
@@ -58,10 +58,6 @@ def arguments(package: Any, out: Path, **settings: Any) -> Any:
     each = 4 // int(os.environ.get("WORLD_SIZE", "1"))
     batch = {"per_device_train_batch_size": each, "per_device_eval_batch_size": each}
     return package.RewardConfig(str(out), **batch | SETTINGS | settings)
-
-
-def logged(trainer: Any) -> list[dict[str, float]]:
-    return [log for log in map(untimed, trainer.state.log_history) if "train_loss" not in log]
 
 
 def go(model: str, out: Path, way: str) -> dict[str, Any]:
@@ -89,12 +85,12 @@ def go(model: str, out: Path, way: str) -> dict[str, Any]:
     }
 
 
-def losses(package: Any, model: str, out: Path) -> list[float]:
+def of_13_pairs(package: Any, model: str, out: Path) -> list[float]:
     """Train 13 pairs, of which the last batch of an epoch has too few."""
     args = arguments(package, out, save_strategy="no")
     trainer = package.RewardTrainer(model, args, train_dataset=tiny.made_up_pairs(13))
     trainer.train()
-    return [log["loss"] for log in trainer.state.log_history if "loss" in log]
+    return losses(trainer)
 
 
 def after_a_time_limit(model: str, out: Path, told: bool) -> str:
@@ -115,7 +111,7 @@ def main(model: str, folder: Path) -> None:
     rank = os.environ.get("RANK", "alone")
     found: dict[str, Any] = {way: go(model, folder / way, way) for way in WAYS}
     if rank != "alone":
-        found |= {package.__name__: losses(package, model, folder / "13") for package in (trl, trl_tpu)}
+        found |= {package.__name__: of_13_pairs(package, model, folder / "13") for package in (trl, trl_tpu)}
         found["a time limit"] = after_a_time_limit(model, folder / "limit", told=False)
         found["a time limit and a SIGTERM"] = after_a_time_limit(model, folder / "both", told=rank == "1")
     (folder / f"{rank}.json").write_text(json.dumps(found))
@@ -125,5 +121,5 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     model_folder, out, *ranks = sys.argv[1:]
     for each in ranks:
-        os.environ |= {"RANK": each, "LOCAL_RANK": each, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+        become_rank(each, "2")
     main(model_folder, Path(out))

@@ -48,10 +48,18 @@ _lock = threading.Lock()
 # ---- in the tests
 
 
-def run(script: str, *words: str, timeout: float = 400, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Run a script of this folder with these words, and these variables beside those of the environment."""
-    environment = os.environ | {"HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)} | variables
-    return python(str(SUPPORT / script), *words, environment=environment, timeout=timeout)
+def run(
+    script: str, *words: str, timeout: float = 400, status: int | None = 0, **variables: str
+) -> subprocess.CompletedProcess[str]:
+    """Run a script of this folder, or ``-c`` and code, with these words and variables; it has to end with the status.
+
+    The variables are added to the environment's. A status of None may be any.
+    """
+    environment = os.environ | {"HF_HUB_OFFLINE": "1", "PYTHONPATH": f"{ROOT}{os.pathsep}{SUPPORT}"} | variables
+    file = script if script == "-c" else str(SUPPORT / script)
+    process = python(file, *words, environment=environment, timeout=timeout)
+    assert status in (None, process.returncode), process.stderr[-4000:]
+    return process
 
 
 def python(
@@ -81,13 +89,16 @@ def python(
         return subprocess.CompletedProcess(words, status, *(path.read_text() for path in files))
 
 
-def at_once(
-    *commands: tuple[str, ...], timeout: float = 400, **variables: str
-) -> list[subprocess.CompletedProcess[str]]:
-    """Run scripts, each with its words, that meet at a free port of this machine, until all have ended."""
+def at_once(*commands: tuple[str, ...], **given: Any) -> list[subprocess.CompletedProcess[str]]:
+    """`run` scripts, each with its words, that meet at a free port of this machine, until all have ended."""
     meet = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     with ThreadPoolExecutor(len(commands)) as pool:
-        return list(pool.map(lambda command: run(*command, timeout=timeout, **meet, **variables), commands))
+        return list(pool.map(lambda command: run(*command, **meet, **given), commands))
+
+
+def become_rank(rank: str, count: str) -> None:
+    """Tell this process what torchrun tells one of several."""
+    os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count}
 
 
 def free_port() -> str:

@@ -1,6 +1,7 @@
 """One of COUNT processes of plain torch, or one that leads devices of XLA: ranks.py MODEL FOLDER COUNT [RANK]
 
 Each way to train that COUNT processes go is gone with the same pairs in a batch, and what it gave written to FOLDER.
+One process and two also make new weights, of a language model in FOLDER if there is one.
 """
 
 import json
@@ -11,7 +12,8 @@ from typing import Any
 
 import torch
 from accelerate import PartialState
-from logs import untimed
+from apart import become_rank
+from logs import logged
 from peft import LoraConfig
 from transformers import AutoModelForSequenceClassification, TrainerCallback
 from transformers.distributed import DistributedConfig
@@ -38,7 +40,6 @@ LORA: dict[str, Any] = {"task_type": "SEQ_CLS", "r": 4, "target_modules": ["q_pr
 WAYS: dict[str, tuple[int, str, str | None]] = {
     "fsdp=2": (2, "plain", "fsdp=2"),
     "padded": (2, "padded", "fsdp=2"),
-    "accumulated": (2, "accumulated", "fsdp=2"),
     "bf16": (2, "bf16", "fsdp=2"),
     "adapters": (2, "adapters", "fsdp=2"),
     "loaded on a mesh": (2, "plain", None),
@@ -48,17 +49,13 @@ WAYS: dict[str, tuple[int, str, str | None]] = {
     "accumulated, planned": (2, "accumulated", "data=2"),
     "ranked": (2, "ranked", "fsdp=2"),
     "ranked, padded": (2, "ranked, padded", "data=2"),
-    "ranked, planned": (2, "ranked", "data=2"),
     "attributes": (2, "attributes", "fsdp=2"),
-    "attributes, padded": (2, "attributes, padded", "data=2"),
     "steps, planned": (2, "steps", "fsdp=2"),
-    "steps": (2, "steps", "data=2"),
     "steps, padded": (2, "steps, padded", "fsdp=2"),
     "data=4": (4, "plain", "data=4"),
     "data=2,fsdp=2": (4, "accumulated", "data=2,fsdp=2"),
     "fsdp=2,tensor=2": (4, "plain", "fsdp=2,tensor=2"),
     "fsdp=8": (8, "plain", "fsdp=8"),
-    "planned of 4": (4, "plain", "fsdp=2,tensor=2"),
     "data=2,fsdp=4": (8, "plain", "data=2,fsdp=4"),
     "data=4,fsdp=2": (8, "plain", "data=4,fsdp=2"),
 }
@@ -107,9 +104,23 @@ def train(
     trainer.train()
     return {
         "described": trainer.describe(),
-        "logged": [log for log in map(untimed, trainer.state.log_history) if "train_loss" not in log],
+        "logged": logged(trainer),
         "predictions": trainer.predict(pairs.select(range(5))).predictions.tolist(),  # type: ignore[union-attr]
     }
+
+
+def new_weights(model: str, out: Path, way: str, mesh: str | None) -> dict[str, Any]:
+    """Return the weights, each whole, that a trainer adds to a language model by its name."""
+    from judgements import form_in
+
+    form = form_in(way)
+    settings = {"mesh": mesh, "use_cpu": True, "bf16": False, "report_to": "none", "max_steps": 1, "seed": 7}
+    peft_config = LoraConfig(**LORA) if way == "adapters" else None
+    args = form.config(str(out), **settings | form.settings)
+    trainer = form.trainer(model=model, args=args, train_dataset=form.rows(8), peft_config=peft_config)
+    new = {name: each for name, each in trainer.model.named_parameters() if "score" in name or "lora" in name}
+    whole = {name: each.full_tensor() if hasattr(each, "full_tensor") else each for name, each in new.items()}
+    return {name: each.tolist() for name, each in whole.items()} | {"next": torch.rand(1).item()}
 
 
 def main(model: str, folder: Path, count: int) -> None:
@@ -124,6 +135,10 @@ def main(model: str, folder: Path, count: int) -> None:
                     replace(Planning() if "planned" in name else Runtime())
                 loaded_on = DistributedConfig(fsdp_size=2) if name == "loaded on a mesh" else None
                 found[name] = train(model, folder / name, way, mesh, loaded_on)
+    if count <= 2 and (folder / "causal").is_dir():
+        mesh = None if count == 1 else "fsdp=2"
+        ways = ("plain", "adapters", "steps")
+        found["new"] = {way: new_weights(str(folder / "causal"), folder / "new" / way, way, mesh) for way in ways}
     if count == 4:
         two_cuts = DistributedConfig(fsdp_size=2, tp_size=2)
         replace(Runtime())
@@ -144,7 +159,7 @@ if __name__ == "__main__":
         Path(out, "alone on xla.json").write_text(json.dumps(given))
     else:
         for each in ranks:
-            os.environ |= {"RANK": each, "LOCAL_RANK": each, "WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes}
+            become_rank(each, processes)
             if choice().name == "native":
                 os.environ["ACCELERATE_USE_CPU"] = "1"  # where shapes are planned, `use_cpu` is refused
         main(model_folder, Path(out), int(processes))

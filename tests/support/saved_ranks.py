@@ -15,6 +15,7 @@ from typing import Any
 
 import tiny
 import torch
+from apart import become_rank
 from peft import LoraConfig
 from transformers import TrainerCallback
 
@@ -88,5 +89,5 @@ if __name__ == "__main__":
     model_folder, given, *place = sys.argv[1:]
     if place:
         count, rank = place
-        os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count}
+        become_rank(rank, count)
     main(model_folder, json.loads(given))

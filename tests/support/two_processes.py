@@ -6,7 +6,6 @@ Train without a stop; then with one, in the middle between two logs, after which
 """
 
 import json
-import os
 import shutil
 import sys
 from pathlib import Path
@@ -14,9 +13,9 @@ from typing import Any
 
 import tiny
 import torch
-from logs import untimed
+from apart import become_rank
+from logs import logged, untimed
 from stopping import At, sigterm
-from torch import nn
 from transformers import TrainerCallback
 
 from trl_tpu import RewardConfig, RewardTrainer
@@ -52,21 +51,12 @@ def make_trainer(model: str, folder: Path | str, *callbacks: TrainerCallback, **
     )
 
 
-def logged(trainer: RewardTrainer) -> list[dict[str, float]]:
-    """What was logged of training and evaluation, without times."""
-    return [log for log in map(untimed, trainer.state.log_history) if "train_loss" not in log]
-
-
 def evaluated(model: str, folder: Path) -> dict[str, float]:
     """Of 13 pairs, whose last batch one of two processes fills up with others; without times."""
     trainer = make_trainer(
         model, folder, center_rewards_coefficient=0.1, per_device_eval_batch_size=4, max_eval_steps=None
     )
     return untimed(trainer.evaluate(tiny.made_up_pairs(13, seed=7, margin=True)))
-
-
-def weights(model: nn.Module) -> list[torch.Tensor]:
-    return [parameter.detach() for parameter in model.parameters()]
 
 
 def check_a_stop_where_nothing_is_due(model: str, folder: Path, told: bool) -> None:
@@ -136,7 +126,7 @@ def main(model: str, folder: Path) -> None:
     resumed.train(resume_from_checkpoint=True)
     check_a_stop_where_nothing_is_due(model, folder / "quiet", told=not first)
     check_a_run_at_a_url(model, f"file://{folder}/url", first)
-    equal = all(map(torch.equal, weights(whole.model), weights(resumed.model)))
+    equal = all(map(torch.equal, whole.model.parameters(), resumed.model.parameters()))
     after = [log for log in logged(whole) if log["step"] > 3]
     found = {"equal": equal, "whole": after, "resumed": logged(resumed), "evaluated": of_13_pairs}
     (folder / f"{whole.args.process_index}.json").write_text(json.dumps(found))
@@ -146,5 +136,5 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     model_folder, out, *without_torchrun = sys.argv[1:]
     for rank in without_torchrun:
-        os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+        become_rank(rank, "2")
     main(model_folder, Path(out))

@@ -118,7 +118,7 @@ def test_with_no_good_checkpoint_the_error_names_what_was_found(tmp_path: Path) 
             found(tmp_path, asked)
 
 
-@pytest.mark.parametrize("kills", [6, pytest.param(40, marks=pytest.mark.long)])
+@pytest.mark.parametrize("kills", [5, pytest.param(40, marks=pytest.mark.long)])
 def test_killed_runs_resume_to_the_bits_of_the_uninterrupted_one(kills: int, tmp_path: Path) -> None:
     """Weights, moments and logs, after kills at random moments and in saves."""
     report = killed_runs.report(tmp_path, kills, {"USE_TORCH_XLA": "0"})

@@ -2,13 +2,13 @@
 
 import importlib.util
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import apart
 import killed_runs
 import pytest
-import tiny
 import torch
 from safetensors.torch import load_file
 
@@ -19,120 +19,121 @@ XLA = 0  # in the place of a number of processes: one, that leads eight devices
 ON_XLA = {"USE_TORCH_XLA": "1", "PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "8"}
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    pairs = tiny.made_up_pairs(64)
-    return tiny.save_tiny(tmp_path_factory.mktemp("model"), pairs)
-
-
-def train(model: str, out: Path, count: int, status: int = 0, **settings: Any) -> dict[str, Any]:
-    """Return what the processes say, which all say the same."""
-    given = json.dumps({"output_dir": str(out)} | settings)
-    if count == XLA:
-        if importlib.util.find_spec("torch_xla") is None:
-            pytest.skip("torch_xla is not installed")
-        processes = [apart.run("saved_ranks.py", model, given, **ON_XLA)]
-    else:
-        places = [(str(count), str(rank)) for rank in range(count)] if count > 1 else [()]
-        commands = [("saved_ranks.py", model, given, *place) for place in places]
-        processes = apart.at_once(*commands, USE_TORCH_XLA="0")
-    for process in processes:
-        assert process.returncode == status, process.stderr[-3000:]
-    first, *others = [json.loads((out / f"{rank}.json").read_text()) for rank in range(max(count, 1))]
-    assert all(other == first for other in others)
-    return first
+Train = Callable[..., dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
-def whole(model: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+def train(model_folder: str) -> Train:
+    """Trains in a number of processes, which have to end with a status; returns what all of them say."""
+
+    def train(out: Path, count: int, status: int = 0, **settings: Any) -> dict[str, Any]:
+        command = ("saved_ranks.py", model_folder, json.dumps({"output_dir": str(out)} | settings))
+        if count == XLA:
+            if importlib.util.find_spec("torch_xla") is None:
+                pytest.skip("torch_xla is not installed")
+            apart.run(*command, **ON_XLA)
+        else:
+            places = [(str(count), str(rank)) for rank in range(count)] if count > 1 else [()]
+            apart.at_once(*((*command, *place) for place in places), status=status, USE_TORCH_XLA="0")
+        first, *others = [json.loads((out / f"{rank}.json").read_text()) for rank in range(max(count, 1))]
+        assert all(other == first for other in others)
+        return first
+
+    return train
+
+
+@pytest.fixture(scope="module")
+def whole(train: Train, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
     """Return where two processes saved every second of six steps, and what they logged."""
     folder = tmp_path_factory.mktemp("whole")
-    return folder, train(model, folder, 2, mesh="fsdp=2")
+    return folder, train(folder, 2, mesh="fsdp=2")["logged"]
 
 
 def tensors(folder: Path) -> dict[str, torch.Tensor]:
     return {name: value for path in sorted(folder.glob("*.safetensors")) for name, value in load_file(path).items()}
 
 
-def test_a_run_resumes_to_the_bit(model: str, whole: Any, tmp_path: Path) -> None:
+def assert_same(folder: Path, other: Path) -> None:
+    """See that two folders hold the same weights bit by bit."""
+    ours, theirs = tensors(folder), tensors(other)
+    assert ours.keys() == theirs.keys() != set()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours), (folder, other)
+
+
+def test_a_process_that_is_told_to_end_ends_all_which_resume_to_the_bit(
+    train: Train, whole: Any, tmp_path: Path
+) -> None:
     folder, logged = whole
-    found = train(model, tmp_path, 2, mesh="fsdp=2", resume=str(folder / "checkpoint-4"))
-    assert found == logged
-    ours, theirs = tensors(tmp_path), tensors(folder)
-    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+    stopped = train(tmp_path, 2, status=75, mesh="fsdp=2", save_steps=100, told=3)
+    assert stopped["stopped by"] == "SIGTERM"
+    (checkpoint,) = tmp_path.glob("checkpoint-*")
+    assert train(tmp_path, 2, mesh="fsdp=2", resume=str(checkpoint))["logged"] == logged
+    assert_same(tmp_path, folder)
 
 
 @pytest.mark.parametrize(("count", "mesh"), [(1, None), (4, "data=2,fsdp=2"), (XLA, "fsdp=4,tensor=2")])
 def test_a_checkpoint_goes_to_another_mesh_and_back(
-    count: int, mesh: str | None, model: str, whole: Any, tmp_path: Path
+    count: int, mesh: str | None, train: Train, whole: Any, tmp_path: Path
 ) -> None:
     """To rounding: a loss of 0.7 by a few of float32's last bits, 6e-8; a norm, of all weights, by 1e-5 of itself."""
     folder, logged = whole
     there, back = tmp_path / "there", tmp_path / "back"
-    train(model, there, count, mesh=mesh, max_steps=4, resume=str(folder / "checkpoint-2"))
-    found = train(model, back, 2, mesh="fsdp=2", resume=str(there / "checkpoint-4"))["logged"]
-    assert found.keys() == logged["logged"].keys()
-    for step, (loss, norm) in logged["logged"].items():
+    train(there, count, mesh=mesh, max_steps=4, resume=str(folder / "checkpoint-2"))
+    found = train(back, 2, mesh="fsdp=2", resume=str(there / "checkpoint-4"))["logged"]
+    assert found.keys() == logged.keys()
+    for step, (loss, norm) in logged.items():
         assert found[step] == [pytest.approx(loss, abs=1e-6, rel=0), pytest.approx(norm, rel=1e-5)], step
 
 
-def test_rows_that_two_axes_cut_resume_to_the_bit(model: str, tmp_path: Path) -> None:
+def test_rows_that_two_axes_cut_resume_to_the_bit(train: Train, tmp_path: Path) -> None:
     """What reads and copies them has to keep their order, which no shape shows."""
     settings: dict[str, Any] = {"mesh": "fsdp=2,tensor=2", "max_steps": 4}
     first, second = tmp_path / "first", tmp_path / "second"
-    logged = train(model, first, 4, **settings)
-    assert train(model, second, 4, resume=str(first / "checkpoint-2"), **settings) == logged
+    logged = train(first, 4, **settings)
+    assert train(second, 4, resume=str(first / "checkpoint-2"), **settings) == logged
+    assert_same(first, second)
     export.run([str(first / "checkpoint-4"), str(tmp_path / "out")])
-    saved = tensors(first)
-    for folder in (second, tmp_path / "out"):
-        found = tensors(folder)
-        assert found.keys() == saved.keys() and all(torch.equal(found[name], saved[name]) for name in saved), folder
+    assert_same(first, tmp_path / "out")
 
 
-def test_adapters_resume_to_the_bit(model: str, tmp_path: Path) -> None:
-    settings = {"mesh": "fsdp=2", "adapters": True}
-    logged = train(model, tmp_path / "whole", 2, **settings)
-    resumed = tmp_path / "resumed"
-    assert train(model, resumed, 2, resume=str(tmp_path / "whole" / "checkpoint-4"), **settings) == logged
-    assert tensors(resumed).keys() == tensors(tmp_path / "whole").keys() != set()
+BEST = {"eval_strategy": "steps", "eval_steps": 2, "metric_for_best_model": "loss", "greater_is_better": True}
+BEST |= {"mesh": "fsdp=2", "load_best_model_at_end": True}
 
 
-@pytest.mark.parametrize("size", [10_000, 20_000], ids=["random states", "shards"])
-@pytest.mark.parametrize("mesh", ["fsdp=2", None])
+def test_the_best_of_models_alone_is_loaded_at_the_end(train: Train, tmp_path: Path) -> None:
+    """The one whose loss is greatest, which is the first."""
+    train(tmp_path, 2, save_only_model=True, max_steps=4, **BEST)
+    assert_same(tmp_path, tmp_path / "checkpoint-2")
+    best, last = (tensors(tmp_path / name) for name in ("checkpoint-2", "checkpoint-4"))
+    assert not all(torch.equal(last[name], best[name]) for name in best)
+
+
+def test_adapters_resume_to_the_bit_and_the_best_are_loaded(train: Train, tmp_path: Path) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    logged = train(first, 2, adapters=True, **BEST)
+    assert train(second, 2, adapters=True, resume=str(first / "checkpoint-4"), **BEST) == logged
+    export.run([str(first / "checkpoint-2"), str(tmp_path / "best")])
+    for folder in (first, second):
+        assert_same(folder, tmp_path / "best")
+
+
+@pytest.mark.parametrize(
+    ("mesh", "size"),
+    [("fsdp=2", 10_000), ("fsdp=2", 20_000), (None, 20_000)],
+    ids=["random states", "shards", "shards without a mesh"],
+)
 def test_a_full_disk_of_one_process_fails_the_save_of_both(
-    mesh: str | None, size: int, model: str, whole: Any, tmp_path: Path
+    mesh: str | None, size: int, train: Train, whole: Any, tmp_path: Path
 ) -> None:
     """While training stops for the save, or alongside it. Later saves are complete."""
-    rank = 0 if mesh is None and size == 20_000 else 1  # one process writes the tensors of a model that all have
-    found = train(model, tmp_path, 2, mesh=mesh, small=[rank, size])
-    assert found["failed"] == ["checkpoint-2"] and found["logged"].keys() == whole[1]["logged"].keys()
+    rank = 0 if mesh is None else 1  # one process writes the tensors of a model that all have
+    found = train(tmp_path, 2, mesh=mesh, small=[rank, size])
+    assert found["failed"] == ["checkpoint-2"] and found["logged"].keys() == whole[1].keys()
     assert {path.name for path in tmp_path.glob("checkpoint-*")} == {"checkpoint-4", "checkpoint-6"}
     assert find_faults(tmp_path / "checkpoint-4") == [] and not (tmp_path / "_unfinished").exists()
 
 
-@pytest.mark.parametrize("adapters", [False, True])
-def test_the_best_of_models_alone_is_loaded_at_the_end(adapters: bool, model: str, tmp_path: Path) -> None:
-    """The one whose loss is greatest, which is the first."""
-    evaluates = {"eval_strategy": "steps", "eval_steps": 2, "metric_for_best_model": "loss", "greater_is_better": True}
-    settings = {"mesh": "fsdp=2", "save_only_model": True, "load_best_model_at_end": True, "max_steps": 4}
-    train(model, tmp_path, 2, adapters=adapters, **settings, **evaluates)
-    loaded, best, last = map(tensors, (tmp_path, tmp_path / "checkpoint-2", tmp_path / "checkpoint-4"))
-    assert loaded.keys() == best.keys() != set() and all(torch.equal(loaded[name], best[name]) for name in best)
-    assert not all(torch.equal(last[name], best[name]) for name in best)
-
-
-def test_a_process_that_is_told_to_end_ends_all_which_resume_to_the_bit(
-    model: str, whole: Any, tmp_path: Path
-) -> None:
-    _, logged = whole
-    stopped = train(model, tmp_path, 2, status=75, mesh="fsdp=2", save_steps=100, told=3)
-    assert stopped["stopped by"] == "SIGTERM"
-    (checkpoint,) = tmp_path.glob("checkpoint-*")
-    found = train(model, tmp_path, 2, mesh="fsdp=2", resume=str(checkpoint))
-    assert found["logged"] == logged["logged"]
-
-
-@pytest.mark.parametrize("kills", [4, pytest.param(40, marks=pytest.mark.long)])
+@pytest.mark.parametrize("kills", [3, pytest.param(40, marks=pytest.mark.long)])
 def test_one_process_is_killed_again_and_again(kills: int, tmp_path: Path) -> None:
     """Weights, moments and logs are those of the uninterrupted run, to the bit."""
     settings = {"processes": 2, "mesh": "fsdp=2", "use_cpu": True}
