@@ -14,15 +14,18 @@ import subprocess
 import sys
 import typing
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import trl
+import trl.scripts.utils
 
 import trl_tpu
 from trl_tpu.config.checks import REMOVED
-from trl_tpu.errors import UserError
+from trl_tpu.scripts import utils
+from trl_tpu.trainer.model_config import ModelConfig
 
 _OLD = "scripts for older versions of TRL give it, or import it"
 # TRL's for other ways of training, for generating, for images and other forms of data, or to decorate the progress bar
@@ -69,8 +72,15 @@ INTENDED: dict[str, dict[str, str]] = {
             }
         ),
     },
-    "RewardConfig's values once made": {
-        "{}: TRL raises ValueError, ours has bf16=False": (
+    "fields of the other configs": {
+        "ModelConfig's default of lora_task_type: 'CAUSAL_LM', ours 'SEQ_CLS'": (
+            "peft rejects a sequence classifier with CAUSAL_LM, so TRL's default fails"
+        ),
+        "ModelConfig's ours alone: torch_dtype": "the name of `dtype` up to TRL 0.23",
+        "DatasetMixtureConfig's type of datasets": "a list of DatasetConfig, which is a class of each package",
+    },
+    "values of configs once made": {
+        "RewardConfig {}: TRL raises ValueError, ours has bf16=False": (
             "TRL's default asks for bf16 and so fails on a CPU without use_cpu; ours trains in float32 there"
         ),
     },
@@ -105,6 +115,14 @@ INTENDED: dict[str, dict[str, str]] = {
 }
 
 
+OTHER_CONFIGS: list[tuple[Any, Any]] = [
+    (trl.ModelConfig, ModelConfig),
+    (trl.ScriptArguments, utils.ScriptArguments),
+    (trl.DatasetMixtureConfig, utils.DatasetMixtureConfig),
+    (trl.scripts.utils.DatasetConfig, utils.DatasetConfig),
+]
+
+
 def _names(theirs: typing.Iterable[str], ours: typing.Iterable[str]) -> Iterator[str]:
     theirs, ours = list(theirs), list(ours)
     yield from (f"TRL's alone: {name}" for name in theirs if name not in ours)
@@ -120,7 +138,8 @@ def _dataclass_fields(theirs: Any, ours: Any) -> Iterator[str]:
         if (field.default, field.default_factory) != (own_field.default, own_field.default_factory):
             yield f"default of {name}: {_shown(field.default)}, ours {_shown(own_field.default)}"
         if hints[name] != own_hints[name]:
-            yield f"type of {name}: {hints[name]}, ours {own_hints[name]}"
+            own_class = "trl_tpu" in str(own_hints[name])
+            yield f"type of {name}" + ("" if own_class else f": {hints[name]}, ours {own_hints[name]}")
         if (field.init, field.metadata.get("choices")) != (own_field.init, own_field.metadata.get("choices")):
             yield f"choices of {name}"
     order = [name for name in own if name in reference]
@@ -152,6 +171,11 @@ def config_fields() -> Iterator[str]:
     )
 
 
+def other_config_fields() -> Iterator[str]:
+    for theirs, ours in OTHER_CONFIGS:
+        yield from (f"{ours.__name__}'s {text}" for text in _dataclass_fields(theirs, ours))
+
+
 SETTINGS: list[dict[str, Any]] = [
     {},
     {"use_cpu": True},
@@ -165,27 +189,42 @@ SETTINGS: list[dict[str, Any]] = [
 ]
 
 
-def _made(config: Any, settings: dict[str, Any]) -> dict[str, Any] | ValueError:
+def _made(config: Callable[..., Any], settings: dict[str, Any]) -> dict[str, Any] | ValueError:
     try:
-        values = vars(config("out", **settings))
+        values = vars(config(**settings))
     except ValueError as error:
         return error
     return {key: str(value) for key, value in values.items() if not key.startswith(("_", "distributed_state"))}
 
 
+MODEL_SETTINGS: list[dict[str, Any]] = [
+    {"lora_target_modules": ["all-linear"]},
+    {"lora_target_modules": ["q_proj", "v_proj"]},
+    {"lora_target_modules": []},
+    {"load_in_4bit": True, "load_in_8bit": True},
+]
+
+
 def config_values() -> Iterator[str]:
     for settings in SETTINGS:
-        theirs = _made(trl.RewardConfig, settings)
-        ours = _made(trl_tpu.RewardConfig, settings | {"optim": "adamw_torch_fused"})
-        if isinstance(theirs, dict) and isinstance(ours, dict):
-            if different := {
-                key: (theirs[key], ours[key]) for key in theirs if theirs[key] != ours.get(key, theirs[key])
-            }:
-                yield f"{settings}: {different}"
-        elif isinstance(ours, dict):
-            yield f"{settings}: TRL raises {type(theirs).__name__}, ours has bf16={ours['bf16']}"
-        elif str(theirs) != str(ours) and not isinstance(ours, UserError):  # which says what to do as well
-            yield f"{settings}: TRL gives {theirs!r}, ours raises {ours!r}"
+        theirs = _made(partial(trl.RewardConfig, "out"), settings)
+        ours = _made(partial(trl_tpu.RewardConfig, "out"), settings | {"optim": "adamw_torch_fused"})
+        yield from (f"RewardConfig {settings}: {text}" for text in _values(theirs, ours))
+    for settings in MODEL_SETTINGS:
+        theirs, ours = (
+            _made(each, settings | {"lora_task_type": "SEQ_CLS"}) for each in (trl.ModelConfig, ModelConfig)
+        )
+        yield from (f"ModelConfig {settings}: {text}" for text in _values(theirs, ours))
+
+
+def _values(theirs: dict[str, Any] | ValueError, ours: dict[str, Any] | ValueError) -> Iterator[str]:
+    if isinstance(theirs, dict) and isinstance(ours, dict):
+        if different := {key: (theirs[key], ours[key]) for key in theirs if theirs[key] != ours.get(key, theirs[key])}:
+            yield str(different)
+    elif isinstance(ours, dict):
+        yield f"TRL raises {type(theirs).__name__}, ours has bf16={ours.get('bf16')}"
+    elif isinstance(theirs, dict):
+        yield f"TRL takes it, ours raises {ours!r}"
 
 
 def trainer_methods() -> Iterator[str]:
@@ -217,7 +256,8 @@ def top_level_names() -> Iterator[str]:
 
 AREAS: dict[str, Callable[[], Iterator[str]]] = {
     "RewardConfig's fields": config_fields,
-    "RewardConfig's values once made": config_values,
+    "fields of the other configs": other_config_fields,
+    "values of configs once made": config_values,
     "RewardTrainer's parameters": lambda: _parameters(trl.RewardTrainer.__init__, trl_tpu.RewardTrainer.__init__),
     "RewardTrainer's methods": trainer_methods,
     "top-level names": top_level_names,
@@ -237,6 +277,15 @@ def test_differences_from_trl_are_the_intended_ones(area: str) -> None:
 def test_trls_own_parameters_come_first_so_that_positional_arguments_mean_the_same() -> None:
     theirs, ours = (list(inspect.signature(each).parameters) for each in (trl.RewardTrainer, trl_tpu.RewardTrainer))
     assert ours[: len(theirs)] == theirs
+    *fields, old = (field.name for field in dataclasses.fields(ModelConfig))
+    assert fields == [field.name for field in dataclasses.fields(trl.ModelConfig)] and old == "torch_dtype"
+
+
+def test_the_old_name_of_dtype_is_read_and_given() -> None:
+    assert ModelConfig(dtype="bfloat16").torch_dtype == "bfloat16"
+    with pytest.warns(FutureWarning, match="dtype"):
+        assert ModelConfig(torch_dtype="bfloat16").dtype == "bfloat16"
+    assert ModelConfig().trust_remote_code is False
 
 
 @pytest.mark.parametrize(

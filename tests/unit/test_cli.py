@@ -161,6 +161,23 @@ def test_training_from_flags_evaluates_saves_and_reports(tmp_path: Path, capsys:
     assert {"config.json", "README.md", "verdict.json", "verdict_margins.png"} <= {path.name for path in out.iterdir()}
 
 
+@pytest.mark.parametrize(
+    ("flags", "steps"),
+    [
+        ("--max_steps 5", 5),
+        ("--num_train_epochs 1.5 --per_device_train_batch_size 128 --gradient_accumulation_steps 2", 12),
+    ],
+)
+def test_a_dry_run_shows_the_training_and_leaves_nothing(
+    flags: str, steps: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--model_name_or_path", "synthetic:tiny", "--dataset_name", "synthetic:numbers", *flags.split()]
+    reward.run([*words, "--output_dir", str(tmp_path / "run"), "--report_to", "none", "--dry_run", "--push_to_hub"])
+    shown = capsys.readouterr().out
+    assert "Which is " in shown and "Batches of " in shown and f"\n{steps} steps" in shown
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["synthetic-tiny"]  # the model that is trained
+
+
 @pytest.mark.parametrize("device", ["this process's", pytest.param("XLA's", marks=pytest.mark.long)])
 def test_training_from_yaml_with_adapters_on_a_mixture_of_files(
     device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]

@@ -1,29 +1,19 @@
 """Datasets load by Hub id, folder, file or synthetic name, alone or mixed, and broken ones say where."""
 
-import dataclasses
 import gzip
 import json
 import math
-import typing
 from pathlib import Path
 from typing import Any
 
 import datasets
 import pytest
 import trl
-import trl.scripts.utils as reference
 
-from trl_tpu.errors import UserError
 from trl_tpu.scripts import utils
 from trl_tpu.scripts.utils import DatasetConfig, DatasetMixtureConfig, ScriptArguments, get_dataset, load_named_dataset
 
 ROWS = [{"prompt": f"p{i}", "chosen": f"c{i}", "rejected": f"r{i}"} for i in range(10)]
-
-CLASSES = [
-    (DatasetConfig, reference.DatasetConfig),
-    (DatasetMixtureConfig, trl.DatasetMixtureConfig),
-    (ScriptArguments, trl.ScriptArguments),
-]
 
 
 @pytest.fixture(autouse=True)
@@ -40,19 +30,6 @@ def jsonl(path: Path, rows: list[dict[str, Any]]) -> Path:
 def folder(tmp_path: Path, name: str, size: int) -> Path:
     jsonl(tmp_path / name / "train.jsonl", [{"prompt": f"{name}{i}", "index": i} for i in range(size)])
     return tmp_path / name
-
-
-@pytest.mark.parametrize(("ours", "theirs"), CLASSES, ids=lambda c: c.__name__)
-def test_fields_order_types_and_defaults_are_trls(ours: Any, theirs: Any) -> None:
-    hints, reference_hints = typing.get_type_hints(ours), typing.get_type_hints(theirs)
-    for got, expected in zip(dataclasses.fields(ours), dataclasses.fields(theirs), strict=True):
-        assert (got.name, got.default, got.default_factory) == (
-            expected.name,
-            expected.default,
-            expected.default_factory,
-        )
-        if got.name != "datasets":  # list[DatasetConfig], of one module or the other
-            assert hints[got.name] == reference_hints[got.name]
 
 
 def write(path: Path, rows: list[dict[str, Any]]) -> None:
@@ -86,7 +63,7 @@ def test_a_folder_of_files_keeps_its_splits(tmp_path: Path) -> None:
     jsonl(tmp_path / "data" / "test.jsonl", ROWS[7:])
     splits = load_named_dataset(ScriptArguments(dataset_name=str(tmp_path / "data")))
     assert {name: rows.to_list() for name, rows in splits.items()} == {"train": ROWS[:7], "test": ROWS[7:]}
-    with pytest.raises(ValueError, match="no split 'dev'; its splits are: '(train|test)', '(train|test)'"):
+    with pytest.raises(ValueError, match="'dev'.*'(train|test)', '(train|test)'"):
         utils.pick_split(splits, "dev", "the data")
 
 
@@ -115,44 +92,14 @@ def test_names_of_what_is_there_are_no_patterns(
     assert list(coming) == [ROWS[2]]
 
 
-def test_a_slice_of_a_file(tmp_path: Path) -> None:
+def test_a_slice_of_a_file_and_a_broken_line_of_a_compressed_one(tmp_path: Path) -> None:
+    """Other broken files are in the table of `bad_data_cases`."""
     path = jsonl(tmp_path / "d.jsonl", ROWS)
     mixture = DatasetMixtureConfig([DatasetConfig(str(path), split="train[:30%]")])
     assert get_dataset(mixture)["train"].to_list() == ROWS[:3]
-
-
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [("missing.jsonl", "Unable to find .*missing.jsonl"), ("data.xyz", "its suffix"), (None, "`dataset_name`")],
-)
-def test_what_is_no_dataset_is_refused(
-    name: str | None, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "data.xyz").write_text("x")
-    with pytest.raises(ValueError, match=message):
-        load_named_dataset(ScriptArguments(dataset_name=name))
-
-
-GOOD = b'{"chosen": "a", "rejected": "b"}\n'
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "message"),
-    [
-        ("d.jsonl", GOOD * 2 + b'{"chosen": "a", "rejec\n' + GOOD, "broken: line 3: Invalid control character"),
-        ("d.jsonl.gz", gzip.compress(GOOD + b"oops\n", mtime=0), "d.jsonl.gz is broken: line 2: Expecting value"),
-    ],
-)
-def test_a_broken_file_is_named_with_its_first_bad_line(
-    name: str, content: bytes, message: str, tmp_path: Path
-) -> None:
-    path = tmp_path / "data" / name
-    path.parent.mkdir()
-    path.write_bytes(content)
-    for named in (path, path.parent):  # also when it lies in a folder
-        with pytest.raises(ValueError, match=message):
-            load_named_dataset(ScriptArguments(dataset_name=str(named)))
+    (tmp_path / "d.jsonl.gz").write_bytes(gzip.compress(path.read_bytes() + b"oops\n"))
+    with pytest.raises(ValueError, match=r"d\.jsonl\.gz .*line 11"):
+        load_named_dataset(ScriptArguments(dataset_name=f"{path}.gz"))
 
 
 @pytest.mark.parametrize("fractions", [(None, None, None), (0.75, 0.25, 0.5), (0.1, 0.05, 0.7), (3, 2, 1)])
@@ -176,32 +123,28 @@ def test_the_held_out_rows_are_the_same_on_every_run(size: float, rows: int, tmp
 
 
 @pytest.mark.parametrize(
-    ("fractions", "options", "message"),
+    ("fractions", "options", "name"),
     [
-        ((0.5, None), {}, "`fraction` .*/d1 it is None"),
-        ((1, 0), {}, "`fraction` .*/d1 it is 0"),
-        ((-1.5, 2.0), {}, r"`fraction` .*/d0 it is -1\.5"),
-        ((0.5, math.nan), {}, "`fraction` .*/d1 it is nan"),
-        ((math.inf, 1.0), {}, "`fraction` .*/d0 it is inf"),
-        (("0.5", "0.5"), {}, "`fraction` .*/d0 it is '0.5'"),
+        ((0.5, None), {}, "`fraction` .*/d1 .*None"),
+        ((1, 0), {}, "`fraction` .*/d1 .*0"),
+        ((-1.5, 2.0), {}, r"`fraction` .*/d0 .*-1\.5"),
+        ((0.5, math.nan), {}, "`fraction` .*/d1 .*nan"),
+        ((math.inf, 1.0), {}, "`fraction` .*/d0 .*inf"),
+        (("0.5", "0.5"), {}, "`fraction` .*/d0 .*'0.5'"),
         ((0, 0), {"streaming": True}, "`fraction`"),
-        ((0.5, 0.5), {"streaming": True}, "not supported with streaming"),
-        ((None, None), {"streaming": True, "test_split_size": 0.5}, "`test_split_size` and a dataset's"),
+        ((0.5, 0.5), {"streaming": True}, "streaming"),
+        ((None, None), {"streaming": True, "test_split_size": 0.5}, "`test_split_size`"),
+        ((), {}, "No datasets"),
     ],
 )
 def test_a_mixture_that_cannot_be_made_is_refused(
-    fractions: tuple[Any, ...], options: dict[str, Any], message: str, tmp_path: Path
+    fractions: tuple[Any, ...], options: dict[str, Any], name: str, tmp_path: Path
 ) -> None:
     parts = [DatasetConfig(str(folder(tmp_path, f"d{i}", 4)), fraction=f) for i, f in enumerate(fractions)]
-    with pytest.raises(UserError, match=message):
+    with pytest.raises(ValueError, match=name):
         get_dataset(DatasetMixtureConfig(parts, **options))
-
-
-def test_an_empty_mixture_is_refused_and_the_callers_list_stays() -> None:
-    with pytest.raises(ValueError, match="No datasets were loaded"):
-        get_dataset(DatasetMixtureConfig())
-    given = [{"path": "x"}]
-    assert DatasetMixtureConfig(given).datasets == [DatasetConfig("x")] and given == [{"path": "x"}]  # type: ignore
+    given: Any = [{"path": "x"}]
+    assert DatasetMixtureConfig(given).datasets == [DatasetConfig("x")] and given == [{"path": "x"}]
 
 
 def test_synthetic_names_load_with_no_file_and_in_mixtures() -> None:

@@ -2,6 +2,7 @@
 
 import ast
 from collections.abc import Iterator
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -14,17 +15,18 @@ MODULES = {
     ".".join(["trl_tpu", *path.relative_to(ROOT).with_suffix("").parts]).removesuffix(".__init__"): path
     for path in sorted(ROOT.rglob("*.py"))
 }
+TREES = {module: ast.parse(path.read_text(encoding="utf-8")) for module, path in MODULES.items()}
 
 
+@cache
 def imports_of(module: str, *, when_imported: bool = False) -> set[str]:
     """Full names of what a module imports, relative ones resolved; ``from m import n`` gives n's module or m.
 
     With ``when_imported`` only what importing it imports: not in functions, for type checkers, or as a program.
     """
-    path = MODULES[module]
-    package = module if path.name == "__init__.py" else module.rpartition(".")[0]
+    package = module if MODULES[module].name == "__init__.py" else module.rpartition(".")[0]
     names = set()
-    for node in _nodes(ast.parse(path.read_text(encoding="utf-8")), when_imported):
+    for node in _nodes(TREES[module], when_imported):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -64,32 +66,28 @@ def reached_from(module: str) -> set[str]:
 
 
 def test_the_source_tree_is_the_one_that_is_read() -> None:
-    assert {"trl_tpu", "trl_tpu.runtime.xla", "trl_tpu.data.collators", "trl_tpu.trainer.reward_trainer"} <= set(
-        MODULES
-    )
+    assert {"trl_tpu", "trl_tpu.runtime.xla", "trl_tpu.data.collators", "trl_tpu.trainer.reward_trainer"} <= {*MODULES}
     assert "trl_tpu.data.tokenize" in imports_of("trl_tpu.modeling.build")  # a relative import
     assert "trl_tpu.runtime" in imports_of("trl_tpu.modeling.load")  # ``from .. import runtime``
 
 
-def test_only_the_runtime_imports_torch_xla() -> None:
-    importers = importers_of("torch_xla")
+def test_torch_xla_peft_and_trl_are_imported_by_few_or_none() -> None:
+    by_torch_xla = importers_of("torch_xla")
     stand_in = "trl_tpu.plan.placeholder"  # a runtime whose tensors hold nothing
-    assert importers == {module for module in importers if module.startswith("trl_tpu.runtime.")} | {stand_in}
-    assert "trl_tpu.runtime.xla" in importers
+    assert {"trl_tpu.runtime.xla", stand_in} <= by_torch_xla
+    assert all(module.startswith("trl_tpu.runtime.") for module in by_torch_xla - {stand_in})
+    assert importers_of("peft") == {"trl_tpu.modeling.adapters"}
+    assert not {name for name in reached_from("trl_tpu.modeling.adapters") if name.startswith("peft")}
+    assert importers_of("trl") == set()
 
 
-def test_only_the_xla_runtime_is_reached_by_choice_and_not_by_importing() -> None:
+def test_the_runtime_imports_nothing_else_of_the_package_and_the_xla_runtime_is_reached_by_choice() -> None:
+    imported = {name for module in MODULES if module.startswith("trl_tpu.runtime") for name in imports_of(module)}
+    ours = {name for name in imported if name.startswith("trl_tpu") and not name.startswith("trl_tpu.runtime")}
+    assert ours <= {"trl_tpu.errors"}
     reached = reached_from("trl_tpu.trainer.reward_trainer") | reached_from("trl_tpu.cli")
     assert "trl_tpu.runtime" in reached
     assert not {name for name in reached if name.startswith(("torch_xla", "trl_tpu.runtime.xla"))}
-
-
-def test_the_runtime_imports_nothing_else_of_the_package() -> None:
-    imported = {name for module in MODULES if module.startswith("trl_tpu.runtime") for name in imports_of(module)}
-    assert {name for name in imported if name.startswith("trl_tpu")} <= {
-        "trl_tpu.errors",
-        *(module for module in MODULES if module.startswith("trl_tpu.runtime")),
-    }
 
 
 def test_the_device_is_chosen_before_torch_or_transformers_are_imported() -> None:
@@ -97,41 +95,23 @@ def test_the_device_is_chosen_before_torch_or_transformers_are_imported() -> Non
     assert not {name.split(".")[0] for name in reached_from("trl_tpu")} & {"torch", "transformers", "accelerate"}
 
 
-@pytest.mark.parametrize("module", [module for module in MODULES if not module.startswith("trl_tpu.runtime")])
-def test_what_a_runtime_can_is_asked_and_not_its_name(module: str) -> None:
-    compared = {
-        each.value
-        for node in ast.walk(ast.parse(MODULES[module].read_text(encoding="utf-8")))
-        if isinstance(node, ast.Compare) and isinstance(node.left, ast.Attribute) and node.left.attr == "name"
-        for each in node.comparators
-        if isinstance(each, ast.Constant)
-    }
-    assert not compared & {"xla", "native"}
+def test_what_a_runtime_can_is_asked_and_not_its_name() -> None:
+    for module in (module for module in MODULES if not module.startswith("trl_tpu.runtime")):
+        compared = {
+            each.value
+            for node in ast.walk(TREES[module])
+            if isinstance(node, ast.Compare) and isinstance(node.left, ast.Attribute) and node.left.attr == "name"
+            for each in node.comparators
+            if isinstance(each, ast.Constant)
+        }
+        assert not compared & {"xla", "native"}, module
 
 
-def test_only_the_adapters_import_peft() -> None:
-    assert importers_of("peft") == {"trl_tpu.modeling.adapters"}
-    assert not {name for name in reached_from("trl_tpu.modeling.adapters") if name.startswith("peft")}
-
-
-def test_trl_is_imported_nowhere() -> None:
-    assert importers_of("trl") == set()
-
-
-PURE = [
-    *(module for module in MODULES if module.startswith(("trl_tpu.data.", "trl_tpu.packing."))),
-    "trl_tpu.modeling.losses",
-    "trl_tpu.parallel.mesh",
-    "trl_tpu.parallel.sharding_plan",
-]
-
-
-@pytest.mark.parametrize("module", PURE)
-def test_data_losses_mesh_and_plan_know_no_device_and_no_trainer(module: str) -> None:
-    reached = reached_from(module)
-    rooms = {name.split(".")[1] for name in reached if name in MODULES and name.count(".") > 0}
-    assert rooms <= {"data", "errors", "packing", "parallel"}
-    assert not {name for name in reached if name.startswith("torch_xla")}
+def test_data_losses_mesh_and_plan_know_no_device_and_no_trainer() -> None:
+    rooms = [module for module in MODULES if module.startswith(("trl_tpu.data.", "trl_tpu.packing."))]
+    for module in (*rooms, "trl_tpu.modeling.losses", "trl_tpu.parallel.mesh", "trl_tpu.parallel.sharding_plan"):
+        reached = {name.split(".")[1] for name in reached_from(module) if name in MODULES and "." in name}
+        assert reached <= {"data", "errors", "packing", "parallel"}, module
 
 
 # each room, and the rooms below it; names at the top of the package are TRL's paths for what the rooms hold
@@ -167,15 +147,9 @@ BELOW = {
 @pytest.mark.parametrize("room", BELOW)
 def test_rooms_import_only_rooms_below_them(room: str) -> None:
     modules = [module for module in MODULES if module.split(".")[1:2] == [room]]
-    imported = {
-        name.split(".")[1]
-        for module in modules
-        for name in imports_of(module, when_imported=True)
-        if name in MODULES and name != "trl_tpu"
-    }
-    assert modules
-    shared = {"errors"}
-    assert imported - {room} <= BELOW[room] | shared
+    names = {name for module in modules for name in imports_of(module, when_imported=True)}
+    imported = {name.split(".")[1] for name in names if name in MODULES and name != "trl_tpu"}
+    assert modules and imported <= BELOW[room] | {room, "errors"}
 
 
 def test_every_room_is_listed_and_no_two_import_each_other() -> None:

@@ -89,9 +89,8 @@ def test_a_command_line_and_the_same_values_in_yaml_give_what_trl_gives(words: l
         assert left == right
     yaml = "steps: 3\nrate: 1e-4\nextra: {a: [1, 2]}\nnames: [x, y]\nsize: none\nquiet: true\n"
     values = config_file(tmp_path, yaml)
-    assert TrlParser(Arguments).parse_args_and_config(values) == ReferenceParser(Arguments).parse_args_and_config(
-        values
-    )
+    ours, theirs = (kind(Arguments).parse_args_and_config(values) for kind in (TrlParser, ReferenceParser))
+    assert ours == theirs
 
 
 def test_the_command_line_wins_over_yaml_which_wins_over_defaults_and_serves_required_fields(tmp_path: Path) -> None:
@@ -102,29 +101,29 @@ def test_the_command_line_wins_over_yaml_which_wins_over_defaults_and_serves_req
     assert (args.steps, args.name) == (4, "yaml")
 
 
-def test_a_dict_field_takes_a_json_object_and_nothing_else(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_wrong_value_exits_with_one_line_and_the_users_dataclass_stays(capsys: pytest.CaptureFixture[str]) -> None:
+    before = {field.name: field.type for field in dataclasses.fields(Arguments)}
     assert parsed("--steps", "1", "--extra", '{"a": {"b": 1.5}}').extra == {"a": {"b": 1.5}}
-    for word in ("[1]", "{broken"):
-        with pytest.raises(SystemExit):
-            parsed("--steps", "1", "--extra", word)
-        assert "--extra" in capsys.readouterr().err
+    for flag, word in (("--extra", "[1]"), ("--extra", "{broken"), ("--steps", "many")):
+        with pytest.raises(SystemExit) as ended:
+            parsed("--steps", "1", flag, word)
+        assert ended.value.code == 2 and flag in capsys.readouterr().err.splitlines()[0]
+    assert {field.name: field.type for field in dataclasses.fields(Arguments)} == before
 
 
-def test_unknown_keys_and_flags_are_named(tmp_path: Path) -> None:
-    words = config_file(tmp_path, "steps: 1\nnmae: x\nzzzz: 2\n")
-    with pytest.raises(ValueError, match="--nmae x --zzzz 2"):
-        parsed(*words)
-    assert len(TrlParser(Arguments).parse_args_and_config(words, fail_with_unknown_args=False)) == 1
+def test_the_words_left_over_are_named_or_come_back_as_trl_returns_them(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="--rat3=1"):
         parsed("--steps", "1", "--rat3=1")
-
-
-def test_the_words_left_over_come_back_as_trl_returns_them(tmp_path: Path) -> None:
-    words = [*config_file(tmp_path, "steps: 1\nother: 2\n"), "--more", "3"]
-    for options in ({}, {"separate_remaining_strings": True}):
-        got = TrlParser(Arguments).parse_args_and_config(words, return_remaining_strings=True, **options)
-        reference = ReferenceParser(Arguments).parse_args_and_config(words, return_remaining_strings=True, **options)
-        assert got == reference
+    words = config_file(tmp_path, "steps: 1\nother: 2\n")
+    assert len(TrlParser(Arguments).parse_args_and_config(words, fail_with_unknown_args=False)) == 1
+    for separate in (False, True):
+        ours, theirs = (
+            kind(Arguments).parse_args_and_config(
+                [*words, "--more", "3"], return_remaining_strings=True, separate_remaining_strings=separate
+            )
+            for kind in (TrlParser, ReferenceParser)
+        )
+        assert ours == theirs
 
 
 def test_subparsers_take_yaml_defaults(tmp_path: Path) -> None:
@@ -139,22 +138,23 @@ def test_subparsers_take_yaml_defaults(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
+    ("text", "name"),
     [
-        ("- 1\n- 2\n", "YAML mapping"),
-        ("", "YAML mapping"),
-        ("a: [1", "not YAML"),
-        ("steps: 1\nsteps: 2", "'steps' is there twice.*line 2, column 1"),
+        ("- 1\n- 2\n", "config.yaml"),
+        ("", "config.yaml"),
+        ("a: [1", "config.yaml"),
+        ("steps: 1\nsteps: 2", "'steps'.*line 2, column 1"),
         ("env: text\nsteps: 1", "`env`"),
         ("steps: 1\nenv: {A: [b]}", "`env`"),
-        ("steps: 1\nenv: {A: b, A: c}", "'A' is there twice"),
-        ("steps: 1\nextra: {a: 1, a: 2}", "'a' is there twice"),
-        ("steps: 1\nmode: quick", "`mode: quick` is not one of fast, slow"),
+        ("steps: 1\nenv: {A: b, A: c}", "'A'"),
+        ("steps: 1\nextra: {a: 1, a: 2}", "'a'"),
+        ("steps: 1\nmode: quick", "`mode: quick`.*fast, slow"),
         ("steps: !!python/object/apply:os.getcwd []", "constructor"),
+        ("steps: 1\nnmae: x\nzzzz: 2\n", "--nmae x --zzzz 2"),
     ],
 )
-def test_yaml_that_cannot_be_meant_is_refused(text: str, message: str, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=message):
+def test_yaml_that_cannot_be_meant_is_refused(text: str, name: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=name):
         parsed(*config_file(tmp_path, text))
 
 
@@ -189,15 +189,5 @@ def test_a_variable_is_exported_as_it_is_written(tmp_path: Path, monkeypatch: py
 def test_config_names_a_file_and_is_no_field(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="nowhere"):
         parsed("--config", str(tmp_path / "nowhere.yaml"))
-    taken = dataclasses.make_dataclass("Taken", [("config", str, "")])
     with pytest.raises(ValueError, match="'config'"):
-        TrlParser([taken])
-
-
-def test_a_wrong_value_exits_with_one_line_and_the_users_dataclass_stays(capsys: pytest.CaptureFixture[str]) -> None:
-    before = {f.name: f.type for f in dataclasses.fields(Arguments)}
-    with pytest.raises(SystemExit) as exit_:
-        parsed("--steps", "many")
-    assert exit_.value.code == 2
-    assert "invalid int value: 'many'" in capsys.readouterr().err.splitlines()[0]
-    assert {f.name: f.type for f in dataclasses.fields(Arguments)} == before
+        TrlParser([dataclasses.make_dataclass("Taken", [("config", str, "")])])

@@ -172,13 +172,9 @@ def test_heads_that_tensor_would_cut_are_refused_by_the_models_config() -> None:
 def test_fewer_key_and_value_heads_than_devices_stay_whole_over_tensor() -> None:
     model = on_meta("qwen3", num_attention_heads=32, num_key_value_heads=4, num_hidden_layers=1)
     plan, parameters = plan_model(model, MeshShape(fsdp=2, tensor=8)), dict(model.named_parameters())
-    for name, axes in [
-        ("self_attn.k_proj", ("fsdp", None)),
-        ("self_attn.v_proj", ("fsdp", None)),
-        ("self_attn.q_proj", ("tensor", "fsdp")),
-        ("self_attn.o_proj", ("fsdp", "tensor")),
-    ]:
-        weight = f"model.layers.0.{name}.weight"
+    whole, split = ("fsdp", None), ("tensor", "fsdp")
+    for name, axes in {"k_proj": whole, "v_proj": whole, "q_proj": split, "o_proj": split[::-1]}.items():
+        weight = f"model.layers.0.self_attn.{name}.weight"
         assert plan.place(weight, tuple(parameters[weight].shape)).axes == axes, name
 
 
@@ -192,25 +188,13 @@ def test_a_model_without_a_plan_is_refused_on_a_tensor_axis_and_no_other() -> No
 # ---- placing, and the report
 
 
-class RecordingRuntime(Runtime):
-    """Plain torch that notes how it is asked to place."""
-
-    def __init__(self) -> None:
-        self.asked: list[tuple[torch.Tensor, PartitionSpec]] = []
-
-    def place(self, tensor: torch.Tensor, axes: PartitionSpec, device: torch.device) -> torch.Tensor:
-        self.asked.append((tensor, axes))
-        return tensor.to(device)
-
-
-def place(model: nn.Module, mesh: MeshShape, device: str = "cpu") -> tuple[ShardReport, RecordingRuntime]:
-    recorder = RecordingRuntime()
-    return place_model(model, plan_model(model, mesh), recorder, torch.device(device)), recorder
+def place(model: nn.Module, mesh: MeshShape, device: str = "cpu") -> ShardReport:
+    return place_model(model, plan_model(model, mesh), Runtime(), torch.device(device))
 
 
 def test_the_report_gives_bytes_and_the_lines_of_a_sharding_plan() -> None:
     model = nn.Sequential(nn.Linear(64, 1024, bias=False), nn.Linear(64, 1024, bias=False), nn.Linear(1024, 5))
-    report, _ = place(model, MeshShape(data=2, fsdp=4))
+    report = place(model, MeshShape(data=2, fsdp=4))
     assert report.total_bytes == (2 * 64 * 1024 + 1024 * 5 + 5) * 4
     assert report.bytes_per_device == (2 * 64 * 1024 + 1024 * 5) * 4 // 4 + 5 * 4
     assert str(report).splitlines() == [
@@ -219,8 +203,7 @@ def test_the_report_gives_bytes_and_the_lines_of_a_sharding_plan() -> None:
         "  *.weight: [null, fsdp]  # largest divisible dimension",
         "  *.bias: [null]  # no dimension of [5] is divisible by fsdp=4",
     ]
-    report, _ = place(nn.Linear(4, 4), MeshShape())
-    assert str(report).count("\n") == 0
+    assert str(place(nn.Linear(4, 4), MeshShape())).count("\n") == 0
 
 
 def test_tied_parameters_stay_tied_count_once_and_keep_their_flags() -> None:
@@ -228,10 +211,9 @@ def test_tied_parameters_stay_tied_count_once_and_keep_their_flags() -> None:
     model["head"].weight = model["embed"].weight
     model["embed"].weight.requires_grad_(False)
     model.register_buffer("steps", torch.zeros(3))
-    report, recorder = place(model, MeshShape(fsdp=8), device="meta")  # any device that the model is not on
-    assert report.sizes == {"embed.weight": 8 * 16 * 2}
-    assert report.bytes_per_device == 16 * 2
-    assert [axes for _, axes in recorder.asked] == [(None,), (None, "fsdp")]
+    report = place(model, MeshShape(fsdp=8), device="meta")  # any device that the model is not on
+    assert report.sizes == {"embed.weight": 8 * 16 * 2} and report.bytes_per_device == 16 * 2
+    assert report.placements["embed.weight"].axes == (None, "fsdp")
     assert model["head"].weight is model["embed"].weight
     assert model["head"].weight.device.type == model.steps.device.type == "meta"
     assert not model["head"].weight.requires_grad

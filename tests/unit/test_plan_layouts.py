@@ -15,21 +15,9 @@ from trl_tpu.data.measure import measure
 from trl_tpu.modeling.model_shape import model_without_weights
 from trl_tpu.packing.shapes import PairLengths
 from trl_tpu.parallel.mesh import GiB, MeshShape
+from trl_tpu.plan import layouts
 from trl_tpu.plan.compile import CompiledProgram, call_in_child, received
-from trl_tpu.plan.layouts import (
-    Attempt,
-    Layout,
-    attempt,
-    depths_of,
-    extend,
-    found,
-    report,
-    scaled,
-    sized,
-    with_layers,
-)
-
-FSDP16 = MeshShape(fsdp=16)
+from trl_tpu.plan.layouts import Attempt, Layout, attempt, depths_of, extend, report, scaled, sized
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +30,7 @@ def model() -> Any:
 
 @pytest.fixture
 def layout(model: Any) -> Layout:
-    return layout_of(model, PairLengths.of_size(2048), mesh=FSDP16, pairs=2)
+    return layout_of(model, PairLengths.of_size(2048), mesh=MeshShape(fsdp=16), pairs=2)
 
 
 # ---- bounds
@@ -65,7 +53,6 @@ def test_the_report_says_whether_it_fits_what_takes_memory_and_what_limits_it(la
         "1.24 Gparameters, 1.24 Gtrained, on v6e:4x4",
         "32 pairs in 32 rows of 2,048 tokens",
         f"IT FITS: {sized(3 * GiB + 2**20 + 10)} are needed, each chip has 31.25 GiB",
-        "40 TFLOP at 918 TFLOP/s in bfloat16",
         f"{scaled(layout.needed_flops / 16)}FLOP are needed by the model",
         "limited by arithmetic",
         f"at most {layout.needed_flops / 16 / 40e12:.0%} of the chips' arithmetic",
@@ -73,8 +60,6 @@ def test_the_report_says_whether_it_fits_what_takes_memory_and_what_limits_it(la
     ):
         assert part in text, part
     assert "IT DOES NOT FIT: " in report(Attempt(layout, compiled(layout, temporary=40 * GiB)))
-    looped = report(Attempt(layout, compiled(layout, flops=0.0, received=0.0)))
-    assert "unknown" in looped and "limited by arithmetic" in looped
 
 
 def test_collectives_count_what_a_chip_receives_once_per_channel() -> None:
@@ -93,9 +78,8 @@ def test_collectives_count_what_a_chip_receives_once_per_channel() -> None:
 
 
 def test_only_a_program_that_needs_too_much_memory_does_not_fit(layout: Layout) -> None:
-    refused = attempt(layout, Mock(side_effect=RuntimeError(REFUSAL)))
-    assert not refused.fits and "IT DOES NOT FIT: Used 49.22G of 31.25G hbm" in report(refused)
-    assert "None of these fits" in found([refused])
+    tried = attempt(layout, Mock(side_effect=RuntimeError(REFUSAL)))
+    assert not tried.fits and "Used 49.22G of 31.25G hbm" in report(tried)
     with pytest.raises(RuntimeError, match="vmem"):
         attempt(layout, Mock(side_effect=RuntimeError("Used 32.42M of 16.00M vmem.")))
 
@@ -116,7 +100,7 @@ def tiny(model_type: str, layers: int, **settings: Any) -> Any:
     return AutoConfig.for_model(model_type, num_hidden_layers=layers, **sizes, **settings)
 
 
-def test_few_layers_are_compiled_as_they_are_and_of_many_two_depths_with_whole_periods() -> None:
+def test_of_many_layers_two_depths_with_whole_periods_are_compiled_and_extended() -> None:
     assert depths_of(tiny("llama", 24)) == (24,)
     assert depths_of(tiny("llama", 80), compiles_all=True) == (80,)
     assert depths_of(tiny("llama", 32)) == (2, 4)
@@ -125,8 +109,6 @@ def test_few_layers_are_compiled_as_they_are_and_of_many_two_depths_with_whole_p
     assert depths_of(tiny("gemma3_text", 26, layer_types=kinds[:26])) == (8, 14)
     assert depths_of(tiny("gemma3_text", 60, layer_types=kinds)) == (6, 12)
 
-
-def test_two_depths_are_extended_in_a_straight_line_and_never_below_zero() -> None:
     def program(layers: int) -> CompiledProgram:
         return CompiledProgram(10 + 3 * layers, 1, 1000 + 7 * layers, 5 + layers, 2.0 * layers, 8.0 + layers)
 
@@ -134,11 +116,8 @@ def test_two_depths_are_extended_in_a_straight_line_and_never_below_zero() -> No
     assert extend([program(8)], (8,), 8) == program(8)
     assert extend([program(8), replace(program(4), results=0)], (4, 8), 480).results == 0
     assert min(astuple(extend([program(8), program(4)], (4, 8), 4800))) == 0
-
-
-def test_a_config_with_fewer_layers_makes_such_a_model_and_leaves_the_config_alone() -> None:
     whole = tiny("gemma3_text", 12, layer_types=["sliding_attention", "full_attention"] * 6, head_dim=8)
-    assert len(AutoModelForSequenceClassification.from_config(with_layers(whole, 4)).model.layers) == 4
+    assert len(AutoModelForSequenceClassification.from_config(layouts.with_layers(whole, 4)).model.layers) == 4
     assert whole.num_hidden_layers == len(whole.layer_types) == 12
 
 
@@ -147,7 +126,7 @@ def test_of_several_layouts_the_fastest_that_fits_comes_first(layout: Layout) ->
         return Attempt(replace(layout, mesh=MeshShape(fsdp=fsdp)), compiled(layout, **changes))
 
     attempts = [tried(1, temporary=40 * GiB), tried(2, received=8e10), tried(16, received=4e10)]
-    rows = found(attempts).splitlines()[1:4]
+    rows = layouts.found(attempts).splitlines()[1:4]
     assert ["fsdp=16 " in rows[0], "fsdp=2 " in rows[1]] == [True, True]
     assert [row.count("FITS") for row in rows] == [1, 1, 0]
 

@@ -3,12 +3,11 @@
 import json
 import os
 import stat
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import apart
 import fsspec
 import pytest
 
@@ -17,12 +16,11 @@ from trl_tpu.checkpoint.run_folder import RUN_FILE, RemoteRun, RunFolder
 from trl_tpu.config.reward_config import private_folder
 from trl_tpu.errors import UserError
 
-HOLDS = """
-import fcntl, os, sys
-file = os.open(sys.argv[1], os.O_RDWR | os.O_CREAT)
-fcntl.flock(file, fcntl.LOCK_EX)
-print("locked", flush=True)
-sys.stdin.read()
+CLAIMS = """
+import sys
+from pathlib import Path
+from trl_tpu.checkpoint.run_folder import RunFolder
+RunFolder(Path(sys.argv[1]), None, writes=True).claim()
 """
 
 
@@ -52,37 +50,16 @@ def training(folder: Path, resumed: Path | None = None, step: int = 0) -> Iterat
 
 
 def test_a_second_process_is_refused_until_the_first_has_ended(tmp_path: Path) -> None:
-    (tmp_path / RUN_FILE).write_text('{"host": "there", "process": 7, "since": "noon"}')
-    with subprocess.Popen(
-        [sys.executable, "-c", HOLDS, str(tmp_path / RUN_FILE)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    ) as other:
-        assert other.stdout is not None and other.stdout.readline()
-        with pytest.raises(UserError, match="Process 7 on there"):
-            RunFolder(tmp_path, None, writes=True).claim()
-        RunFolder(tmp_path, None, writes=False).claim()  # one that does not write may look
-        other.kill()
-    with training(tmp_path):
-        assert json.loads((tmp_path / RUN_FILE).read_text())["process"] == os.getpid()
-
-
-CLAIMS = """
-import sys
-from pathlib import Path
-from trl_tpu.checkpoint.run_folder import RunFolder
-RunFolder(Path(sys.argv[1]), None, writes=True).claim()
-"""
-
-
-def test_a_process_keeps_its_lock_whatever_it_reads(tmp_path: Path) -> None:
-    with training(tmp_path):
-        (tmp_path / RUN_FILE).read_text()
-        with pytest.raises(UserError, match="output_dir"):  # a second trainer in this process, by another path
-            RunFolder(tmp_path / ".." / tmp_path.name, None, writes=True).claim()
-        RunFolder(tmp_path, None, writes=False).claim()
-        other = subprocess.run([sys.executable, "-c", CLAIMS, str(tmp_path)], capture_output=True, text=True)
-        assert other.returncode == 1 and "UserError: Process" in other.stderr
-    with training(tmp_path):
-        pass
+    """The lock stays whatever the process reads."""
+    for _ in range(2):
+        with training(tmp_path):
+            assert json.loads((tmp_path / RUN_FILE).read_text())["process"] == os.getpid()
+            with pytest.raises(UserError, match="output_dir"):  # a second trainer in this process, by another path
+                RunFolder(tmp_path / ".." / tmp_path.name, None, writes=True).claim()
+            RunFolder(tmp_path, None, writes=False).claim()  # one that does not write may look
+            other = apart.python("-c", CLAIMS, str(tmp_path), environment=dict(os.environ))
+            assert other.returncode == 1 and f"UserError: Process {os.getpid()} on " in other.stderr
+    assert apart.python("-c", CLAIMS, str(tmp_path), environment=dict(os.environ)).returncode == 0
 
 
 def test_a_base_model_in_the_folder_is_not_moved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,10 +74,16 @@ def test_a_base_model_in_the_folder_is_not_moved(tmp_path: Path, monkeypatch: py
     assert names(tmp_path / "out") == set()
 
 
-def test_a_resumed_run_keeps_its_own_up_to_there(tmp_path: Path) -> None:
-    checkpoints = {step: checkpoint(tmp_path, step) for step in (10, 40, 60)}
-    with training(tmp_path, checkpoints[40], 40):
-        assert names(tmp_path) == {"checkpoint-10", "checkpoint-40"}
+def test_a_resumed_run_keeps_its_own_up_to_there_and_nothing_if_it_is_from_elsewhere(tmp_path: Path) -> None:
+    here = tmp_path / "here"
+    checkpoints = {step: checkpoint(here, step) for step in (10, 40, 60)}
+    with training(here, checkpoints[40], 40):
+        assert names(here) == {"checkpoint-10", "checkpoint-40"}
+    with training(here, checkpoint(tmp_path / "elsewhere", 30), 30):
+        assert names(here) == set()
+    found = RunFolder(here, None, writes=False)
+    found.claim()
+    assert not found.began_without_a_checkpoint, "it did not begin from nothing"
 
 
 def test_all_steps_that_a_run_went_on_from_are_told(tmp_path: Path) -> None:
@@ -141,12 +124,8 @@ def test_what_a_killed_process_left_in_staging_is_removed(tmp_path: Path) -> Non
 
 def test_a_run_at_a_url_has_its_folder_too(tmp_path: Path) -> None:
     files, url = fsspec.filesystem("memory"), "memory://runs/shared"
-    for name, text in (
-        (MANIFEST_FILE, "{}"),
-        ("progress.json", ""),
-        ("state/host-0.safetensors", ""),
-    ):
-        files.pipe_file(f"/runs/shared/checkpoint-60/{name}", text.encode())
+    for name in (MANIFEST_FILE, "progress.json", "state/host-0.safetensors"):
+        files.pipe_file(f"/runs/shared/checkpoint-60/{name}", b"{}")
     run = RunFolder(tmp_path, RemoteRun(url), writes=True)
     run.claim()
     run.begin(None)
@@ -169,14 +148,3 @@ def test_files_of_a_url_pass_through_a_folder_that_is_nobody_elses() -> None:
     one, other = (Path(private_folder("memory://runs/shared")) for _ in range(2))
     assert one != other and one.name == other.name == "shared"
     assert stat.S_IMODE(one.parent.stat().st_mode) == 0o700 and not one.is_symlink()
-
-
-def test_what_is_resumed_from_elsewhere_is_no_reason_to_keep_what_is_here(tmp_path: Path) -> None:
-    here, elsewhere = tmp_path / "here", tmp_path / "elsewhere"
-    for step in (10, 20):
-        checkpoint(here, step)
-    with training(here, checkpoint(elsewhere, 30), 30):
-        assert names(here) == set()
-    found = RunFolder(here, None, writes=False)
-    found.claim()
-    assert not found.began_without_a_checkpoint, "it did not begin from nothing"

@@ -1,6 +1,5 @@
 """The formula for a step's operations counts what torch itself counts of real models, to the last multiplication."""
 
-import dataclasses
 from typing import Any
 
 import numpy as np
@@ -92,12 +91,3 @@ def test_a_common_prefix_is_computed_once_and_attention_is_what_masks_allow(
         seen += int(mask[:prefix].sum())
     assert pairs.attended(window) == seen
     assert pairs.tokens == sum(map(sum, sizes))
-
-
-def test_a_windowed_layer_costs_less_only_where_sequences_are_longer_than_the_window() -> None:
-    shape, short, long = read_model(tiny("gemma3_text")), PairLengths.of([(0, 4, 4)]), PairLengths.of([(0, 40, 40)])
-    assert shape.windows == (4, None, 4)
-    full = dataclasses.replace(shape, windows=(None, None, None))
-    assert needed_flops(shape, short) == needed_flops(full, short)
-    less = 2 * 3 * 2 * shape.attention * (long.attended() - long.attended(4))
-    assert needed_flops(full, long) - needed_flops(shape, long) == less
