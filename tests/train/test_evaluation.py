@@ -23,24 +23,19 @@ from trl_tpu.report.page import read_run
 from trl_tpu.training.evaluated import EvaluatedPairs
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    pairs = tiny.made_up_pairs(100)
-    return tiny.save_tiny(tmp_path_factory.mktemp("model"), pairs)
-
-
 def make_trainer(
-    folder: str, out: Path, eval_dataset: Any = None, compute_metrics: Any = None, **settings: Any
+    model: str, out: Path, eval_dataset: Any = None, compute_metrics: Any = None, train: Any = None, **settings: Any
 ) -> RewardTrainer:
     defaults = {"per_device_eval_batch_size": 4, "report_to": "none", "disable_tqdm": True, "save_strategy": "no"}
-    args, train = RewardConfig(str(out), **(defaults | settings)), tiny.made_up_pairs(16)
-    return RewardTrainer(folder, args, train_dataset=train, eval_dataset=eval_dataset, compute_metrics=compute_metrics)
+    args, data = RewardConfig(str(out), **(defaults | settings)), {"eval_dataset": eval_dataset}
+    data["train_dataset"] = tiny.made_up_pairs(16) if train is None else train
+    return RewardTrainer(model, args, compute_metrics=compute_metrics, **data)
 
 
-def rewards_one_by_one(folder: str, pairs: Dataset) -> torch.Tensor:
+def rewards_one_by_one(model_folder: str, pairs: Dataset) -> torch.Tensor:
     """[pairs, 2]: each dialogue alone, unpadded, through the model as transformers loads it; in float64."""
-    model = AutoModelForSequenceClassification.from_pretrained(folder, num_labels=1, dtype=torch.float64).eval()
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForSequenceClassification.from_pretrained(model_folder, num_labels=1, dtype=torch.float64).eval()
+    tokenizer = AutoTokenizer.from_pretrained(model_folder)
     with torch.no_grad():
         rewards = [
             model(**tokenizer(row["prompt"] + row[half] + "<eos>", return_tensors="pt")).logits.item()
@@ -50,11 +45,11 @@ def rewards_one_by_one(folder: str, pairs: Dataset) -> torch.Tensor:
     return torch.tensor(rewards, dtype=torch.float64).view(-1, 2)
 
 
-def test_evaluate_equals_a_float64_computation_over_all_pairs(folder: str, tmp_path: Path) -> None:
+def test_evaluate_equals_a_float64_computation_over_all_pairs(model_folder: str, tmp_path: Path) -> None:
     """11 pairs in batches of 4: the short last batch weighs as much as its 3 pairs."""
     pairs = tiny.made_up_pairs(11, seed=3, margin=True)
-    metrics = make_trainer(folder, tmp_path).evaluate(pairs)
-    rewards_N2 = rewards_one_by_one(folder, pairs)
+    metrics = make_trainer(model_folder, tmp_path).evaluate(pairs)
+    rewards_N2 = rewards_one_by_one(model_folder, pairs)
     difference_N = rewards_N2[:, 0] - rewards_N2[:, 1]
     expected = {
         "loss": -logsigmoid(difference_N - torch.tensor(pairs["margin"])).mean(),
@@ -73,35 +68,35 @@ def test_evaluate_equals_a_float64_computation_over_all_pairs(folder: str, tmp_p
     assert metrics["eval_length_only_accuracy"] == 1.0
 
 
-def test_predict_gives_the_rewards_of_raw_pairs_in_order(folder: str, tmp_path: Path) -> None:
+def test_predict_gives_the_rewards_of_raw_pairs_in_order(model_folder: str, tmp_path: Path) -> None:
     pairs = tiny.made_up_pairs(17, seed=4)
-    output = make_trainer(folder, tmp_path).predict(pairs)
+    output = make_trainer(model_folder, tmp_path).predict(pairs)
     assert output.predictions.shape == (17, 2)
-    np.testing.assert_allclose(output.predictions, rewards_one_by_one(folder, pairs).numpy(), atol=1e-6)
+    np.testing.assert_allclose(output.predictions, rewards_one_by_one(model_folder, pairs).numpy(), atol=1e-6)
     assert output.label_ids.tolist() == [0] * 17
     assert output.metrics["test_accuracy"] == float((output.predictions[:, 0] > output.predictions[:, 1]).mean())
 
 
-def test_each_evaluation_set_keeps_its_name(folder: str, tmp_path: Path) -> None:
+def test_each_evaluation_set_keeps_its_name(model_folder: str, tmp_path: Path) -> None:
     sets = {"easy": tiny.made_up_pairs(6, seed=5), "hard": tiny.made_up_pairs(9, seed=6)}
-    trainer = make_trainer(folder, tmp_path, eval_dataset=sets)
+    trainer = make_trainer(model_folder, tmp_path, eval_dataset=sets)
     metrics = trainer.evaluate()
     assert "eval_accuracy" not in metrics
     for name, pairs in sets.items():
-        rewards_N2 = rewards_one_by_one(folder, pairs)
+        rewards_N2 = rewards_one_by_one(model_folder, pairs)
         accuracy = (rewards_N2[:, 0] > rewards_N2[:, 1]).double().mean()
         assert metrics[f"eval_{name}_accuracy"] == pytest.approx(float(accuracy))
         assert metrics[f"eval_{name}_mean_reward"] == pytest.approx(float(rewards_N2.mean()), abs=1e-6)
 
 
-def test_batch_eval_metrics_sees_each_batch_once(folder: str, tmp_path: Path) -> None:
+def test_batch_eval_metrics_sees_each_batch_once(model_folder: str, tmp_path: Path) -> None:
     sizes: list[int] = []
 
     def count_pairs(prediction: EvalPrediction, compute_result: bool) -> dict[str, float]:
         sizes.append(len(prediction.predictions))
         return {"pairs": sum(sizes)} if compute_result else {}
 
-    trainer = make_trainer(folder, tmp_path, compute_metrics=count_pairs, batch_eval_metrics=True)
+    trainer = make_trainer(model_folder, tmp_path, compute_metrics=count_pairs, batch_eval_metrics=True)
     pairs = tiny.made_up_pairs(10)
     for data in (pairs, pairs.to_iterable_dataset()):  # a stream does not know how many it has
         sizes.clear()
@@ -110,16 +105,29 @@ def test_batch_eval_metrics_sees_each_batch_once(folder: str, tmp_path: Path) ->
         assert all(key.startswith("held_out_") for key in metrics if key != "epoch")
 
 
-def test_only_the_loss_where_that_is_asked_for(folder: str, tmp_path: Path) -> None:
+def test_only_the_loss_where_that_is_asked_for(model_folder: str, tmp_path: Path) -> None:
     def fail(prediction: EvalPrediction) -> dict[str, float]:
         raise AssertionError("compute_metrics got predictions")
 
     pairs = tiny.made_up_pairs(6)
-    whole = make_trainer(folder, tmp_path).evaluate(pairs)
-    trainer = make_trainer(folder, tmp_path, compute_metrics=fail, prediction_loss_only=True)
+    whole = make_trainer(model_folder, tmp_path).evaluate(pairs)
+    trainer = make_trainer(model_folder, tmp_path, compute_metrics=fail, prediction_loss_only=True)
     assert trainer.evaluate(pairs)["eval_loss"] == whole["eval_loss"]
     output = trainer.predict(pairs)
     assert len(output.predictions) == 0 and output.metrics["test_loss"] == whole["eval_loss"]
+
+
+LABELS = ["web", "book", None]
+
+
+def labeled(count: int, seed: int = 3) -> Dataset:
+    """Pairs of which every third has the chosen answer longer, with the label of their source."""
+    rows: Any = tiny.made_up_pairs(count, seed=seed).to_list()
+    for number, row in enumerate(rows):
+        row["source"] = LABELS[number % 3]
+        if number % 3 == 0:
+            row["chosen"], row["rejected"] = row["rejected"], row["chosen"]
+    return Dataset.from_list(rows)
 
 
 PROBABLE = tiny.made_up_pairs(9, seed=5).add_column("chosen_probability", [0.1, 0.9, 0.5] * 3)
@@ -130,23 +138,32 @@ def mean_loss(prediction: EvalPrediction) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("average_over", ["prompts", "comparisons"])
-def test_the_losses_of_compute_metrics_average_to_the_loss(folder: str, tmp_path: Path, average_over: str) -> None:
+def test_the_losses_of_compute_metrics_average_to_the_loss(
+    model_folder: str, tmp_path: Path, average_over: str
+) -> None:
     class Doubled(RewardTrainer):
         def compute_loss(self, *args: Any, return_outputs: bool = False, **more: Any) -> Any:
             loss, outputs = super().compute_loss(*args, return_outputs=True, **more)
             return (2 * loss, outputs) if return_outputs else 2 * loss
 
     rankings = tiny.made_up_rankings(7)
-    settings = {"include_for_metrics": ["loss"], "average_over": average_over, "per_device_eval_batch_size": 4}
     for kind in (RewardTrainer, Doubled):
-        args = RewardConfig(str(tmp_path), report_to="none", **settings)
-        trainer = kind(folder, args, train_dataset=rankings, eval_dataset=rankings, compute_metrics=mean_loss)
+        args = RewardConfig(
+            str(tmp_path),
+            report_to="none",
+            include_for_metrics=["loss"],
+            average_over=average_over,
+            per_device_eval_batch_size=4,
+        )
+        trainer = kind(model_folder, args, train_dataset=rankings, eval_dataset=rankings, compute_metrics=mean_loss)
         metrics = trainer.evaluate()
         assert metrics["eval_mean_of_losses"] == pytest.approx(metrics["eval_loss"], rel=1e-6)
 
 
-def test_metrics_of_pairs_with_probabilities_follow_the_more_probable_answer(folder: str, tmp_path: Path) -> None:
-    trainer = make_trainer(folder, tmp_path)
+def test_metrics_of_pairs_with_probabilities_follow_the_more_probable_answer(
+    model_folder: str, tmp_path: Path
+) -> None:
+    trainer = make_trainer(model_folder, tmp_path)
     metrics, (chosen_N, rejected_N) = trainer.evaluate(PROBABLE), trainer.predict(PROBABLE).predictions.T
     probability_N = np.array(PROBABLE["chosen_probability"])
     margins_M = ((chosen_N - rejected_N) * np.sign(probability_N - 0.5))[probability_N != 0.5]
@@ -156,45 +173,35 @@ def test_metrics_of_pairs_with_probabilities_follow_the_more_probable_answer(fol
     assert trainer.verdicts["eval"].pairs == 6 and "eval_kendall_tau" not in metrics
 
 
-def test_batches_move_to_the_host_as_often_as_asked(folder: str, tmp_path: Path) -> None:
-    pairs, fetched = tiny.made_up_pairs(19), []
+def test_batches_move_to_the_host_as_often_as_asked(model_folder: str, tmp_path: Path) -> None:
+    found = []
     for steps in (None, 2):
-        trainer = make_trainer(folder, tmp_path, eval_dataset=pairs, eval_accumulation_steps=steps)
-        with patch.object(
-            EvaluatedPairs, "_move_to_host", autospec=True, side_effect=EvaluatedPairs._move_to_host
-        ) as f:
-            metrics = trainer.evaluate()
-        fetched.append((f.call_count, {name: value for name, value in metrics.items() if "_per_" not in name}))
-    assert [count for count, _ in fetched] == [1, 3]  # of 5 batches
-    assert fetched[0][1]["eval_loss"] == fetched[1][1]["eval_loss"]
+        trainer = make_trainer(model_folder, tmp_path, eval_accumulation_steps=steps)
+        moves = {"autospec": True, "side_effect": EvaluatedPairs._move_to_host}
+        with patch.object(EvaluatedPairs, "_move_to_host", **moves) as move:
+            found.append((trainer.evaluate(tiny.made_up_pairs(19))["eval_loss"], move.call_count))
+    assert found == [(found[0][0], 1), (found[0][0], 3)]  # of 5 batches
 
 
+TIED = tiny.made_up_rankings(5).map(lambda row: {"scores": [1.0] * len(row["scores"])})
 NOTHING_COMPARED: list[tuple[Any, dict[str, Any]]] = [
-    (tiny.made_up_rankings(5).map(lambda row: {"scores": [1.0] * len(row["scores"])}), {"loss_type": "regression"}),
-    (tiny.made_up_rankings(5).map(lambda row: {"scores": [1.0] * len(row["scores"])}), {"ties": "davidson"}),
+    (TIED, {"loss_type": "regression"}),
+    (TIED, {"ties": "davidson"}),
     (tiny.made_up_pairs(5).add_column("chosen_probability", [0.5] * 5), {}),
 ]
 
 
 @pytest.mark.parametrize(("data", "settings"), NOTHING_COMPARED)
 def test_training_goes_on_after_an_evaluation_that_compares_nothing(
-    folder: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, data: Any, settings: dict[str, Any]
+    model_folder: str, tmp_path: Path, data: Any, settings: dict[str, Any]
 ) -> None:
-    args = RewardConfig(
-        str(tmp_path),
-        report_to="none",
-        max_steps=2,
-        eval_strategy="steps",
-        eval_steps=1,
-        save_strategy="no",
-        **settings,
-    )
-    train = tiny.made_up_rankings(8) if "scores" in data.column_names else tiny.made_up_pairs(8)
-    trainer = RewardTrainer(folder, args, train_dataset=train, eval_dataset=data)
+    schedule: dict[str, Any] = {"max_steps": 2, "eval_strategy": "steps", "eval_steps": 1}
+    train = tiny.made_up_rankings(8) if "scores" in data.column_names else None
+    trainer = make_trainer(model_folder, tmp_path, data, train=train, **schedule, **settings)
     trainer.train()
     evaluated = [log for log in trainer.state.log_history if "eval_loss" in log]
     assert len(evaluated) == 2 and all("eval_mean_reward" in log and "eval_accuracy" not in log for log in evaluated)
-    assert caplog.text.count("no accuracy") == 2 and "eval" not in trainer.verdicts
+    assert "eval" not in trainer.verdicts
 
 
 CARDS: list[tuple[Any, dict[str, Any], list[str], list[str]]] = [
@@ -216,37 +223,51 @@ CARDS: list[tuple[Any, dict[str, Any], list[str], list[str]]] = [
 
 @pytest.mark.parametrize(("data", "settings", "stated", "absent"), CARDS)
 def test_the_card_states_the_loss_and_truncation(
-    folder: str, tmp_path: Path, data: Any, settings: dict[str, Any], stated: list[str], absent: list[str]
+    model_folder: str, tmp_path: Path, data: Any, settings: dict[str, Any], stated: list[str], absent: list[str]
 ) -> None:
-    args = RewardConfig(str(tmp_path), report_to="none", **settings)
-    trainer = RewardTrainer(folder, args, train_dataset=data, eval_dataset=data)
-    trainer.evaluate()
+    trainer = make_trainer(model_folder, tmp_path, data, train=data, **settings)
     trainer.create_model_card()
     card = (tmp_path / "README.md").read_text()
     assert [words for words in stated if words not in card] + [words for words in absent if words in card] == []
     assert ("Nothing was truncated" in card) is ("truncation_mode" not in settings)
-    prompts = len(set(data["prompt"]))
-    assert f"{prompts} of {prompts} evaluation prompts also occur in the training data." in card
 
 
-BEST: list[tuple[Any, dict[str, Any], list[str], list[str]]] = [
-    (tiny.made_up_rankings(8), {}, ["kendall_tau", "eval_top1_accuracy", "accuracy"], ["nonsense", "accuracy/a"]),
-    (tiny.made_up_pairs(8), {"eval_by": "prompt"}, ["accuracy/{prompt}"], ["kendall_tau", "accuracy/typo"]),
-    (NOTHING_COMPARED[0][0], {"loss_type": "regression"}, ["loss", "mean_reward"], ["accuracy"]),
+#: Data, settings, metrics that there are, and whether more of them is better; and metrics that there are not.
+BEST: list[tuple[Any, dict[str, Any], dict[str, bool], list[str]]] = [
+    (
+        tiny.made_up_rankings(8),
+        {},
+        {"kendall_tau": True, "eval_top1_accuracy": True, "accuracy": True},
+        ["nonsense", "accuracy/a"],
+    ),
+    (
+        labeled(6),
+        {"eval_by": "source"},
+        {"eval_accuracy/web": True, "eval_ece": False, "brier": False, "length_controlled_accuracy": True},
+        ["kendall_tau", "accuracy/typo"],
+    ),
+    (labeled(6), {}, {"accuracy": True}, ["eval_accuracy/web"]),
+    (TIED, {"loss_type": "regression"}, {"loss": False, "mean_reward": True}, ["accuracy"]),
 ]
 
 
 @pytest.mark.parametrize(("data", "settings", "measured", "others"), BEST)
 def test_the_metric_for_the_best_model_is_one_that_is_measured(
-    folder: str, tmp_path: Path, data: Any, settings: dict[str, Any], measured: list[str], others: list[str]
+    model_folder: str,
+    tmp_path: Path,
+    data: Any,
+    settings: dict[str, Any],
+    measured: dict[str, bool],
+    others: list[str],
 ) -> None:
     def make(name: str) -> RewardTrainer:
-        best = {"metric_for_best_model": name.format(prompt=data["prompt"][0]), "eval_strategy": "epoch"}
-        args = RewardConfig(str(tmp_path), report_to="none", **best, **settings)
-        return RewardTrainer(folder, args, train_dataset=data, eval_dataset=data)
+        best = settings | {"metric_for_best_model": name, "eval_strategy": "epoch", "save_strategy": "epoch"}
+        return make_trainer(model_folder, tmp_path, data, train=data, load_best_model_at_end=True, **best)
 
-    for name in measured:
-        assert f"eval_{name.removeprefix('eval_').format(prompt=data['prompt'][0])}" in make(name).evaluate()
+    for name, more_is_better in measured.items():
+        trainer = make(name)
+        assert trainer.args.greater_is_better is more_is_better, name
+    assert {f"eval_{name.removeprefix('eval_')}" for name in measured} <= trainer.evaluate().keys()
     for name in others:
         with pytest.raises(UserError, match="metric_for_best_model"):
             make(name)
@@ -260,10 +281,10 @@ def test_a_tracker_that_is_not_installed_is_named_at_once(tmp_path: Path) -> Non
         RewardConfig(str(tmp_path), report_to=["tensorboard", "wandb"])
 
 
-def test_an_evaluation_after_training_counts_the_tokens_since_the_last_log(folder: str, tmp_path: Path) -> None:
+def test_an_evaluation_after_training_counts_the_tokens_since_the_last_log(model_folder: str, tmp_path: Path) -> None:
     counts = []
     for logging_steps in (1, 2):
-        trainer = make_trainer(folder, tmp_path, max_steps=3, logging_steps=logging_steps)
+        trainer = make_trainer(model_folder, tmp_path, max_steps=3, logging_steps=logging_steps)
         trainer.train()
         counts.append(trainer.evaluate(tiny.made_up_pairs(8))["eval_num_tokens"])
     assert counts[0] == counts[1] > 0
@@ -271,25 +292,13 @@ def test_an_evaluation_after_training_counts_the_tokens_since_the_last_log(folde
 
 # ---- the verdict
 
-LABELS = ["web", "book", None]
-
-
-def labeled(count: int, seed: int = 3) -> Dataset:
-    """Pairs of which every third has the chosen answer longer, with the label of their source."""
-    rows: Any = tiny.made_up_pairs(count, seed=seed).to_list()
-    for number, row in enumerate(rows):
-        row["source"] = LABELS[number % 3]
-        if number % 3 == 0:
-            row["chosen"], row["rejected"] = row["rejected"], row["chosen"]
-    return Dataset.from_list(rows)
-
 
 @pytest.mark.parametrize("packing", [False, "auto"])
 def test_evaluation_logs_the_verdict_with_the_accuracy_of_each_label(
-    folder: str, tmp_path: Path, packing: str | bool
+    model_folder: str, tmp_path: Path, packing: str | bool
 ) -> None:
     pairs = labeled(26)
-    trainer = make_trainer(folder, tmp_path, pairs, eval_by="source", packing=packing)
+    trainer = make_trainer(model_folder, tmp_path, pairs, eval_by="source", packing=packing)
     metrics = trainer.evaluate()
     rewards_N2 = trainer.predict(pairs).predictions.astype(float)
     right_N = rewards_N2[:, 0] > rewards_N2[:, 1]
@@ -315,27 +324,28 @@ def test_evaluation_logs_the_verdict_with_the_accuracy_of_each_label(
     assert metrics["eval_accuracy"] == pytest.approx(right_N.mean()), "TRL's own stay as they were"
 
 
-def test_a_verdict_and_its_pictures_are_beside_the_model_and_in_its_card(folder: str, tmp_path: Path) -> None:
+def test_a_verdict_and_its_pictures_are_beside_the_model_and_in_its_card(model_folder: str, tmp_path: Path) -> None:
     hostile = labeled(12).map(lambda row: {"source": f"<b>|{row['source']}`"})
-    trainer = make_trainer(folder, tmp_path, hostile, eval_by="source")
-    metrics = trainer.evaluate()
+    trainer = make_trainer(model_folder, tmp_path, hostile, eval_by="source", train=hostile)
+    metrics, prompts = trainer.evaluate(), len(set(hostile["prompt"]))
     trainer.create_model_card()
     verdict = json.loads((tmp_path / "verdict.json").read_text())
     assert verdict["accuracy"]["value"] == metrics["eval_accuracy"]
     card = (tmp_path / "README.md").read_text()
     assert card.index("## Evaluation") < card.index("## Training procedure")
     assert f"{metrics['eval_accuracy']:.4f} ({metrics['eval_accuracy_low']:.3f} to" in card
+    assert f"{prompts} of {prompts} evaluation prompts" in card
     assert "<b>" not in card and "&lt;b>" in card and "pypi" not in card
     for name in ("verdict_margins.png", "verdict_reliability.png"):
         assert f"]({name})" in card and (tmp_path / name).read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_checkpoint_has_the_verdict_of_the_evaluation_before_it_and_each_dataset_its_own(
-    folder: str, tmp_path: Path
+    model_folder: str, tmp_path: Path
 ) -> None:
     sets = {"easy one": labeled(6), "hard": labeled(9, seed=6)}
     schedule: dict[str, Any] = {"max_steps": 2, "eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps"}
-    trainer = make_trainer(folder, tmp_path, sets, save_steps=2, **schedule)
+    trainer = make_trainer(model_folder, tmp_path, sets, save_steps=2, **schedule)
     trainer.train()
     found = read_run(tmp_path, "run")
     assert {name: each.pairs for name, each in found.verdicts.items()} == {"run: easy one": 6, "run: hard": 9}  # type: ignore[union-attr]
@@ -345,15 +355,6 @@ def test_a_checkpoint_has_the_verdict_of_the_evaluation_before_it_and_each_datas
     card = (tmp_path / "README.md").read_text()
     assert "### easy one" in card and "### hard" in card
     assert not list(tmp_path.glob("*.png")), "training does not wait for pictures"
-
-
-def test_the_best_model_may_be_the_one_that_is_calibrated_best(folder: str, tmp_path: Path) -> None:
-    schedule: dict[str, Any] = {"max_steps": 2, "eval_strategy": "steps", "eval_steps": 1}
-    for name in ("eval_ece", "brier", "length_controlled_accuracy", "eval_accuracy/web"):
-        trainer = make_trainer(folder, tmp_path, labeled(6), eval_by="source", metric_for_best_model=name, **schedule)
-        assert trainer.args.greater_is_better is ("accuracy" in name)
-    with pytest.raises(UserError, match="metric_for_best_model='eval_accuracy/web' is not measured"):
-        make_trainer(folder, tmp_path, labeled(6), metric_for_best_model="eval_accuracy/web", **schedule)
 
 
 def test_a_column_that_cannot_group_is_named_before_anything_is_loaded(tmp_path: Path) -> None:
@@ -372,29 +373,29 @@ def test_a_column_that_cannot_group_is_named_before_anything_is_loaded(tmp_path:
 
 
 def test_another_dataset_without_the_column_and_a_loader_of_ones_own_go_without_groups(
-    folder: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    model_folder: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    trainer = make_trainer(folder, tmp_path, labeled(6), eval_by="source")
+    trainer = make_trainer(model_folder, tmp_path, labeled(6), eval_by="source")
     others = tiny.made_up_pairs(202)
-    expected = make_trainer(folder, tmp_path).predict(others.select(range(4))).metrics
+    expected = make_trainer(model_folder, tmp_path).predict(others.select(range(4))).metrics
     assert trainer.predict(others.select(range(4))).metrics.keys() == expected.keys()
-    assert caplog.text.count("The metrics are without groups. eval_by='source' names no column") == 1
+    assert caplog.text.count("eval_by='source'") == 1
     many = others.add_column("source", [str(row) for row in range(202)])
-    assert "eval_accuracy/7" not in trainer.evaluate(many) and "202 groups are too many" in caplog.text
+    assert "eval_accuracy/7" not in trainer.evaluate(many) and "202" in caplog.text
 
     class Reversed(RewardTrainer):
         def _get_eval_sampler(self, eval_dataset: Any) -> Any:
             return range(len(eval_dataset) - 1, -1, -1)
 
     args = RewardConfig(str(tmp_path), report_to="none", eval_by="source", save_strategy="no")
-    own = Reversed(folder, args, train_dataset=tiny.made_up_pairs(16), eval_dataset=labeled(6))
+    own = Reversed(model_folder, args, train_dataset=tiny.made_up_pairs(16), eval_dataset=labeled(6))
     metrics = own.evaluate()
     assert "eval_ece" in metrics and "eval_accuracy/web" not in metrics and "eval_length_only_accuracy" not in metrics
-    assert "eval_by='source' is left out" in caplog.text
+    assert caplog.text.count("eval_by='source'") > 1
 
 
-def test_rewards_that_are_not_finite_have_no_verdict(folder: str, tmp_path: Path) -> None:
-    trainer = make_trainer(folder, tmp_path, labeled(4))
+def test_rewards_that_are_not_finite_have_no_verdict(model_folder: str, tmp_path: Path) -> None:
+    trainer = make_trainer(model_folder, tmp_path, labeled(4))
     trainer.model.score.weight.data.fill_(math.nan)
     metrics = trainer.evaluate()
     assert math.isnan(metrics["eval_margin"]) and "eval_ece" not in metrics

