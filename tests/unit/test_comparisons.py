@@ -15,7 +15,7 @@ from trl_tpu.modeling.losses import Loss
 
 K, A = 4, 3
 PLAIN = ComparisonRule()
-Ranking = list[tuple[float, Any]]
+Ranking = list[tuple[float, Any]]  # of each answer its reward and grade
 rewards = st.floats(-20, 20, width=32)
 rankings = st.lists(st.lists(st.tuples(rewards, st.integers(0, 3)), min_size=2, max_size=K), min_size=1, max_size=4)
 shares = st.floats(0, 1, width=32)
@@ -42,45 +42,62 @@ def losses(
     return losses_P[: len(rows)].tolist(), gradient_PAK[: len(rows)], table.weight_sum_1.item()
 
 
-def slopes(formula: Callable[[Ranking], float], each: Ranking) -> list[float]:
-    """Differentiate a formula by each reward, in float64."""
-    step = 1e-6
-    moved = lambda n, by: [(r + by * (n == i), g) for i, (r, g) in enumerate(each)]  # noqa: E731
-    return [(formula(moved(n, step)) - formula(moved(n, -step))) / (2 * step) for n in range(len(each))]
-
-
 def assert_equal(
+    rows: list[dict[str, Any]],
+    rewards_PAK: Any,
+    formula: Callable[[int, Any], float],
+    loss: Loss,
+    rule: ComparisonRule = PLAIN,
+    attributes: int = 0,
+) -> None:
+    """Compare with a formula of a row's number and rewards [A][K], and with its slopes in float64."""
+    step = 1e-6
+    found, gradient_PAK, total = losses(rows, rewards_PAK, loss, rule, attributes)
+    steps = sum(len(values_K) for (values_K,) in rewards_PAK) if "step_ends" in rows[0] else 0
+    assert total == (steps or len(rows))
+    for number, values_AK in enumerate(rewards_PAK):
+        assert found[number] == pytest.approx(formula(number, values_AK), rel=1e-5, abs=1e-5)
+        for place, values_K in enumerate(values_AK):
+            for at in range(gradient_PAK.shape[2]):
+                ends = []
+                for by in (step, -step) if at < len(values_K) else ():
+                    moved = [[*each] for each in values_AK]
+                    moved[place][at] += by
+                    ends.append(formula(number, moved))
+                slope = (ends[0] - ends[1]) / (2 * step) if ends else 0.0
+                assert gradient_PAK[number, place, at].item() == pytest.approx(slope, rel=1e-4, abs=1e-4)
+
+
+def assert_rankings_equal(
     some: list[Ranking], formula: Callable[[Ranking], float], loss: Loss, rule: ComparisonRule = PLAIN
 ) -> None:
-    rows = [{"grades": [grade for _, grade in each]} for each in some]
-    found, gradient_PAK, _ = losses(rows, [[[reward for reward, _ in each]] for each in some], loss, rule)
-    for loss_of_one, gradient_K, each in zip(found, gradient_PAK[:, 0].tolist(), some, strict=True):
-        assert loss_of_one == pytest.approx(formula(each), rel=1e-5, abs=1e-5)
-        expected = slopes(formula, each) + [0.0] * (len(gradient_K) - len(each))
-        assert gradient_K == pytest.approx(expected, rel=1e-4, abs=1e-4)
+    grades = [[grade for _, grade in each] for each in some]
+    assert_equal(
+        [{"grades": each} for each in grades],
+        [[[reward for reward, _ in each]] for each in some],
+        lambda number, rewards_1K: formula(list(zip(rewards_1K[0], grades[number], strict=True))),
+        loss,
+        rule,
+    )
 
 
 # ---- pairs and steps
 
 
+def cross_entropy(target: float, difference: float) -> float:
+    return float(target * np.logaddexp(0, -difference) + (1 - target) * np.logaddexp(0, difference))
+
+
 @given(st.lists(st.tuples(rewards, rewards, st.floats(-5, 5, width=32), shares), min_size=1, max_size=5))
 def test_a_pair_is_the_cross_entropy_of_its_probability_with_a_margin(some: Any) -> None:
+    def formula(number: int, rewards_AK: Any) -> float:
+        ((chosen, rejected),), (_, _, margin, share) = rewards_AK, some[number]
+        target = share + 0.1 * (1 - 2 * share)
+        return cross_entropy(target, chosen - rejected - margin) + 0.5 * (chosen + rejected) ** 2
+
     rows = [{"margin": margin, "chosen_probability": share} for _, _, margin, share in some]
-    found, gradient_PAK, total = losses(
-        rows,
-        [[pair[:2]] for pair in some],
-        Loss(label_smoothing=0.1, center_rewards_coefficient=0.5),
-        ComparisonRule(),
-    )
-    assert total == len(some)
-    for loss, gradient, (chosen, rejected, margin, share) in zip(
-        found, gradient_PAK[:, 0].tolist(), some, strict=True
-    ):
-        target, difference = share + 0.1 * (1 - 2 * share), chosen - rejected - margin
-        cross_entropy = target * np.logaddexp(0, -difference) + (1 - target) * np.logaddexp(0, difference)
-        assert loss == pytest.approx(cross_entropy + 0.5 * (chosen + rejected) ** 2, rel=1e-5, abs=1e-5)
-        slope, center = target - 1 / (1 + np.exp(-difference)), chosen + rejected
-        assert gradient == pytest.approx([center - slope, center + slope], rel=1e-4, abs=1e-4)
+    loss = Loss(label_smoothing=0.1, center_rewards_coefficient=0.5)
+    assert_equal(rows, [[pair[:2]] for pair in some], formula, loss)
 
 
 def test_large_differences_neither_overflow_nor_vanish() -> None:
@@ -90,14 +107,12 @@ def test_large_differences_neither_overflow_nor_vanish() -> None:
 
 @given(st.lists(st.lists(st.tuples(rewards, shares), max_size=K), min_size=1, max_size=4).filter(any))
 def test_each_step_is_compared_with_0_and_counts_once(some: list[Ranking]) -> None:
+    def formula(number: int, rewards_1K: Any) -> float:
+        labels = [label for _, label in some[number]]
+        return sum(map(cross_entropy, labels, rewards_1K[0]))
+
     rows = [{"grades": [label for _, label in each], "step_ends": [1] * len(each)} for each in some]
-    found, gradient_PAK, total = losses(rows, [[[reward for reward, _ in each]] for each in some], Loss(), PLAIN)
-    assert total == sum(map(len, some))
-    for loss, gradient_K, each in zip(found, gradient_PAK[:, 0], some, strict=True):
-        expected = [label * np.logaddexp(0, -reward) + (1 - label) * np.logaddexp(0, reward) for reward, label in each]
-        assert loss == pytest.approx(sum(expected), rel=1e-5, abs=1e-5)
-        slopes_K = [1 / (1 + np.exp(-reward)) - label for reward, label in each]
-        assert gradient_K[: len(each)].tolist() == pytest.approx(slopes_K, rel=1e-4, abs=1e-4)
+    assert_equal(rows, [[[reward for reward, _ in each]] for each in some], formula, Loss())
 
 
 # ---- rankings
@@ -106,10 +121,9 @@ def test_each_step_is_compared_with_0_and_counts_once(some: list[Ranking]) -> No
 def instruct_gpt(each: Ranking, scale: float = 0, smoothing: float = 0, center: float = 0) -> float:
     """https://arxiv.org/abs/2203.02155, eq. 1, with Llama 2's margins: the mean over a prompt's comparisons."""
     losses = [
-        (1 - smoothing) * np.logaddexp(0, -d) + smoothing * np.logaddexp(0, d) + center * (r + s) ** 2
+        cross_entropy(1 - smoothing, r - s - scale * (a - b)) + center * (r + s) ** 2
         for (r, a), (s, b) in permutations(each, 2)
         if a > b
-        for d in [r - s - scale * (a - b)]
     ]
     return float(np.mean(losses)) if losses else 0.0
 
@@ -138,44 +152,43 @@ def with_ties(each: Ranking, model: str, threshold: float) -> float:
     return float(np.mean([-np.log(each) for each in likely]))
 
 
+def regression(each: Ranking, center: float = 0) -> float:
+    compared = [(r + s) ** 2 for (r, a), (s, b) in permutations(each, 2) if a > b]
+    return float(np.mean([(r - g) ** 2 for r, g in each]) + center * np.mean(compared or [0]))
+
+
 @given(rankings, st.sampled_from([0.0, 0.7]), st.sampled_from([0.0, 0.2]), st.sampled_from([0.0, 0.01]))
 def test_a_ranking_is_the_mean_over_its_comparisons(some: Any, scale: float, smoothing: float, center: float) -> None:
     loss = Loss(label_smoothing=smoothing, center_rewards_coefficient=center or None)
     rule = ComparisonRule(margin_scale=scale or None)
-    assert_equal(some, lambda each: instruct_gpt(each, scale, smoothing, center), loss, rule)
+    assert_rankings_equal(some, lambda each: instruct_gpt(each, scale, smoothing, center), loss, rule)
 
 
 @given(rankings, st.sampled_from([None, 1, 2]))
 def test_plackett_luce_draws_answer_by_answer(some: Any, top_k: int | None) -> None:
     ordered = [[(reward, -place) for place, (reward, _) in enumerate(each)] for each in some]
     loss = Loss(loss_type="plackett_luce", ranking_top_k=top_k)
-    assert_equal(ordered, lambda each: plackett_luce(each, top_k or K), loss)
+    assert_rankings_equal(ordered, lambda each: plackett_luce(each, top_k or K), loss)
 
 
 @given(rankings, st.sampled_from(["davidson", "rao_kupper"]), st.sampled_from([0.3, 1.0]))
 def test_ties_are_learned_from(some: Any, model: str, threshold: float) -> None:
     loss = Loss(ties=model, tie_threshold=threshold)
-    assert_equal(some, lambda each: with_ties(each, model, threshold), loss, ComparisonRule(learns_ties=True))
+    rule = ComparisonRule(learns_ties=True)
+    assert_rankings_equal(some, lambda each: with_ties(each, model, threshold), loss, rule)
 
 
 @given(rankings, st.sampled_from([0.0, 0.1]))
 def test_regression_fits_rewards_to_grades(some: Any, center: float) -> None:
     loss = Loss(loss_type="regression", center_rewards_coefficient=center or None)
+    assert_rankings_equal(some, lambda each: regression(each, center), loss)
 
+
+def test_plackett_luce_compares_no_answers_of_one_grade() -> None:
     def formula(each: Ranking) -> float:
-        compared = [(r + s) ** 2 for (r, a), (s, b) in permutations(each, 2) if a > b]
-        return float(np.mean([(r - g) ** 2 for r, g in each]) + center * np.mean(compared or [0]))
+        return float(np.logaddexp.reduce([reward for reward, _ in each]) - each[0][0])
 
-    assert_equal(some, formula, loss)
-
-
-@pytest.mark.parametrize("loss_type", ["sigmoid", "plackett_luce"])
-def test_answers_of_one_grade_are_not_compared(loss_type: str) -> None:
-    _, gradient_PAK, _ = losses([{"grades": [1, 0, 0]}], [[[0.3, 2.0, -1.0]]], Loss(loss_type=loss_type), PLAIN)
-    wrong = np.exp(np.array([2.0, -1.0]) - 0.3)
-    by_pairs = wrong / (1 + wrong) / 2
-    expected = by_pairs if loss_type == "sigmoid" else wrong / (1 + wrong.sum())
-    assert gradient_PAK[0, 0].tolist() == pytest.approx([-float(expected.sum()), *expected.tolist()], abs=1e-6)
+    assert_rankings_equal([[(0.3, 1), (2.0, 0), (-1.0, 0)]], formula, Loss(loss_type="plackett_luce"))
 
 
 @pytest.mark.parametrize("ties", ["skip", "davidson"])
@@ -190,49 +203,6 @@ def test_each_comparison_may_count_once(ties: str) -> None:
     assert found == pytest.approx([count * each for count, each in zip(counts, one, strict=True)], rel=1e-5)
 
 
-# ---- attributes
-
-
-@given(
-    st.lists(
-        st.lists(
-            st.one_of(st.none(), st.lists(st.integers(0, 3), min_size=K, max_size=K)), min_size=A, max_size=A
-        ).filter(any),
-        min_size=1,
-        max_size=3,
-    ),
-    st.sampled_from([None, [2.0, 0.5, 1.0]]),
-    st.sampled_from(["sigmoid", "regression"]),
-    st.integers(0, 9),
-)
-def test_attributes_are_a_weighted_mean_of_rankings_that_are_there(
-    some: Any, weights: list[float] | None, loss_type: str, seed: int
-) -> None:
-    rewards_PAK = np.random.default_rng(seed).normal(size=(len(some), A, K)).tolist()
-    found, gradient_PAK, total = losses(
-        [{"grades": each} for each in some],
-        rewards_PAK,
-        Loss(loss_type=loss_type),
-        ComparisonRule(attribute_weights=weights),
-        A,
-    )
-    assert total == len(some)
-    formula = instruct_gpt if loss_type == "sigmoid" else lambda each: float(np.mean([(r - g) ** 2 for r, g in each]))
-    for loss, gradient_AK, rewards_AK, grades_AK in zip(found, gradient_PAK, rewards_PAK, some, strict=True):
-        there = [place for place in range(A) if grades_AK[place] is not None]
-        share = {place: (weights or [1.0] * A)[place] for place in there}
-        of = {place: list(zip(rewards_AK[place], grades_AK[place], strict=True)) for place in there}
-        expected = sum(share[place] * formula(of[place]) for place in there) / sum(share.values())
-        assert loss == pytest.approx(expected, rel=1e-5, abs=1e-5)
-        for place in range(A):
-            slopes_K = (
-                [share[place] * each / sum(share.values()) for each in slopes(formula, of[place])]
-                if place in of
-                else [0.0] * K
-            )
-            assert gradient_AK[place].tolist() == pytest.approx(slopes_K, rel=1e-4, abs=1e-4)
-
-
 @given(rankings, st.sampled_from([Loss(), Loss(loss_type="plackett_luce"), Loss(label_smoothing=0.1)]))
 def test_a_ranking_of_two_with_different_grades_is_a_pair(some: Any, loss: Loss) -> None:
     two = [each[:2] for each in some if each[0][1] > each[1][1]]
@@ -242,3 +212,28 @@ def test_a_ranking_of_two_with_different_grades_is_a_pair(some: Any, loss: Loss)
     ranked = losses([{"grades": [g for _, g in each]} for each in two], values, loss, PLAIN)
     paired = losses([{} for _ in two], values, loss, PLAIN)
     assert ranked[0] == paired[0] and torch.equal(ranked[1], paired[1]) and ranked[2] == paired[2]
+
+
+# ---- attributes
+
+grades = st.one_of(st.none(), st.lists(st.integers(0, 3), min_size=K, max_size=K))
+
+
+@given(
+    st.lists(st.lists(grades, min_size=A, max_size=A).filter(any), min_size=1, max_size=3),
+    st.sampled_from([None, [2.0, 0.5, 1.0]]),
+    st.sampled_from(["sigmoid", "regression"]),
+    st.integers(0, 9),
+)
+def test_attributes_are_a_weighted_mean_of_rankings_that_are_there(
+    some: Any, weights: list[float] | None, loss_type: str, seed: int
+) -> None:
+    def formula(number: int, rewards_AK: Any) -> float:
+        graded = [place for place in range(A) if some[number][place] is not None]
+        each = [list(zip(rewards_AK[place], some[number][place], strict=True)) for place in graded]
+        of_one = instruct_gpt if loss_type == "sigmoid" else regression
+        return float(np.average(list(map(of_one, each)), weights=[(weights or [1.0] * A)[at] for at in graded]))
+
+    rewards_PAK = np.random.default_rng(seed).normal(size=(len(some), A, K)).tolist()
+    rule, rows = ComparisonRule(attribute_weights=weights), [{"grades": each} for each in some]
+    assert_equal(rows, rewards_PAK, formula, Loss(loss_type=loss_type), rule, A)
