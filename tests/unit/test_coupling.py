@@ -23,14 +23,15 @@ from places import ROOT
 from transformers import AutoModelForSequenceClassification, Trainer
 
 from trl_tpu import RewardConfig, RewardTrainer
-from trl_tpu.training.device_trainer import DeviceTrainer
+from trl_tpu.experimental.prm import PRMTrainer
 
 # ---- transformers.Trainer: what is overridden
 
 OVERRIDES = sorted(
     {
         name
-        for kind in (DeviceTrainer, RewardTrainer)
+        for kind in PRMTrainer.__mro__
+        if kind.__module__.startswith("trl_tpu")
         for name, value in vars(kind).items()
         if hasattr(Trainer, name) and inspect.isfunction(value) and not name.startswith("__")
     }
@@ -41,38 +42,21 @@ def parameters_of(function: Any) -> list[str]:
     return [name for name in inspect.signature(function).parameters if name != "self"]
 
 
-def test_device_trainer_and_its_subclasses_are_the_only_trainers() -> None:
-    sources = {path: ast.parse(path.read_text(encoding="utf-8")) for path in (ROOT / "trl_tpu").rglob("*.py")}
-    bases = {
-        node.name: [ast.unparse(base) for base in node.bases]
-        for tree in sources.values()
-        for node in ast.walk(tree)
-        if isinstance(node, ast.ClassDef)
-    }
-    trainers = {name for name, of in bases.items() if any(base.endswith("Trainer") for base in of)}
-    assert trainers == {"DeviceTrainer", "RewardTrainer", "PRMTrainer"}
-    assert bases["DeviceTrainer"] == ["Trainer"] and bases["RewardTrainer"] == ["DeviceTrainer"]
-    assert bases["PRMTrainer"] == ["RewardTrainer"]
-
-
 def test_few_private_methods_are_overridden() -> None:
-    private = [name for name in OVERRIDES if name.startswith("_")]
-    assert len(private) < 15, private
+    assert len([name for name in OVERRIDES if name.startswith("_")]) < 15
 
 
 @pytest.mark.parametrize("name", OVERRIDES)
 def test_an_override_takes_what_transformers_gives(name: str) -> None:
-    theirs = parameters_of(getattr(Trainer, name))
     ours = parameters_of(getattr(RewardTrainer, name))
-    if {"args", "kwargs"} & set(ours):
-        return  # it hands on whatever comes
-    assert ours == theirs or name == "create_model_card", f"Trainer.{name} takes {theirs}, and ours {ours}"
+    hands_on = {"args", "kwargs"} & set(ours)
+    assert hands_on or name == "create_model_card" or ours == parameters_of(getattr(Trainer, name))
 
 
-@pytest.fixture(scope="module")
-def called(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
-    """The overrides that transformers, or a user, calls in a run that evaluates, saves, resumes and predicts."""
-    names: set[str] = set()
+def test_overrides_are_called(tmp_path: Path) -> None:
+    """By transformers or a user, in a run that evaluates, saves, resumes and predicts."""
+    # a subclass with a loss of its own would be given padded rows
+    names = {"compute_loss"}
 
     def watched(name: str, method: Any) -> Any:
         def call(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -81,30 +65,22 @@ def called(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
 
         return call
 
-    watching = type("Watching", (RewardTrainer,), {n: watched(n, getattr(RewardTrainer, n)) for n in OVERRIDES})
-    # a subclass with a loss of its own would be given padded rows
-    watching.compute_loss = RewardTrainer.compute_loss  # type: ignore[attr-defined]
-    names.add("compute_loss")
-    folder = tmp_path_factory.mktemp("called")
+    methods = {name: watched(name, getattr(RewardTrainer, name)) for name in OVERRIDES if name not in names}
+    watching = type("Watching", (RewardTrainer,), methods)
     pairs = tiny.made_up_pairs(16)
-    model = tiny.save_tiny(folder / "model", [*pairs["prompt"], *pairs["chosen"], *pairs["rejected"]], layers=1)
+    model = tiny.save_tiny(tmp_path / "model", [*pairs["prompt"], *pairs["chosen"], *pairs["rejected"]], layers=1)
     args = RewardConfig(
-        str(folder / "out"), max_steps=3, per_device_train_batch_size=4, save_steps=1, logging_steps=1, eval_steps=1,
+        str(tmp_path / "out"), max_steps=3, per_device_train_batch_size=4, save_steps=1, logging_steps=1, eval_steps=1,
         eval_strategy="steps", load_best_model_at_end=True, report_to="none", disable_tqdm=True,
     )  # fmt: skip
     load = partial(AutoModelForSequenceClassification.from_pretrained, model, num_labels=1)
     made: tuple[dict[str, Any], ...] = ({"model": model}, {"model_init": lambda: load()})
-    for given, resume in zip(made, (None, str(folder / "out" / "checkpoint-1")), strict=True):
+    for given, resume in zip(made, (None, str(tmp_path / "out" / "checkpoint-1")), strict=True):
         trainer = watching(args=args, train_dataset=pairs, eval_dataset=pairs, **given)
         trainer.train(resume_from_checkpoint=resume)
     trainer.predict(pairs)
     trainer.save_model()
-    return names
-
-
-@pytest.mark.parametrize("name", OVERRIDES)
-def test_an_override_is_called(name: str, called: set[str]) -> None:
-    assert name in called, f"Trainer.{name} is overridden, but a run with everything in it does not call it"
+    assert names == set(OVERRIDES)
 
 
 # ---- transformers.Trainer: what is called and read
@@ -124,52 +100,39 @@ CALLED = {
     "get_optimizer_cls_and_kwargs": ["args", "model"],
 }
 ATTRIBUTES = [
-    "_tr_loss",
-    "_total_loss_scalar",
-    "_globalstep_last_logged",
-    "_initial_global_step",
-    "_signature_columns",
-    "_train_batch_size",
-    "loss_is_scaled_for_ga",
-    "current_gradient_accumulation_steps",
-    "is_in_train",
+    *("_tr_loss", "_total_loss_scalar", "_globalstep_last_logged", "_initial_global_step", "_signature_columns"),
+    *("_train_batch_size", "loss_is_scaled_for_ga", "current_gradient_accumulation_steps", "is_in_train"),
     "is_distributed_loading_by_transformers",
 ]
-TRAINER = inspect.getsource(inspect.getmodule(Trainer))  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("name", CALLED)
-def test_a_method_that_is_called_takes_the_same(name: str) -> None:
-    assert parameters_of(getattr(Trainer, name)) == CALLED[name]
-
-
-@pytest.mark.parametrize("name", ATTRIBUTES)
-def test_an_attribute_that_is_read_or_set_is_there(name: str) -> None:
-    assert f"self.{name}" in TRAINER
-
-
-# by the method of transformers' Trainer that has to contain it
+# by the method of transformers' Trainer that has to contain it, in this order
 SOURCES = {
-    "__init__": "self.init_hf_repo()",  # the hub's repository is made with the trainer
-    "_finalize_training": "self.args.save_total_limit == 1",  # `DeviceTrainer` sets another limit after a stop
-    "_get_dataloader": "data_collator = self.data_collator",  # `data/loader.py` has another there meanwhile
-    # `data/loader.py` puts another function of that name into the module for an epoch
-    "_run_epoch": "train_dataloader = skip_first_batches(train_dataloader,",
+    "__init__": ["self.init_hf_repo()"],  # the hub's repository is made with the trainer
+    "_finalize_training": ["self.args.save_total_limit == 1"],  # `DeviceTrainer` sets another limit after a stop
+    "_get_dataloader": ["data_collator = self.data_collator"],  # `data/loader.py` has another there meanwhile
+    "_run_epoch": [
+        # `data/loader.py` puts another function of that name into the module for an epoch
+        "train_dataloader = skip_first_batches(train_dataloader,",
+        # `training/nonfinite.py` replaces the sum where it looks at the gradient's norm, before the update
+        "self._tr_loss += tr_loss_step",
+        *("self.floating_point_ops(", "self._clip_grad_norm(", "self._get_grad_norm(", "self.optimizer.step()"),
+    ],
 }
+
+
+def test_methods_that_are_called_take_the_same() -> None:
+    assert {name: parameters_of(getattr(Trainer, name)) for name in CALLED} == CALLED
+    assert parameters_of(transformers.trainer.skip_first_batches) == ["dataloader", "num_batches"]
+
+
+def test_attributes_that_are_read_or_set_are_there() -> None:
+    source = inspect.getsource(inspect.getmodule(Trainer))  # type: ignore[arg-type]
+    assert [name for name in ATTRIBUTES if f"self.{name}" not in source] == []
 
 
 @pytest.mark.parametrize("method", SOURCES)
 def test_a_method_does_what_is_built_upon(method: str) -> None:
-    assert SOURCES[method] in inspect.getsource(getattr(Trainer, method))
-    assert parameters_of(transformers.trainer.skip_first_batches) == ["dataloader", "num_batches"]
-
-
-def test_the_loop_adds_losses_up_in_place_and_looks_at_the_gradient_before_the_update() -> None:
-    """`training/nonfinite.py` replaces the sum where it looks at the gradient's norm."""
-    loop = inspect.getsource(Trainer._run_epoch)
-    calls = ("self.floating_point_ops(", "self._clip_grad_norm(", "self._get_grad_norm(", "self.optimizer.step()")
-    order = ["self._tr_loss += tr_loss_step", *calls]
-    places = [loop.index(part) for part in order]
+    source = inspect.getsource(getattr(Trainer, method))
+    places = [source.index(part) for part in SOURCES[method]]
     assert places == sorted(places)
 
 
@@ -179,16 +142,11 @@ NAMES = {
     "transformers.core_model_loading": ["revert_weight_conversion"],
     "transformers.modeling_layers": ["GradientCheckpointingLayer", "_gradient_checkpointing_func"],
     "transformers.modeling_utils": [
-        "_keep_in_fp32_modules",
-        "_keep_in_fp32_modules_strict",
-        "_can_set_attn_implementation",
-        "_can_set_experts_implementation",
-        "AttentionInterface",
+        *("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict", "AttentionInterface"),
+        *("_can_set_attn_implementation", "_can_set_experts_implementation"),
     ],
     "transformers.distributed.mixin": [
-        "def prepare_distribute_model(",
-        "def maybe_distribute_model(",
-        "model._device_mesh = ",
+        *("def prepare_distribute_model(", "def maybe_distribute_model(", "model._device_mesh = "),
     ],
     "transformers.distributed.sharding_utils": ["not placement.is_shard()"],
     "transformers.training_args": ["ACCELERATE_USE_CPU"],
@@ -211,42 +169,32 @@ NAMES = {
     "torch_xla.experimental.distributed_checkpoint": ["SPMDSavePlanner", "SPMDLoadPlanner"],
     "torch_xla.distributed.spmd.xla_sharding": ["_get_op_sharding_args", "class ShardingSpec", "HybridMesh"],
     "torch_xla.core.xla_model": ["optimization_barrier_", "send_cpu_data_to_device"],
+    "torch_xla/_XLAC*.so": [
+        *("_xla_get_spmd_config_is_locked", "_xla_get_cpu_tensors", "_xla_mark_sharding", "_get_xla_sharding_spec"),
+        "_xla_user_computation",
+    ],
 }
 
 
-def source_of(module: str) -> str:
-    """The source of an installed module, without importing it or the package that it is in."""
-    top, *rest = module.split(".")
+def source_of(module: str) -> bytes | mmap.mmap:
+    """The source, or the library, of an installed module, without importing it or the package that it is in."""
+    top, *rest = module.replace("/", ".").split(".")
     spec = importlib.util.find_spec(top)
     if spec is None or spec.origin is None:
         pytest.skip(f"{top} is not installed")
-    path = Path(spec.origin).parent.joinpath(*rest)
-    path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
-    return path.read_text(encoding="utf-8")
+    folder = Path(spec.origin).parent
+    if "/" in module:
+        (library,) = folder.parent.glob(module.partition("/")[2])
+        with library.open("rb") as file:
+            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    path = folder.joinpath(*rest)
+    return (path / "__init__.py" if path.is_dir() else path.with_suffix(".py")).read_bytes()
 
 
-@pytest.mark.parametrize(("module", "name"), [(module, name) for module, names in NAMES.items() for name in names])
-def test_a_name_is_in_its_module(module: str, name: str) -> None:
-    assert name in source_of(module), f"{module} has no {name} any more"
-
-
-XLAC = [
-    "_xla_get_spmd_config_is_locked",
-    "_xla_get_cpu_tensors",
-    "_xla_mark_sharding",
-    "_get_xla_sharding_spec",
-    "_xla_user_computation",
-]
-
-
-@pytest.mark.parametrize("name", XLAC)
-def test_a_function_is_in_torch_xlas_library(name: str) -> None:
-    spec = importlib.util.find_spec("torch_xla")
-    if spec is None or spec.origin is None:
-        pytest.skip("torch_xla is not installed")
-    (library,) = Path(spec.origin).parents[1].glob("_XLAC*.so")
-    with library.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-        assert content.find(name.encode()) >= 0
+@pytest.mark.parametrize("module", NAMES)
+def test_names_are_in_their_module(module: str) -> None:
+    source = source_of(module)
+    assert [name for name in NAMES[module] if source.find(name.encode()) < 0] == []
 
 
 # ---- versions
