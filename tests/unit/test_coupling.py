@@ -97,11 +97,10 @@ CALLED = {
     "_get_collator_with_removed_columns": ["data_collator", "description"],
     "_prepare_inputs": ["inputs"],
     "store_flos": [],
-    "get_optimizer_cls_and_kwargs": ["args", "model"],
 }
 ATTRIBUTES = [
     *("_tr_loss", "_total_loss_scalar", "_globalstep_last_logged", "_initial_global_step", "_signature_columns"),
-    *("_train_batch_size", "loss_is_scaled_for_ga", "current_gradient_accumulation_steps", "is_in_train"),
+    *("_train_batch_size", "loss_is_scaled_for_ga", "is_in_train"),
     "is_distributed_loading_by_transformers",
 ]
 # by the method of transformers' Trainer that has to contain it, in this order
@@ -141,13 +140,8 @@ def test_a_method_does_what_is_built_upon(method: str) -> None:
 NAMES = {
     "transformers.core_model_loading": ["revert_weight_conversion"],
     "transformers.modeling_layers": ["GradientCheckpointingLayer", "_gradient_checkpointing_func"],
-    "transformers.modeling_utils": [
-        *("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict", "AttentionInterface"),
-        *("_can_set_attn_implementation", "_can_set_experts_implementation"),
-    ],
-    "transformers.distributed.mixin": [
-        *("def prepare_distribute_model(", "def maybe_distribute_model(", "model._device_mesh = "),
-    ],
+    "transformers.modeling_utils": ["_keep_in_fp32_modules", "_keep_in_fp32_modules_strict", "AttentionInterface"],
+    "transformers.distributed.mixin": ["prepare_distribute_model", "maybe_distribute_model", "model._device_mesh = "],
     "transformers.distributed.sharding_utils": ["not placement.is_shard()"],
     "transformers.training_args": ["ACCELERATE_USE_CPU"],
     "transformers.masking_utils": ["AttentionMaskInterface", "sdpa_mask", "causal_mask_function"],
