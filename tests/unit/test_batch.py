@@ -26,6 +26,9 @@ from trl_tpu.modeling.static_shapes import use_expanded_attention
 from trl_tpu.packing.pack import pack_unpadded, pad
 from trl_tpu.packing.planned import pack
 from trl_tpu.packing.shapes import RowPlan, RowShape
+from trl_tpu.parallel.sharding_plan import Placement
+from trl_tpu.runtime.native import Runtime
+from trl_tpu.training.optimizer import StepState
 from trl_tpu.training.step import training_step
 
 Rows = list[dict[str, Any]]
@@ -290,3 +293,17 @@ def test_micro_batches_may_be_computed_one_at_a_time() -> None:
     torch.testing.assert_close(torch.stack(parts).sum(), whole)
     padded = TrlCollator(PAD)(PAIRS)
     assert list(apart(padded)) == [padded]
+
+
+def test_gradients_of_a_training_that_was_interrupted_do_not_enter_the_next() -> None:
+    """Between two micro-batches, as by an error of a callback: the buffers that they add up in stay."""
+    model = torch.nn.Linear(3, 1, bias=False)
+    optimizer = torch.optim.AdamW(model.parameters())
+    placements = {"weight": Placement((None, None), "whole")}
+    state = StepState(Runtime(), scanned=None)
+    assert state.prepare(model, placements, optimizer, accumulates=True)
+    state.attach_gradients()
+    model(torch.ones(1, 3)).sum().backward()
+    assert model.weight.grad is not None and model.weight.grad.tolist() == [[1, 1, 1]]
+    assert not state.prepare(model, placements, optimizer, accumulates=True)
+    assert model.weight.grad.tolist() == [[0, 0, 0]]

@@ -9,7 +9,13 @@ from hypothesis import strategies as st
 from tiny import tiny_tokenizer
 from trl.trainer.reward_trainer import DataCollatorForPreference as TrlCollator
 
-from trl_tpu.data.collators import DataCollatorForPreference, DictCollator, RewardDataCollatorWithPadding, read_dict
+from trl_tpu.data.collators import (
+    DataCollatorForPreference,
+    DictCollator,
+    RewardDataCollatorWithPadding,
+    batches_in,
+    read_dict,
+)
 from trl_tpu.data.comparisons import ComparisonRule
 from trl_tpu.data.measure import OLD_KEYS, PAIR, read_row
 from trl_tpu.data.old_pairs import old_columns
@@ -123,3 +129,20 @@ def test_a_batch_without_its_labels_is_not_read_as_pairs() -> None:
         batch = DataCollatorForPreference(0)([labels, labels])
         with pytest.raises(UserError, match="data_collator"):
             read_dict(batch, 0)
+
+
+# names of our own data, which a user's collator may use, too
+KEYS = "weight chosen_probability pair_mask weight_C batch_pairs rows packed grade grades step is_there end labels "
+KEYS += "answers step_ends micro_batches comparisons input_ids_chosen attention_mask_rejected"
+
+
+@pytest.mark.parametrize("key", KEYS.split())
+def test_keys_of_a_users_batch_go_to_the_model_and_change_no_loss(key: str) -> None:
+    pairs = [{"chosen_ids": [5, 6, 7, 1], "rejected_ids": [5, 6, 8], "margin": margin} for margin in (0.5, 1.5, 2.5)]
+    batch = DataCollatorForPreference(0)(pairs)
+    added = {**batch, key: torch.zeros(len(pairs))}
+    (plain,), (more,) = batches_in(batch, 0), batches_in(added, 0)
+    assert plain.extras == {} and more.extras == {key: added[key]}
+    torch.testing.assert_close(more.tensors(), plain.tensors(), rtol=0, atol=0, equal_nan=True)
+    # keys that belong to this length would not fit longer planned ones
+    assert DictCollator(lambda _: added, False, ComparisonRule(), 0, lengths=(64,))(pairs) == added
