@@ -18,9 +18,6 @@ from trl_tpu.trainer.model_config import ModelConfig
 IDS = torch.tensor([[5, 6, 7, 8], [9, 10, 11, 0]])
 
 
-PROMPTS = peft.PromptTuningConfig, peft.PrefixTuningConfig
-
-
 def tiny(kind: Any = LlamaForSequenceClassification, **kwargs: Any) -> Any:
     torch.manual_seed(0)
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -31,21 +28,36 @@ def trainable(model: torch.nn.Module) -> set[str]:
     return {name for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
+LORA = {"use_peft": True, "lora_task_type": "SEQ_CLS"}
+
+
 @pytest.mark.parametrize(
-    "flags",
+    ("name", "flags"),
     [
-        {"lora_r": 4, "lora_alpha": 3, "lora_dropout": 0.0, "use_rslora": True, "lora_modules_to_save": ["score"]},
-        {"lora_target_modules": ["all-linear"], "use_dora": True},
-        {"lora_target_modules": ["q_proj", "v_proj"], "lora_target_parameters": ["mlp.experts"]},
-        {"use_peft": False},
+        (
+            "get_peft_config",
+            LORA | {"lora_r": 4, "lora_alpha": 3, "use_rslora": True, "lora_modules_to_save": ["score"]},
+        ),
+        ("get_peft_config", LORA | {"lora_target_modules": ["all-linear"], "use_dora": True, "lora_dropout": 0.0}),
+        ("get_peft_config", LORA | {"lora_target_modules": ["q"], "lora_target_parameters": ["mlp.experts"]}),
+        ("get_peft_config", {}),
+        ("get_quantization_config", {"load_in_8bit": True}),
+        ("get_quantization_config", {"load_in_4bit": True, "bnb_4bit_quant_type": "fp4", "dtype": "bfloat16"}),
+        ("get_quantization_config", {"load_in_4bit": True, "use_bnb_nested_quant": True}),
+        ("get_quantization_config", {"load_in_4bit": True, "bnb_4bit_quant_storage": "uint8"}),
+        ("get_quantization_config", {}),
     ],
 )
-def test_the_lora_configuration_is_trls(flags: dict[str, Any]) -> None:
-    flags = {"use_peft": True, "lora_task_type": "SEQ_CLS", **flags}
-    ours = adapters.get_peft_config(ModelConfig(**flags))
-    theirs: Any = reference.get_peft_config(trl.ModelConfig(**flags))
-    assert (ours is None) == (not flags["use_peft"])
-    assert ours == theirs and (ours is None or ours.to_dict() == theirs.to_dict())
+def test_configurations_are_trls(name: str, flags: dict[str, Any]) -> None:
+    def outcome(module: Any, config: Any) -> Any:
+        try:
+            made = getattr(module, name)(config(**flags))
+        except Exception as error:  # bitsandbytes is not installed, say
+            return type(error)
+        return made and (type(made), made.to_dict())
+
+    ours = outcome(adapters, ModelConfig)
+    assert ours == outcome(reference, trl.ModelConfig) and (ours is None) == (not flags)
 
 
 def test_adapters_that_cannot_be_added_are_refused() -> None:
@@ -71,28 +83,22 @@ def test_the_model_and_its_output_are_those_of_peft_and_the_callers_config_stays
 
 
 @pytest.mark.parametrize(
-    ("given", "expected"),
+    ("settings", "expected"),
     [
-        (None, {"embed_tokens": [3, 4]}),
-        ([4, 9], {"embed_tokens": [4, 9, 3]}),
-        ({"embed_tokens": [9]}, {"embed_tokens": [9, 3, 4]}),
+        ({}, {"embed_tokens": [3, 4]}),
+        ({"trainable_token_indices": [4, 9]}, {"embed_tokens": [4, 9, 3]}),
+        ({"trainable_token_indices": {"embed_tokens": [9]}}, {"embed_tokens": [9, 3, 4]}),
+        ({"modules_to_save": ["embed_tokens"]}, None),  # where all train
     ],
 )
-def test_added_tokens_join_those_that_train_already(given: Any, expected: dict[str, list[int]]) -> None:
-    config = peft.LoraConfig(trainable_token_indices=given)
-    model: Any = adapters.add_adapters(tiny(), config, [3, 4])
+def test_added_tokens_join_those_that_train_already(settings: Any, expected: dict[str, list[int]] | None) -> None:
+    model: Any = adapters.add_adapters(tiny(), peft.LoraConfig(**settings), [3, 4])
     assert model.peft_config["default"].trainable_token_indices == expected
     before = model.get_input_embeddings().weight.detach().clone()
     model(IDS.clamp(max=4)).logits.sum().backward()
     torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1.0).step()
     changed = (model.get_input_embeddings().weight != before).any(dim=1).nonzero().flatten().tolist()
     assert changed == [4]  # of the trained ones, the only one in the batch
-
-
-def test_added_tokens_need_nothing_where_all_embeddings_train() -> None:
-    config = peft.LoraConfig(modules_to_save=["embed_tokens"])
-    whole: Any = adapters.add_adapters(tiny(), config, [3])
-    assert whole.peft_config["default"].trainable_token_indices is None
 
 
 def test_adapters_get_gradients_through_recomputed_layers() -> None:
@@ -158,7 +164,8 @@ def test_adapters_that_are_broken_are_refused_by_name(config: str, tmp_path: Pat
     "config",
     [
         *(peft.LoraConfig(), peft.LoraConfig(task_type="SEQ_CLS"), peft.LoraConfig(trainable_token_indices=[3])),
-        *(prompts(task_type="SEQ_CLS", num_virtual_tokens=2) for prompts in PROMPTS),
+        peft.PromptTuningConfig(task_type="SEQ_CLS", num_virtual_tokens=2),
+        peft.PrefixTuningConfig(task_type="SEQ_CLS", num_virtual_tokens=2),
     ],
     ids=lambda config: config.peft_type.value,
 )
@@ -170,25 +177,3 @@ def test_adapter_names_are_all_that_is_trained_and_as_large_as_what_is_saved(con
     written = load_file(tmp_path / "adapter_model.safetensors")
     assert sorted(tuple(state[name].shape) for name in names) == sorted(tuple(t.shape) for t in written.values())
     assert names == trainable(model)
-
-
-@pytest.mark.parametrize(
-    "flags",
-    [
-        {"load_in_8bit": True},
-        {"load_in_4bit": True, "bnb_4bit_quant_type": "fp4", "use_bnb_nested_quant": True, "dtype": "bfloat16"},
-        {"load_in_4bit": True, "bnb_4bit_quant_storage": "uint8"},
-        {},
-    ],
-)
-def test_quantization_is_trls(flags: dict[str, Any]) -> None:
-    def outcome(make: Any, config: Any) -> Any:
-        try:
-            made = make(config(**flags))
-        except Exception as error:  # bitsandbytes is not installed, say
-            return type(error)
-        return made and made.to_dict()
-
-    ours = outcome(adapters.get_quantization_config, ModelConfig)
-    assert ours == outcome(reference.get_quantization_config, trl.ModelConfig)
-    assert (ours is None) == (not flags)
