@@ -5,10 +5,12 @@ from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
+import decoders
 import peft
 import pytest
 import torch
 import transformers
+from decoders import PAD
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -19,29 +21,13 @@ from trl_tpu.packing.pack import pack_unpadded, pad
 from trl_tpu.packing.planned import pack
 from trl_tpu.packing.shapes import RowPlan, RowShape
 
-PAD = 0
-TINY: dict[str, Any] = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 1024,
-    "pad_token_id": PAD,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "num_labels": 1,
-}
+TINY: dict[str, Any] = decoders.TINY | {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "head_dim": 8}
+TINY["max_position_embeddings"] = 1024
 WINDOWS = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 48}
-LINEAR = {
-    "layer_types": ["linear_attention", "full_attention"],
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 2,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
-}
+LINEAR = {"layer_types": ["linear_attention", "full_attention"], "linear_key_head_dim": 8, "linear_value_head_dim": 8}
+LINEAR |= {"linear_num_key_heads": 2, "linear_num_value_heads": 2}
+RECURRENT = {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1}
+RECURRENT |= {"num_experts": 1, "num_experts_per_tok": 1, "use_mamba_kernels": False}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 
 EXACT: dict[str, tuple[str, dict[str, Any]]] = {
@@ -65,18 +51,7 @@ NOT_EXACT: dict[str, tuple[str, dict[str, Any]]] = {
         {"num_layers": 2, "num_heads": 4, "attention_types": [[["global", "local"], 1]], "window_size": 256},
     ),
     "both ways": ("Gemma3Text", {"use_bidirectional_attention": True, **WINDOWS, "sliding_window": 512}),
-    "recurrent": (
-        "Jamba",
-        {
-            "attn_layer_period": 2,
-            "attn_layer_offset": 1,
-            "expert_layer_period": 2,
-            "expert_layer_offset": 1,
-            "num_experts": 1,
-            "num_experts_per_tok": 1,
-            "use_mamba_kernels": False,
-        },
-    ),
+    "recurrent": ("Jamba", RECURRENT),
     "linear attention, Qwen3-Next": ("Qwen3Next", LINEAR | EXPERTS | {"shared_expert_intermediate_size": 16}),
     "linear attention, Qwen3.5": ("Qwen3_5Text", LINEAR),
     "encoder": ("Bert", {}),
@@ -105,10 +80,8 @@ def long_pairs() -> list[dict[str, Any]]:
     torch.manual_seed(1)
     ids = torch.randint(1, TINY["vocab_size"], (800,)).tolist()
     prompt = ids[:200]
-    return [
-        {"answers": [prompt + ids[200:350], prompt + ids[350:470]]},
-        {"answers": [prompt + ids[470:500], prompt + ids[500:560]]},
-    ]
+    tails = (ids[200:350], ids[350:470]), (ids[470:500], ids[500:560])
+    return [{"answers": [prompt + one, prompt + other]} for one, other in tails]
 
 
 @pytest.mark.parametrize("family", EXACT)

@@ -1,4 +1,4 @@
-"""The recompile guard warns neither early nor late, and says what is being compiled."""
+"""The recompile guard warns neither early nor late. What it says is in tests/xla/test_recompile_guard.py."""
 
 import pytest
 import torch
@@ -30,8 +30,6 @@ def warned(guard: RecompileGuard, steps: list[tuple[dict, int]], caplog: pytest.
         runtime.compiled += compiles
         guard.check(step)
         found += [step] * len(caplog.records)
-        if caplog.records:
-            assert caplog.text.count("input_ids [4, 2,") >= 1 and f"Step {step} " in caplog.text
     return found
 
 
@@ -69,25 +67,3 @@ def test_the_guard_is_silent_about_what_others_compile(caplog: pytest.LogCapture
         guard.check(step)
     assert caplog.records == []
     assert warned(guard, [(BATCH, 1)], caplog) == [1]
-
-
-def test_the_guard_announces_each_program_once_until_it_has_run() -> None:
-    said: list[str] = []
-    guard = RecompileGuard(Counting(), said.append)
-    guard.start(3)
-    guard.see(BATCH, updates=False)
-    guard.see(BATCH, updates=False)
-    guard.see(BATCH)  # another program
-    guard.see(OTHER)
-    guard.settle()
-    guard.settle()
-    guard.see(BATCH)
-    assert said == ["compiling shape 1 of 3", "", "compiling shape 2 of 3", "", "compiling shape 3 of 3", ""]
-    del said[:]
-    guard.see(BATCH, evaluates=True)  # another program
-    guard.see(BATCH, evaluates=True)
-    guard.see(OTHER, evaluates=True)
-    guard.settle()
-    assert said == ["compiling shape 1 for evaluation", "", "compiling shape 2 for evaluation", ""]
-    RecompileGuard(Runtime(), said.append).see(BATCH)  # where nothing compiles
-    assert len(said) == 4
