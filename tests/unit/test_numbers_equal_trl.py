@@ -31,15 +31,19 @@ SETTINGS: dict[str, tuple[dict[str, str], int]] = {
 }
 STATISTICS = ("grad_norm", "accuracy", "margin", "min_reward", "mean_reward", "max_reward")
 TOLERANCES = {"loss": 1e-6, "learning_rate": 1e-12} | dict.fromkeys(STATISTICS, 2e-5)
+# what is compared; where there is accumulation, TRL averages what its micro-batches say, and we weigh every pair alike
+COMPARED = dict.fromkeys(("margins", "settings"), ("loss", "grad_norm", "learning_rate"))
+LEFT_THERE = ("error", "twice", "eval_loss", "eval_error")  # by what the six overrides do
 DATA: dict[str, dict[str, Any]] = {
-    # both leave out pairs that are longer than this, a twelfth of them
+    # pairs of real lengths; both leave out those that are longer than this, a twelfth of them
     **{source: {"max_steps": 50, "max_length": 400} for source in real_pairs.SOURCES},
     # margins, centering, accumulation, two epochs and a last batch that is short in pairs and in micro-batches
     "margins": {"gradient_accumulation_steps": 3, "center_rewards_coefficient": 0.01, "num_train_epochs": 2},
-    # real pairs, or made-up ones where those are not there
+    # a subclass that overrides six methods, on real pairs, or made-up ones where those are not there
     "overridden": {"max_steps": 10, "max_length": 256, "pad_to_multiple_of": 256, "six_overrides": True}
     | {"eval_strategy": "steps", "eval_steps": 5},
 }
+# settings of ours, and what TRL does under other names
 DATA["settings"] = {
     "max_steps": 8,
     "trl_tpu": {"learning_rate_end": 1e-4, "lr_scheduler_type": "cosine", "total_batch_size": 16}
@@ -58,30 +62,25 @@ class Run(NamedTuple):
         return f"{self.setting}, {self.data} pairs, {'packed' if self.packing else 'padded'}"
 
 
-PACKED = Run("plain torch", "made up", True)
-OTHERS = [
-    PACKED._replace(packing=False),
-    Run("XLA, 1 device", "made up", False),
-    Run("XLA, 8 devices", "made up", True),
-    Run("XLA, 8 devices", "made up", False),
-]
-REAL = [run._replace(data="real") for run in [PACKED, *OTHERS] if "real" in real_pairs.SOURCES]
-FIFTY_STEPS = [PACKED, *(pytest.param(run, marks=pytest.mark.long) for run in OTHERS + REAL)]
-TWO_EPOCHS = [
-    Run("plain torch", "margins", True),
-    Run("plain torch", "margins", False),
-    Run("XLA, 1 device", "margins", False),
-    pytest.param(Run("XLA, 1 device", "margins", True), marks=pytest.mark.long),
-    pytest.param(Run("XLA, 8 devices", "margins", False), marks=pytest.mark.long),
-    pytest.param(Run("XLA, 8 devices", "margins", True), marks=pytest.mark.long),
-]
-OTHER_NAMES = [
-    Run("plain torch", "settings", True),
-    Run("XLA, 8 devices", "settings", True),
-    pytest.param(Run("XLA, 1 device", "settings", False), marks=pytest.mark.long),
-]
+def run(setting: str, data: str, packing: bool | None = None, is_long: bool = False) -> Any:
+    return pytest.param(Run(setting, data, packing), marks=[pytest.mark.long] * is_long)
 
-OVERRIDDEN = [Run(setting, "overridden", None) for setting in ("plain torch", "two processes", "XLA, 1 device")]
+
+RUNS = [
+    *(run("plain torch", "made up", True), run("plain torch", "made up", False, True)),
+    run("XLA, 1 device", "made up", False, True),
+    *(run("XLA, 8 devices", "made up", packing, True) for packing in (True, False)),
+    *(run("plain torch", "margins", packing) for packing in (True, False)),
+    *(run("XLA, 1 device", "margins", False), run("XLA, 1 device", "margins", True, True)),
+    *(run("XLA, 8 devices", "margins", packing, True) for packing in (True, False)),
+    *(run("plain torch", "settings", True), run("XLA, 8 devices", "settings", True)),
+    run("XLA, 1 device", "settings", False, True),
+    *(run(setting, "overridden") for setting in ("plain torch", "two processes", "XLA, 1 device")),
+]
+if "real" in real_pairs.SOURCES:
+    RUNS += [run(*each, True) for each in (("plain torch", "real", True), ("plain torch", "real", False))]
+    RUNS += [run("XLA, 1 device", "real", False, True)]
+    RUNS += [run("XLA, 8 devices", "real", packing, True) for packing in (True, False)]
 
 Logs = list[dict[str, float]]
 
@@ -122,39 +121,18 @@ def train(folder: Path, setting: str, runs: Iterable[Run]) -> dict[Run, Logs | s
     return {own[name]: logs for name, logs in json.loads(out.read_text()).items()}
 
 
-def assert_equal(logged: dict[Run, Logs | str], run: Run, keys: Iterable[str] = TOLERANCES) -> None:
+@pytest.mark.parametrize("run", RUNS, ids=str)
+def test_every_step_is_trls(logged: dict[Run, Logs | str], run: Run) -> None:
+    """In packed rows what pairs share is computed once; the loss of every step stays TRL's."""
     found = {each: logged[each] for each in (run, Run("TRL", run.data, None))}
     failed = {each: logs for each, logs in found.items() if isinstance(logs, str)}
     assert not failed, failed
     ours, reference = ([entry for entry in logs if "loss" in entry] for logs in found.values())
     assert len(ours) == len(reference)
     for step, (entry, expected) in enumerate(zip(ours, reference, strict=True), start=1):
-        for key in keys:
+        for key in COMPARED.get(run.data, TOLERANCES):
             assert entry[key] == pytest.approx(expected[key], abs=TOLERANCES[key]), f"{key} at log {step}"
         assert entry["num_tokens"] == expected["num_tokens"], f"num_tokens at log {step}"
-
-
-@pytest.mark.parametrize("run", FIFTY_STEPS, ids=str)
-def test_50_steps_of_pairs_of_real_lengths(logged: dict[Run, Logs | str], run: Run) -> None:
-    """In packed rows what pairs share is computed once; the loss of every step stays TRL's."""
-    assert_equal(logged, run)
-
-
-@pytest.mark.parametrize("run", TWO_EPOCHS, ids=str)
-def test_margins_centering_accumulation_and_epochs(logged: dict[Run, Logs | str], run: Run) -> None:
-    # TRL averages what its micro-batches say, where we weigh every pair alike: the reward statistics differ by design
-    assert_equal(logged, run, ("loss", "grad_norm", "learning_rate"))
-
-
-@pytest.mark.parametrize("run", OVERRIDDEN, ids=str)
-def test_a_subclass_that_overrides_six_methods(logged: dict[Run, Logs | str], run: Run) -> None:
-    assert_equal(logged, run)
-    ours, reference = logged[run], logged[Run("TRL", run.data, None)]
-    for key in ("error", "twice", "eval_loss", "eval_error"):  # what the overrides leave there
-        found, expected = ([entry[key] for entry in logs if key in entry] for logs in (ours, reference))  # type: ignore[index]
-        assert len(expected) > 1 and found == pytest.approx(expected, abs=1e-6), key
-
-
-@pytest.mark.parametrize("run", OTHER_NAMES, ids=str)
-def test_settings_of_ours_are_what_trl_does_under_other_names(logged: dict[Run, Logs | str], run: Run) -> None:
-    assert_equal(logged, run, ("loss", "grad_norm", "learning_rate"))
+    for key in LEFT_THERE if run.data == "overridden" else ():
+        left, expected = ([entry[key] for entry in logs if key in entry] for logs in found.values())  # type: ignore[index]
+        assert len(expected) > 1 and left == pytest.approx(expected, abs=1e-6), key
