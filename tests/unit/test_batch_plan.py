@@ -1,6 +1,5 @@
 """Whether batches are packed, by which collator and in which shapes, is decided without a trainer."""
 
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -48,21 +47,15 @@ def collator(plan: BatchPlan, data: Any = None, own: Any = None) -> Any:
     return plan.collator(tokens(9) if data is None else data, 4, own or plan.default_collator())
 
 
-def test_plain_torch_packs_into_one_tight_row(tmp_path: Path) -> None:
-    plan = make(tmp_path)
-    assert plan.packed and plan.padded_because is None and plan.layout == "packed"
-    assert collator(plan).lay_out.func is pack_unpadded
-    assert plan.shapes is None and not plan.accumulates
-
-
-def test_a_device_that_compiles_gets_planned_rows(tmp_path: Path) -> None:
-    plan = make(tmp_path, COMPILING)
-    data = tokens(64)
+def test_a_device_that_compiles_gets_planned_rows_and_plain_torch_a_tight_one(tmp_path: Path) -> None:
+    plain = make(tmp_path)
+    assert plain.packed and plain.padded_because is None and plain.layout == "packed"
+    assert collator(plain).lay_out.func is pack_unpadded
+    assert plain.shapes is None and not plain.accumulates
+    plan, data = make(tmp_path, COMPILING), tokens(64)
     collate = collator(plan, data)
-    lay_out = collate.lay_out
-    assert lay_out.func is pack and collate.part.pairs == 4 and not lay_out.keywords["expands"]
-    assert lay_out.keywords["plan"] is plan.rows(data, 4)  # planned once
-    assert plan.rows(data, 8) != plan.rows(data, 4)
+    assert collate.lay_out.func is pack and collate.part.pairs == 4 and not collate.lay_out.keywords["expands"]
+    assert collate.lay_out.keywords["plan"] is plan.rows(data, 4) != plan.rows(data, 8)  # planned once
     training = plan.rows(plan._train_dataset, 4)
     assert plan.shapes == len(training.shapes) and plan.accumulates == bool(training.accumulate)
     assert str(training) in plan.describe()
@@ -88,38 +81,33 @@ OBSTACLES: dict[str, tuple[dict[str, Any], str]] = {
     "collator": ({"data_collator": lambda rows: {}}, "data collator"),
     "loss": ({"reads_padded_rows": lambda: "compute_loss"}, "compute_loss"),
     "FSDP": ({"settings": {"fsdp": True}}, "accelerate"),
+    "accelerate's launcher": ({}, "accelerate"),
     "tokens": ({"settings": {"include_num_input_tokens_seen": True}}, "include_num_input_tokens_seen"),
 }
 
 
 @pytest.mark.parametrize("kind", OBSTACLES)
-def test_what_stands_in_the_way_is_told_once_or_refused(
-    kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+def test_an_obstacle_to_packing_is_logged_once_or_an_error(
+    kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    if kind == "accelerate's launcher":
+        monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     arguments, obstacle = OBSTACLES[kind]
-    with caplog.at_level(logging.WARNING):
-        plan = make(tmp_path, COMPILING, **arguments)
-    assert [obstacle in record.getMessage() for record in caplog.records].count(True) == 1
-    assert not plan.packed and plan.layout == "padded"
-    assert obstacle in str(plan.padded_because) and obstacle in plan.describe()
     settings = arguments.get("settings", {})
+    for packing, times in ((None, 1), (False, 0)):
+        caplog.clear()
+        chosen = {} if packing is None else {"packing": packing}
+        plan = make(tmp_path, COMPILING, **arguments | {"settings": settings | chosen})
+        assert [obstacle in record.getMessage() for record in caplog.records].count(True) == times
+        assert not plan.packed and plan.layout == "padded"
+        assert packing is False or (obstacle in str(plan.padded_because) and obstacle in plan.describe())
     with pytest.raises(ValueError, match=f"packing=True.*{obstacle}"):
         make(tmp_path, COMPILING, **arguments | {"settings": settings | {"packing": True}})
-    caplog.clear()
-    assert not make(tmp_path, COMPILING, **arguments | {"settings": settings | {"packing": False}}).packed
-    assert not [record for record in caplog.records if obstacle in record.getMessage()]
 
 
 @pytest.mark.parametrize("given", [{"old_columns": True}, {"data_collator": OURS}])
 def test_trls_own_columns_and_collators_stand_in_no_way(given: dict[str, Any], tmp_path: Path) -> None:
     assert make(tmp_path, **given).packed and make(tmp_path, COMPILING, **given).packed
-
-
-def test_models_that_accelerates_launcher_shards_train_on_padded_rows(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
-    assert "accelerate shards the model" in (make(tmp_path).padded_because or "")
 
 
 def test_a_stream_has_no_shapes_to_plan(tmp_path: Path) -> None:
