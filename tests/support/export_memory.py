@@ -4,15 +4,14 @@ python tests/support/export_memory.py FOLDER {state,files,merged} [DTYPE]
 
 It exports the checkpoint that `make_checkpoint` has written, in the dtype.
 
-The measure is the peak of the process's resident memory above what it had before, and of that what is its own: the
-pages of mapped files count as resident too, though the system takes them back when it needs them.
+The measure is the peak of what the process has allocated, above what it had before. Pages of mapped files are not in
+it: the system takes them back when it needs them.
 """
 
 import json
 import re
 import sys
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,7 @@ from trl_tpu.checkpoint.export import export_checkpoint
 from trl_tpu.checkpoint.state_dict import trained_weights
 
 # 94 million float32 weights: 380 MB, of which the embedding and a layer are a tenth each
-CONFIG: dict[str, Any] = {
+CONFIG: dict[str, Any] = exports.SIZES | {
     "vocab_size": 12288,
     "hidden_size": 768,
     "intermediate_size": 3072,
@@ -34,44 +33,36 @@ CONFIG: dict[str, Any] = {
     "num_attention_heads": 6,
     "num_key_value_heads": 6,
     "head_dim": 128,
-    "num_labels": 1,
-    "pad_token_id": 0,
 }
-SHARD = "60MB"
+
+
+def allocated() -> int:
+    status = Path("/proc/self/status").read_text(encoding="utf-8")
+    return int(re.search(r"RssAnon:\s+(\d+) kB", status)[1]) * 1024  # type: ignore[index]
 
 
 class Peak:
     """Looks at the process's memory every few milliseconds, as a context."""
 
     def __enter__(self) -> "Peak":
-        self.before = self._now()
-        self.resident, self.own = self.before
-        self._running = True
+        self.before = self.most = allocated()
+        self._end = threading.Event()
         self._thread = threading.Thread(target=self._watch)
         self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._running = False
+        self._end.set()
         self._thread.join()
 
     def _watch(self) -> None:
-        while self._running:
-            resident, own = self._now()
-            self.resident, self.own = max(self.resident, resident), max(self.own, own)
-            time.sleep(0.002)
-
-    @staticmethod
-    def _now() -> tuple[int, int]:
-        status = Path("/proc/self/status").read_text(encoding="utf-8")
-        resident, own = (int(re.search(rf"{key}:\s+(\d+) kB", status)[1]) for key in ("VmRSS", "RssAnon"))  # type: ignore[index]
-        return resident * 1024, own * 1024
+        while not self._end.wait(0.002):
+            self.most = max(self.most, allocated())
 
 
 def make_checkpoint(folder: Path, way: str) -> Path:
     """A checkpoint in ``folder``, to be exported by another process, whose memory is measured."""
-    config = LlamaConfig(**CONFIG)
-    model: PreTrainedModel = AutoModelForSequenceClassification.from_config(config)
+    model: PreTrainedModel = AutoModelForSequenceClassification.from_config(LlamaConfig(**CONFIG))
     if way == "files":
         model.save_pretrained(folder / "c")
         return folder / "c"
@@ -90,16 +81,9 @@ def main(folder: Path, way: str, dtype: torch.dtype | None) -> None:
     tiny = exports.checkpoint_of(exports.llama(), folder / "tiny")
     export_checkpoint(tiny, folder / "tiny_out")  # what the first use imports and allocates is not the weights'
     with Peak() as peak:
-        export_checkpoint(folder / "c", out, max_shard_size=SHARD, merge=way == "merged", dtype=dtype)
-    sizes = sorted(path.stat().st_size for path in out.glob("*.safetensors"))
-    measured = {
-        "resident": peak.resident - peak.before[0],
-        "own": peak.own - peak.before[1],
-        "largest_file": sizes[-1],
-        "files": len(sizes),
-        "bytes": sum(sizes),
-    }
-    (folder / "measured.json").write_text(json.dumps(measured), encoding="utf-8")
+        export_checkpoint(folder / "c", out, max_shard_size="60MB", merge=way == "merged", dtype=dtype)
+    sizes = [path.stat().st_size for path in out.glob("*.safetensors")]
+    (folder / "measured.json").write_text(json.dumps({"allocated": peak.most - peak.before, "files": sizes}))
 
 
 if __name__ == "__main__":

@@ -79,22 +79,30 @@ def test_wrong_words_exit_with_status_2_and_one_line(words: str, name: str, refu
 
 
 @pytest.mark.parametrize(
-    "start", ["from trl_tpu.cli import main; main()", "runpy.run_module({module!r}, None, '__main__')"]
+    ("words", "start"),
+    [
+        (["reward"], "from trl_tpu.cli import main; main()"),
+        (["score"], "from trl_tpu.cli import main; main()"),
+        ([], "runpy.run_module('trl_tpu.scripts.reward', None, '__main__')"),
+    ],
 )
-def test_yaml_exports_its_env_before_transformers_reads_it(start: str, tmp_path: Path) -> None:
-    (tmp_path / "c.yaml").write_text("env:\n  USE_TORCH_XLA: 0\nmax_length: 5\n")
-    argv = ["x", "reward"] if "cli" in start else ["x"]
-    code = (
-        "import importlib, os, runpy, sys\n"
-        "def see(name):\n"  # in the place of what imports the heavy part
-        "    print(name, os.environ.get('USE_TORCH_XLA'), 'transformers' in sys.modules)\n"
-        "    raise SystemExit(0)\n"
-        "importlib.import_module = see\n"
-        f"sys.argv = {[*argv, '--config', str(tmp_path / 'c.yaml')]!r}\n"
-    ) + start.format(module="trl_tpu.scripts.reward")
-    env = {key: value for key, value in os.environ.items() if key != "USE_TORCH_XLA"}
+def test_yaml_exports_its_env_before_a_device_is_chosen(words: list[str], start: str, tmp_path: Path) -> None:
+    (tmp_path / "c.yaml").write_text("env: {PJRT_DEVICE: CPU}\nmax_length: 5\n")
+    code = f"""
+import importlib, os, runpy, sys
+from trl_tpu import runtime
+assert runtime.choice().name == "native"
+def see(name):  # in the place of what imports the heavy part
+    print(name, os.environ["PJRT_DEVICE"], runtime.choice().name, "transformers" in sys.modules)
+    sys.exit()
+importlib.import_module = see
+sys.argv = {["x", *words, "--config", str(tmp_path / "c.yaml")]}
+{start}
+"""
+    env = {key: value for key, value in os.environ.items() if key not in ("USE_TORCH_XLA", "PJRT_DEVICE")}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, env=env, check=True)
-    assert done.stdout == "trl_tpu.scripts.reward 0 False\n"
+    chosen = "native" if importlib.util.find_spec("torch_xla") is None else "xla"
+    assert done.stdout == f"trl_tpu.scripts.{(words or ['reward'])[0]} CPU {chosen} False\n"
 
 
 def test_a_model_without_a_trained_head_is_refused(tmp_path: Path) -> None:

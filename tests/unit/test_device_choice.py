@@ -26,27 +26,27 @@ DEVICES = ("USE_TORCH_XLA", "PJRT_DEVICE", "CPU_NUM_DEVICES", *SET_BY_TORCH_XLA)
     ("facts", "name", "reason"),
     [
         # installed is not chosen
-        (Facts(**BOTH), "native", "no TPU is attached; PJRT_DEVICE=CPU would choose PyTorch/XLA"),
+        (Facts(**BOTH), "native", "PJRT_DEVICE=CPU"),
         (Facts(**NEITHER), "native", "torch_xla is not installed"),
         # a TPU
-        (Facts(**BOTH, tpu_chips=4), "xla", "a TPU is attached; USE_TORCH_XLA=0 would choose plain torch"),
-        (Facts(**XLA_ONLY, tpu_chips=4), "native", "but libtpu is not installed (nor torch_tpu): pip install"),
-        (Facts(**NEITHER, tpu_chips=4), "native", "but torch_xla is not installed (nor torch_tpu): pip install"),
+        (Facts(**BOTH, tpu_chips=4), "xla", "USE_TORCH_XLA=0"),
+        (Facts(**XLA_ONLY, tpu_chips=4), "native", "libtpu is not installed"),
+        (Facts(**NEITHER, tpu_chips=4), "native", "torch_xla is not installed"),
         # a TPU that is torch's own accelerator
-        (Facts(**NEITHER, **TORCHTPU), "torchtpu", "through TorchTPU; ACCELERATE_USE_CPU=1 would choose the CPU"),
-        (Facts(**BOTH, **TORCHTPU, pjrt_device="TPU", switch="0"), "torchtpu", "torch's accelerator is a TPU"),
-        (Facts(**NEITHER, **TORCHTPU, asks_for_cpu=True), "native", "ACCELERATE_USE_CPU is set"),
-        (Facts(**NEITHER, has_torch_tpu=True, tpu_chips=4), "native", "torch_tpu, which is installed"),
+        (Facts(**NEITHER, **TORCHTPU), "torchtpu", "ACCELERATE_USE_CPU=1"),
+        (Facts(**BOTH, **TORCHTPU, pjrt_device="TPU", switch="0"), "torchtpu", "torch's accelerator"),
+        (Facts(**NEITHER, **TORCHTPU, asks_for_cpu=True), "native", "ACCELERATE_USE_CPU"),
+        (Facts(**NEITHER, has_torch_tpu=True, tpu_chips=4), "native", "torch_tpu"),
         (Facts(**NEITHER, has_torch_tpu=True, accelerator="cuda"), "native", "no TPU is attached"),
         # asked for
-        (Facts(**XLA_ONLY, pjrt_device="CPU"), "xla", "PJRT_DEVICE=CPU is set; USE_TORCH_XLA=0 would"),
-        (Facts(**BOTH, pjrt_device="TPU", tpu_chips=4), "xla", "PJRT_DEVICE=TPU is set"),
+        (Facts(**XLA_ONLY, pjrt_device="CPU"), "xla", "PJRT_DEVICE=CPU"),
+        (Facts(**BOTH, pjrt_device="TPU", tpu_chips=4), "xla", "PJRT_DEVICE=TPU"),
         (Facts(**BOTH, misfit="of another version", tpu_chips=4), "native", "of another version"),
         (Facts(**NEITHER, pjrt_device="CPU"), "native", "PJRT_DEVICE=CPU is set, but torch_xla is not installed"),
         # switched off, or not
-        (Facts(**BOTH, tpu_chips=4, switch="0"), "native", "USE_TORCH_XLA=0 turns PyTorch/XLA off"),
-        (Facts(**BOTH, pjrt_device="CPU", switch="false"), "native", "USE_TORCH_XLA=false turns PyTorch/XLA off"),
-        (Facts(**BOTH, pjrt_device="CPU", switch="1"), "xla", "PJRT_DEVICE=CPU is set"),
+        (Facts(**BOTH, tpu_chips=4, switch="0"), "native", "USE_TORCH_XLA=0"),
+        (Facts(**BOTH, pjrt_device="CPU", switch="false"), "native", "USE_TORCH_XLA=false"),
+        (Facts(**BOTH, pjrt_device="CPU", switch="1"), "xla", "PJRT_DEVICE=CPU"),
         (Facts(**BOTH, switch="1"), "native", "no TPU is attached"),
     ],
 )
@@ -84,23 +84,13 @@ assert transformers.utils.is_torch_xla_available() and accelerate.utils.is_torch
 
 
 @needs_torch_xla
-@pytest.mark.parametrize(
-    ("before", "environment", "expected"),
-    [
-        ("import sys, trl_tpu; assert 'torch' not in sys.modules", {}, "native False"),
-        ("import trl_tpu", {"PJRT_DEVICE": "CPU", "USE_TORCH_XLA": "0"}, "native False"),
-        (BEFORE, {"PJRT_DEVICE": "CPU"}, "xla True"),
-    ],
-    ids=["nothing", "switched off", "asked for, transformers first"],
-)
-def test_other_libraries_choose_the_same(before: str, environment: dict[str, str], expected: str) -> None:
-    assert run(f"{before}\n{SAY}", **environment).splitlines()[-1] == expected
-
-
-@needs_torch_xla
-def test_the_device_that_torch_xla_names_by_itself_is_not_asked_for() -> None:
-    code = f"{BEFORE}import os; assert os.environ['PJRT_DEVICE'] == 'CPU'\n{SAY}"
-    assert run(code, transformers_first=True).splitlines()[-1] == "native False"
+def test_other_libraries_choose_the_same() -> None:
+    """The device that torch_xla names by itself is not asked for."""
+    first = "import sys, trl_tpu; assert 'torch' not in sys.modules"
+    assert run(f"{first}\n{SAY}").splitlines()[-1] == "native False"
+    assert run(f"{BEFORE}\n{SAY}", PJRT_DEVICE="CPU").splitlines()[-1] == "xla True"
+    named = "import os; assert os.environ['PJRT_DEVICE'] == 'CPU'"
+    assert run(f"{BEFORE}\n{named}\n{SAY}", transformers_first=True).splitlines()[-1] == "native False"
 
 
 @needs_torch_xla
@@ -131,36 +121,16 @@ except RuntimeError as error:
     print(error)
 """
     device, error = run(code, transformers_first=True).splitlines()[-2:]
-    assert device == "xla:0"
-    assert "plain torch, since no TPU is attached" in error and "Import trl_tpu before anything makes" in error
-    assert "USE_TORCH_XLA=0" in error and "PJRT_DEVICE=CPU" in error
+    assert device == "xla:0" and "USE_TORCH_XLA=0" in error and "PJRT_DEVICE=CPU" in error
 
 
-@needs_torch_xla
-@pytest.mark.parametrize("command", ["reward", "score"])
-def test_a_config_file_may_ask_for_a_device(command: str, tmp_path: Path) -> None:
-    config = tmp_path / "c.yaml"
-    config.write_text("env: {PJRT_DEVICE: CPU}\n")
-    code = f"""
-import importlib, sys
-from trl_tpu import cli, runtime
-assert runtime.choice().name == "native"
-importlib.import_module = lambda name: sys.exit(0)  # in the place of what imports the heavy part
-try:
-    cli.main([{command!r}, "--config", {str(config)!r}])
-finally:
-    print(runtime.choice().name)
-"""
-    assert run(code) == "xla\n"
-
-
-@pytest.mark.parametrize("environment", [{"PJRT_DEVICE": "CPU"}, {"USE_TORCH_XLA": "1"}], ids=["asked for", "on"])
-def test_a_torch_xla_of_another_version_is_left_alone(tmp_path: Path, environment: dict[str, str]) -> None:
+def test_a_torch_xla_of_another_version_is_left_alone(tmp_path: Path) -> None:
     """It fails to be imported, and transformers would import it wherever it is installed."""
     (tmp_path / "torch_xla.py").write_text("raise ImportError('undefined symbol')", encoding="utf-8")
     (tmp_path / "torch_xla-1.0.dist-info").mkdir()
     metadata = "Metadata-Version: 2.1\nName: torch_xla\nVersion: 1.0\n"
     (tmp_path / "torch_xla-1.0.dist-info" / "METADATA").write_text(metadata, encoding="utf-8")
     before = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import trl_tpu, transformers.trainer"
-    said = run(f"{before}\n{SAY}\nprint(runtime.choice().reason)", **environment).splitlines()
-    assert said[-2] == "native False" and "torch_xla 1.0 is of another version than torch" in said[-1]
+    code = f"{before}\n{SAY}\nprint(runtime.choice().reason)"
+    choice, reason = run(code, PJRT_DEVICE="CPU", USE_TORCH_XLA="1").splitlines()[-2:]
+    assert choice == "native False" and "torch_xla 1.0" in reason

@@ -40,6 +40,7 @@ MAKE_PARSER: dict[str, Any] = {
     "plan": plan.make_parser,
     "report": report.make_parser,
 }
+FLAGS = {option for make in MAKE_PARSER.values() for each in make()._actions for option in each.option_strings}
 NAMES = [page.relative_to(ROOT).as_posix() for page in pages.PAGES]
 SEPARATOR = "\x1f"
 
@@ -112,12 +113,8 @@ def run_shell(text: str, folder: Path) -> None:
         "ANSWER": str(shell_hears),
         "SAID": str(said),
     }
-    shell = subprocess.Popen(
-        ["/bin/bash", "-e", "-o", "pipefail", "-c", text],
-        cwd=folder,
-        env=environment,
-        pass_fds=(shell_asks, shell_hears),
-    )
+    words = ["/bin/bash", "-e", "-o", "pipefail", "-c", text]
+    shell = subprocess.Popen(words, cwd=folder, env=environment, pass_fds=(shell_asks, shell_hears))
     os.close(shell_asks)
     os.close(shell_hears)
     with os.fdopen(ask) as asked, os.fdopen(answer, "w") as answers:
@@ -175,9 +172,8 @@ def test_what_does_not_run_says_why_and_has_flags_that_there_are(name: str) -> N
 @pytest.mark.parametrize("name", NAMES)
 def test_flags_links_and_files_in_the_text_are_there(name: str) -> None:
     page = ROOT / name
-    known = {option for make in MAKE_PARSER.values() for action in make()._actions for option in action.option_strings}
     spans = pages.quoted(pages.prose(page))
-    assert {span.split()[0] for span in spans if span.startswith("--")} <= known | {"--config"}
+    assert {span.split()[0] for span in spans if span.startswith("--")} <= FLAGS | {"--config"}
     links = re.findall(r"\]\(([^)#:]+)\)", page.read_text(encoding="utf-8"))
     paths = [span for span in spans if re.fullmatch(r"(trl_tpu|tests|examples)/[\w/.]+", span)]
     assert [link for link in links if not (page.parent / link).exists()] == []
@@ -192,24 +188,16 @@ def test_every_guide_is_linked_in_the_readme_and_names_no_old_one() -> None:
 # ---- facts that the pages copy
 
 
-def messages() -> list[str]:
-    headings = re.findall(r"^### (.+)$", (GUIDES / "troubleshooting.md").read_text(encoding="utf-8"), re.MULTILINE)
-    inline = re.findall(r"^- (`.+?`):", (GUIDES / "troubleshooting.md").read_text(encoding="utf-8"), re.MULTILINE)
-    reasons = re.findall(r"^\| (`.+?) \| ", pages.prose(GUIDES / "packing.md"), re.MULTILINE)
-    others = {"RESOURCE_EXHAUSTED", "CUDA out of memory", "trl-tpu score"}
-    return [span for line in [*headings, *inline, *reasons] for span in pages.quoted(line) if span not in others]
-
-
-@pytest.fixture(scope="module")
-def texts() -> list[str]:
-    return pages.said_in(ROOT / "trl_tpu")
-
-
-@pytest.mark.parametrize("message", messages())
-def test_messages_that_are_quoted_are_the_programs_own(message: str, texts: list[str]) -> None:
-    parts = [re.escape(part.strip()) for part in message.split("...") if part.strip()]
-    pattern = re.compile(".*".join(parts), re.DOTALL)
-    assert any(pattern.search(text) for text in texts), message
+def test_messages_that_are_quoted_are_the_programs_own() -> None:
+    troubleshooting = (GUIDES / "troubleshooting.md").read_text(encoding="utf-8")
+    lines = re.findall(r"^### (.+)$|^- (`.+?`):", troubleshooting, re.MULTILINE)
+    lines += re.findall(r"^\| (`.+?)( )\| ", pages.prose(GUIDES / "packing.md"), re.MULTILINE)
+    quoted = {span for line in lines for span in pages.quoted("".join(line))}
+    texts = pages.said_in(ROOT / "trl_tpu")
+    for message in quoted - {"RESOURCE_EXHAUSTED", "CUDA out of memory", "trl-tpu score"}:
+        parts = [re.escape(part.strip()) for part in message.split("...") if part.strip()]
+        pattern = re.compile(".*".join(parts), re.DOTALL)
+        assert any(pattern.search(text) for text in texts), message
 
 
 def test_the_models_that_are_said_to_be_packed_are_those_that_are_proven() -> None:
@@ -255,22 +243,16 @@ def test_the_picture_is_what_its_script_draws() -> None:
 
 
 def test_the_table_of_slices_is_what_its_command_prints(capsys: pytest.CaptureFixture) -> None:
-    script(EXAMPLES / "slice_memory.py").main()
+    """Each leaves a fifth of a chip free; state is 16 bytes of a trained parameter, and 4 of a frozen one."""
+    memory = script(EXAMPLES / "slice_memory.py")
+    memory.main()
     printed = capsys.readouterr().out
     assert printed.count("\n") > 10
     assert printed in (GUIDES / "sharding_and_slices.md").read_text()
-
-
-def test_slices_that_are_recommended_leave_a_fifth_of_a_chip_free() -> None:
-    memory = script(EXAMPLES / "slice_memory.py")
     rows = memory.table()
     assert len(rows) == len(memory.CHOICES)
     for name, slice_name, _, _, state, inputs, of in rows:
         assert state + inputs < 0.8 * of, (name, slice_name)
-
-
-def test_state_is_sixteen_bytes_a_trained_parameter_and_four_a_frozen_one() -> None:
-    memory = script(EXAMPLES / "slice_memory.py")
     config = AutoConfig.for_model(**memory.MODELS["Qwen2.5-0.5B"])
     model = memory.model_without_weights(config, "float32")
     count = sum(parameter.numel() for parameter in model.parameters())

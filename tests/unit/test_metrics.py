@@ -1,7 +1,6 @@
 """What is logged of rewards equals a numpy computation over all real pairs, over processes and resumes."""
 
 import json
-import warnings
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
@@ -99,38 +98,37 @@ def test_metrics_are_over_all_real_pairs_of_all_batches_of_all_processes(
     assert close(first, second) == tokens  # closed: nothing is counted twice
 
 
-@given(batches, batches)
-def test_a_resumed_run_logs_the_same(before: list[list[Row]], after: list[list[Row]]) -> None:
-    whole, first = new_metrics(), new_metrics()
-    for metrics in (whole, first):
-        update(metrics, [(1.0, 0.0, True)], tokens=7)
-        close(metrics)  # what is logged before the checkpoint
-        for rows in before:
+@given(batches, batches, st.integers(1, 3))
+def test_a_resumed_run_of_any_number_of_processes_logs_the_same(
+    given: list[list[Row]], others: list[list[Row]], count: int
+) -> None:
+    whole, parts = new_metrics(), [new_metrics(0, 2), new_metrics(1, 2)]
+    update(whole, [(1.0, 0.0, True)] * 2)
+    close(whole)  # what is logged before the checkpoint
+    for metrics in parts:
+        update(metrics, [(1.0, 0.0, True)])
+    close(*parts)
+    for metrics, own in zip(parts, (given, others), strict=True):
+        for rows in own:
+            update(whole, rows)
             update(metrics, rows)
-    second = resumed(first)
-    for rows in after:
-        update(whole, rows)
-        update(second, rows)
-    assert close(second) == close(whole)
-
-
-def test_another_number_of_processes_takes_over_all_sums_once() -> None:
-    parts = [new_metrics(), new_metrics()]
-    for metrics, margin in zip(parts, (1.0, 3.0), strict=True):
-        update(metrics, [(margin, 0.0, True)])
-    for count in (1, 2, 3):
-        logs = close(*(resumed(*parts, index=index, count=count) for index in range(count)))
-        assert (logs["margin"], logs["num_tokens"]) == (2.0, 20)
+    logs = close(*(resumed(*parts, index=index, count=count) for index in range(count)))
+    assert logs == pytest.approx(close(whole))
 
 
 @given(batches)
-def test_the_scale_of_rewards_is_over_all_real_pairs(given: list[list[Row]]) -> None:
-    metrics = new_metrics()
-    for rows in given:  # a log after each
+def test_sums_and_scale_are_over_all_real_pairs_on_device_and_host(given: list[list[Row]]) -> None:
+    metrics, logged, on_host = new_metrics(), new_metrics(), RewardSums()
+    for rows in given:
         update(metrics, rows)
-        close(metrics)
+        update(logged, rows)
+        close(logged)
+        on_host = on_host + host_sums([row[:2] for row in rows if row[2]])
+    on_device = metrics.read()
+    on_host.tokens = on_device.tokens
+    assert vars(on_host) == pytest.approx(vars(on_device), rel=1e-6, abs=1e-4)
     real = np.array([row[:2] for rows in given for row in rows if row[2]])
-    scale = metrics.scale
+    scale = logged.scale
     if not len(real) or not real.std() > 0:
         assert scale is None
         return
@@ -164,17 +162,6 @@ def test_tokens_between_two_logs_are_exact_beyond_int32_and_over_a_resume(counts
     assert close(metrics).get("num_tokens", 0) == sum(counts)
 
 
-@given(batches)
-def test_sums_of_host_rewards_and_their_addition_equal_the_device_sums(given: list[list[Row]]) -> None:
-    metrics, added = new_metrics(), RewardSums()
-    for rows in given:
-        update(metrics, rows)
-        added = added + host_sums([row[:2] for row in rows if row[2]])
-    on_device = metrics.read()
-    added.tokens = on_device.tokens
-    assert vars(added) == pytest.approx(vars(on_device), rel=1e-6, abs=1e-4)
-
-
 def test_the_deviation_of_rewards_far_from_zero_does_not_cancel() -> None:
     metrics, chooser = new_metrics(), np.random.default_rng(0)
     rewards_BP2 = (100 + 0.01 * chooser.standard_normal((20, 8, 2))).astype(np.float32)
@@ -201,30 +188,25 @@ def test_open_sums_of_older_checkpoints_are_read() -> None:
     assert metrics.scale.std == pytest.approx(((14 + 18) / 8 - (12 / 8) ** 2) ** 0.5)
 
 
-@pytest.mark.parametrize(("probability", "accuracy"), [(0.9, 0.0), (0.1, 1.0)])
-def test_the_better_answer_of_a_pair_is_the_more_probable_one(probability: float, accuracy: float) -> None:
-    metrics = new_metrics()
-    labels = [{"chosen_probability": each} for each in (probability, 0.5)]
-    update(metrics, [(0.0, 1.0, True), (5.0, 0.0, True)], labels=labels)
-    logs = close(metrics)
-    assert (logs["accuracy"], logs["margin"], logs["mean_reward"]) == (accuracy, 2 * accuracy - 1, 1.5)
-
-
-def test_rewards_are_reported_where_nothing_is_compared() -> None:
+def test_the_better_answer_is_the_more_probable_one_and_rewards_that_are_not_compared_are_reported() -> None:
+    for probability, accuracy in ((0.9, 0.0), (0.1, 1.0)):
+        metrics = new_metrics()
+        labels = [{"chosen_probability": each} for each in (probability, 0.5)]
+        update(metrics, [(0.0, 1.0, True), (5.0, 0.0, True)], labels=labels)
+        logs = close(metrics)
+        assert (logs["accuracy"], logs["margin"], logs["mean_reward"]) == (accuracy, 2 * accuracy - 1, 1.5)
     metrics = new_metrics()
     update(metrics, [(1.0, 2.0, True)], labels=[{"grades": [1.0, 1.0]}])
     assert close(metrics) == {"num_tokens": 10, "min_reward": 1.0, "mean_reward": 1.5, "max_reward": 2.0}
 
 
+@pytest.mark.filterwarnings("error")
 def test_numbers_that_are_not_finite_are_logged_unless_their_steps_are_skipped() -> None:
     rows = [(float("nan"), 1.0, True), (2.0, 1.0, True)]
-    logs = []
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        for limit in (0, 3):
-            metrics = new_metrics(nonfinite_limit=limit)
-            update(metrics, rows)
-            logs.append(close(metrics))
-    assert all(np.isnan(logs[0][name]) for name in ("mean_reward", "margin", "min_reward", "max_reward"))
-    assert logs[0]["accuracy"] == 0.5
-    assert logs[1] == {"num_tokens": 20} | by_numpy(rows[1:])
+    kept, skipped = new_metrics(nonfinite_limit=0), new_metrics(nonfinite_limit=3)
+    update(kept, rows)
+    update(skipped, rows)
+    logs = close(kept)
+    assert all(np.isnan(logs[name]) for name in ("mean_reward", "margin", "min_reward", "max_reward"))
+    assert logs["accuracy"] == 0.5
+    assert close(skipped) == {"num_tokens": 20} | by_numpy(rows[1:])

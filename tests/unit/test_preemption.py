@@ -3,9 +3,8 @@
 import os
 import signal
 import sys
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,44 +25,39 @@ def test_a_duration_is_what_its_parts_add_up_to(parts: tuple[int, int, int]) -> 
     assert parse_duration(text, "training_time_limit") == timedelta(minutes=minutes + 60 * (hours + 24 * days))
 
 
+WRONG = "|2|2h 30m|2h30|30m2h|1h1h|2H|2:30|1.5h|-1h|0h|02h|90s|1h\n|٢h|h|2 hours".split("|")
+
+
 @pytest.mark.parametrize(
-    "text",
-    ["", "2", "2h 30m", "2h30", "30m2h", "1h1h", "2H", "2:30", "1.5h", "-1h", "0h", "02h", "90s", "1h\n", "٢h", "h",
-     90, None, True],
-)  # fmt: skip
-def test_other_spellings_are_refused(text: Any) -> None:
-    with pytest.raises(ValueError, match="training_time_limit"):
-        parse_duration(text, "training_time_limit")
+    ("name", "value"),
+    [
+        *(("training_time_limit", value) for value in (*WRONG, 90, True)),
+        *(("save_interval_minutes", value) for value in (-5.0, np.nan)),
+    ],
+)
+def test_other_spellings_are_refused(name: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=name):
+        RewardConfig("out", **{name: value})
 
 
-def test_a_configuration_says_when_to_save_and_stop(tmp_path: Path) -> None:
-    args = RewardConfig(str(tmp_path))
-    assert (args.time_limit, args.save_interval) == (None, None)
-    args = RewardConfig(str(tmp_path), training_time_limit="1d", save_interval_minutes=0.5)
+def test_a_configuration_says_when_to_save_and_stop() -> None:
+    args = RewardConfig("out", training_time_limit="1d", save_interval_minutes=0.5)
     assert (args.time_limit, args.save_interval) == (timedelta(days=1), timedelta(seconds=30))
-    wrong = [("training_time_limit", "2 hours"), ("save_interval_minutes", -5.0), ("save_interval_minutes", np.nan)]
-    for name, value in wrong:
-        with pytest.raises(ValueError, match=name):
-            RewardConfig(str(tmp_path), **{name: value})  # type: ignore[arg-type]
+    assert (RewardConfig("out").time_limit, RewardConfig("out").save_interval) == (None, None)
 
 
 # ---- SIGTERM
 
 
 def test_a_handler_is_set_in_the_main_thread_only_and_where_asked_for() -> None:
-    found: list[Any] = []
-
-    def look(listens: bool) -> None:
+    def handler(listens: bool) -> Any:
         with Preemption(None, None).hearing_sigterm(listens):
-            found.append(signal.getsignal(signal.SIGTERM))
+            return signal.getsignal(signal.SIGTERM)
 
-    look(True)
-    look(False)
-    thread = threading.Thread(target=look, args=(True,))
-    thread.start()
-    thread.join()
+    with ThreadPoolExecutor(1) as pool:
+        found = [handler(True), handler(False), pool.submit(handler, True).result()]
     own = signal.getsignal(signal.SIGTERM)
-    assert [handler is own for handler in found] == [False, True, True]
+    assert [each is own for each in found] == [False, True, True]
 
 
 def test_what_is_forked_while_it_hears_ends_by_sigterm() -> None:
