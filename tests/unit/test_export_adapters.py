@@ -133,24 +133,17 @@ def test_a_value_that_float16_cannot_hold_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("peft_config", [None, peft.LoraConfig(target_modules=["q_proj"], **LORA)])
-def test_checkpoints_of_one_host_and_of_several_have_what_an_export_needs(peft_config: Any, tmp_path: Path) -> None:
+def test_a_trainers_checkpoint_has_what_an_export_needs(peft_config: Any, tmp_path: Path) -> None:
     model = tiny.save_tiny(tmp_path / "base", ["some", "text"])
     args = RewardConfig(str(tmp_path / "run"), report_to="none", bf16=False, max_steps=1, save_steps=1)
     trainer: Any = RewardTrainer(model, args, train_dataset=tiny.made_up_pairs(8), peft_config=peft_config)
     trainer.train()
-    trainer.save_model()
-    checkpoint, merge = tmp_path / "run" / "checkpoint-1", peft_config is not None
-    export_checkpoint(checkpoint, tmp_path / "of_one", merge=merge)
-    for file in (checkpoint / "manifest.json", *checkpoint.glob("*.safetensors")):
-        file.unlink()
-    shutil.rmtree(checkpoint / "state")
-    exports.write_state(checkpoint / "state", trained_weights(trainer.model))
-    export_checkpoint(checkpoint, tmp_path / "of_several", merge=merge)
+    merge, out = peft_config is not None, tmp_path / "out"
+    export_checkpoint(tmp_path / "run" / "checkpoint-1", out, merge=merge)
     expected = trainer.model.merge_and_unload() if merge else trainer.model
-    for out in (tmp_path / "of_one", tmp_path / "of_several"):
-        exported = AutoModelForSequenceClassification.from_pretrained(out, num_labels=1)
-        assert exports.same_weights(exported.state_dict(), expected.state_dict())
-        assert exported.config.pad_token_id == expected.config.pad_token_id
-        assert AutoTokenizer.from_pretrained(out).chat_template == trainer.processing_class.chat_template
-    export_checkpoint(checkpoint, tmp_path / "unmerged")
+    exported = AutoModelForSequenceClassification.from_pretrained(out, num_labels=1)
+    assert exports.same_weights(exported.state_dict(), expected.state_dict())
+    assert exported.config.pad_token_id == expected.config.pad_token_id
+    assert AutoTokenizer.from_pretrained(out).chat_template == trainer.processing_class.chat_template
+    export_checkpoint(tmp_path / "run" / "checkpoint-1", tmp_path / "unmerged")
     assert (tmp_path / "unmerged" / "tokenizer_config.json").is_file()

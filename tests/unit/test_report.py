@@ -10,7 +10,6 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
-from matplotlib.figure import Figure
 from scored_files import write
 
 from trl_tpu import cli
@@ -129,21 +128,6 @@ def test_a_run_is_read_from_its_last_checkpoint_or_its_folder_where_that_goes_on
     assert cli.main(["report", str(bare)]) == 0
     elements = Elements(bare / "report" / "index.html")
     assert "train_runtime 1" in elements.text and "img" not in {tag for tag, _ in elements.found}
-
-
-def test_curves_of_several_runs_are_in_the_same_axes_with_evaluations_and_resumes(tmp_path: Path) -> None:
-    runs = [read_run(run_folder(tmp_path / name, history()), name) for name in ("one", "two")]
-    with patch.object(page, "_picture") as picture:
-        page.pictures_of({}, runs)
-    _, draw, *data = picture.call_args.args
-    draw(figure := Figure(), *data)
-    several = {axes.get_title(): axes for axes in figure.get_axes()}
-    assert list(several)[:4] == ["loss", "accuracy", "learning_rate", "tokens_per_second"]
-    lines = {str(line.get_label()): line for line in several["loss"].get_lines()}
-    kinds = ("", ": evaluation ", ": resumed")
-    assert list(lines) == [f"{name}{kind}" for name in ("one", "two") for kind in kinds]
-    assert list(lines["two"].get_ydata()) == runs[1].series("loss")[1]
-    assert list(lines["two: evaluation "].get_xdata()) == [4, 8, 12]
 
 
 def test_rows_of_several_answers_are_reported_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

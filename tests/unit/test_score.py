@@ -147,27 +147,6 @@ def test_an_output_that_cannot_be_is_rejected_before_anything_is_loaded(
     assert {path: path.is_file() and path.read_bytes() for path in tmp_path.rglob("*")} == before
 
 
-def test_an_interrupted_output_is_kept_in_chunks_and_leaves_the_earlier_one(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    output, partial = tmp_path / "out.jsonl", tmp_path / "out.jsonl.partial"
-    output.write_text("an earlier run's")
-    rows = [{"row": number} for number in range(4)]
-    with pytest.raises(KeyboardInterrupt), score.RowsFile(str(output), {"asked": 1}, chunk=2) as file:
-        file.write(rows[:2], rows[:2])
-        raise KeyboardInterrupt
-    assert output.read_text() == "an earlier run's" and str(partial) in caplog.text
-    for asked, given in (({"asked": 2}, rows), ({"asked": 1}, rows[1:]), ({"asked": 1}, rows[:1])):
-        with pytest.raises(UserError, match="cannot be resumed"):
-            list(score.RowsFile(str(output), asked, chunk=2).kept(iter(given)))
-    with score.RowsFile(str(output), {"asked": 1}, chunk=2) as file:
-        coming = iter(rows)
-        assert list(file.kept(coming)) == [rows[:2]]
-        file.write(left := list(coming), left)
-    assert read(output) == rows
-    assert [path.name for path in tmp_path.iterdir()] == ["out.jsonl"]
-
-
 TYPED = {
     "note": b"\x00\xff",
     "made": datetime(2024, 5, 6, 7, 8, 9, 10, UTC),

@@ -157,18 +157,19 @@ def test_killed_and_started_again_it_keeps_the_chunks_that_are_written(
     first = run(whole, 0)
     assert first.returncode == 0
     chunks = tmp_path / f"out{suffix}.partial"
+    output.write_text("an earlier run's")
     for at, kept in ((5, 0), (20, 2), (12, 3)):  # in the first chunk; in the third; in the second after those
         assert run(output, at).returncode == -9
-        assert not output.exists() and len(list(chunks.glob("*.jsonl"))) == kept
+        assert output.read_text() == "an earlier run's" and len(list(chunks.glob("*.jsonl"))) == kept
 
-    refused = [run(output, 0, "--max_length", "9")]
-    write(source, [{**rows[0], "chosen": "changed"}, *rows[1:]])
-    refused.append(run(output, 0))
-    for each in refused:
-        assert each.returncode == 2 and "cannot be resumed" in each.stderr
+    other_data = ([{**rows[0], "chosen": "changed"}, *rows[1:]], rows[:9])
+    for changed, flags in ((rows, ["--max_length", "9"]), *((data, []) for data in other_data)):
+        write(source, changed)
+        refused = run(output, 0, *flags)
+        assert refused.returncode == 2 and "cannot be resumed" in refused.stderr
     write(source, rows)
     ended = run(output, 0)
-    assert ended.returncode == 0 and "24 rows are scored already" in ended.stderr
+    assert ended.returncode == 0 and "24 rows" in ended.stderr
     assert output.read_bytes() == whole.read_bytes()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out" + suffix, "rows.jsonl", "whole" + suffix]
     found = pq.read_table(output).to_pylist() if suffix == ".parquet" else read(output)

@@ -1,6 +1,11 @@
-"""Where parameters go: `tensor` by the model's own plan, `fsdp` along one dimension that is left, or whole and why."""
+"""Where parameters go: `tensor` by the model's own plan, `fsdp` along one dimension that is left, or whole and why.
 
+A user's sharding plan goes before: its patterns decide, and whatever does not fit is rejected, as in meshes.
+"""
+
+import re
 from math import prod
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,10 +16,11 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForSequenceClassification
 from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES
 
+from trl_tpu.errors import UserError
 from trl_tpu.parallel import sharding_plan
-from trl_tpu.parallel.mesh import MeshShape
+from trl_tpu.parallel.mesh import AXES, BATCH_AXES, MeshShape, parse_mesh, parse_topology
 from trl_tpu.parallel.shard import ShardReport, place_model, plan_model
-from trl_tpu.parallel.sharding_plan import Plan
+from trl_tpu.parallel.sharding_plan import Plan, Rules, bare_name
 from trl_tpu.runtime import PartitionSpec
 from trl_tpu.runtime.native import Runtime
 
@@ -217,3 +223,159 @@ def test_tied_parameters_stay_tied_count_once_and_keep_their_flags() -> None:
     assert model["head"].weight is model["embed"].weight
     assert model["head"].weight.device.type == model.steps.device.type == "meta"
     assert not model["head"].weight.requires_grad
+
+
+# ---- a user's sharding plan
+
+
+MESH = MeshShape(fsdp=4, tensor=2)
+SHAPES = {
+    "model.embed_tokens.weight": (128, 64),
+    "model.layers.0.mlp.down_proj.weight": (64, 96),
+    "model.layers.1.mlp.down_proj.weight": (64, 96),
+    "model.norm.weight": (64,),
+    "score.weight": (1, 64),
+}
+
+
+def rules(folder: Path, text: str) -> Rules:
+    path = folder / "plan.yaml"
+    path.write_text(text, encoding="utf-8")
+    return Rules.read(path)
+
+
+def test_the_first_pattern_decides_and_auto_leaves_it_to_the_derived_plan(tmp_path: Path) -> None:
+    given = rules(
+        tmp_path,
+        """
+        model.embed_tokens.weight: [tensor, fsdp]
+        model.layers.1.*: [null, [fsdp, tensor]]
+        model.layers.*.down_proj.weight: [data, null]
+        "*": auto
+        """,
+    )
+    plan = Plan(MESH, {"model.norm": "replicate"}, rules=given)
+    given.check(SHAPES)
+    placed = {name: plan.place(name, shape) for name, shape in SHAPES.items()}
+    assert {name: placement.axes for name, placement in placed.items()} == {
+        "model.embed_tokens.weight": ("tensor", "fsdp"),
+        "model.layers.0.mlp.down_proj.weight": (None, None),  # the mesh has one device of `data`
+        "model.layers.1.mlp.down_proj.weight": (None, ("fsdp", "tensor")),
+        "model.norm.weight": ("fsdp",),
+        "score.weight": (None, "fsdp"),
+    }
+    assert placed["model.layers.1.mlp.down_proj.weight"].reason == "rule 'model.layers.1.*'"
+    assert placed["model.layers.1.mlp.down_proj.weight"].parts(MESH) == 8
+    assert placed["model.norm.weight"].reason == "replicate leaves it whole; largest divisible dimension"
+
+
+def test_names_are_those_of_the_bare_model(tmp_path: Path) -> None:
+    given = rules(tmp_path, "score.weight: [null, tensor]\n'*.lora_A.*': [null, fsdp]")
+    plan = Plan(MESH, rules=given)
+    heads = [f"base_model.model.score.{part}.weight" for part in ("modules_to_save.default", "original_module")]
+    adapter = "base_model.model.q.lora_A.default.weight"
+    given.check(map(bare_name, [*heads, adapter]))
+    assert [plan.place(head, (1, 64)).axes for head in heads] == [(None, "tensor")] * 2
+    assert plan.place(adapter, (8, 64)).axes == (None, "fsdp")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        # no pattern for a parameter, and a pattern for none
+        ("model.*: auto", "no pattern matches score.weight"),
+        ("q_proj: auto\n'*': auto", "q_proj match(es) no parameter"),
+        # a rule that does not fit the shape
+        ("score.weight: [fsdp, null]\n'*': auto", "'score.weight': [fsdp, null]"),
+        ("score.weight: [fsdp]\n'*': auto", "'score.weight': [fsdp] has 1 dimension(s)"),
+        # no plan at all
+        ("", "must map patterns"),
+        ("score.weight: fsdp", "'score.weight': 'fsdp' is not 'auto'"),
+        ("score.weight: [null, expert]", "'score.weight': [None, 'expert'] is not 'auto'"),
+        ("score.weight: [fsdp, [tensor, fsdp]]", "'score.weight'"),
+        ("score.weight: [1, null]", "'score.weight': [1, None] is not 'auto'"),
+    ],
+)
+def test_a_wrong_plan_is_rejected_by_pattern_and_parameter(tmp_path: Path, text: str, said: str) -> None:
+    with pytest.raises(UserError, match=re.escape(said)) as caught:
+        given = rules(tmp_path, text)
+        given.check(SHAPES)
+        Plan(MESH, rules=given).place("score.weight", SHAPES["score.weight"])
+    assert str(caught.value).startswith(f"sharding plan '{tmp_path / 'plan.yaml'}'")
+
+
+def test_a_file_that_is_not_there_is_an_error_that_names_it(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="nowhere.yaml"):
+        Rules.read(tmp_path / "nowhere.yaml")
+
+
+# ---- meshes and topologies
+
+
+counts = st.integers(1, 16)
+
+
+@given(counts, counts, counts)
+def test_the_product_is_the_number_of_devices_and_minus_one_fills(data: int, fsdp: int, tensor: int) -> None:
+    devices = data * fsdp * tensor
+    shape = MeshShape(data, fsdp, tensor)
+    for spec in (
+        f"data={data},fsdp={fsdp},tensor={tensor}",
+        f" tensor={tensor}, fsdp = {fsdp} , data={data}",
+        f"data=-1,fsdp={fsdp},tensor={tensor}",
+        f"data={data},fsdp=-1,tensor={tensor}",
+        f"data={data},fsdp={fsdp},tensor=-1",
+    ):
+        assert parse_mesh(spec, devices) == shape
+    assert shape.devices == prod(shape.sizes.values()) == shape.batch_shards * tensor == devices
+    assert parse_mesh("tensor=-1", devices) == MeshShape(tensor=devices)  # axes without a name have size 1
+    assert tuple(shape.sizes) == AXES == (*BATCH_AXES, "tensor")
+    assert parse_mesh(str(shape), devices) == shape
+
+
+@given(counts, counts, counts, st.integers(1, 4))
+def test_slices_are_the_outer_part_of_data(within: int, fsdp: int, tensor: int, slices: int) -> None:
+    data = slices * within
+    devices = data * fsdp * tensor
+    shape = MeshShape(data, fsdp, tensor, slices)
+    assert parse_mesh(f"slices={slices},data={data},fsdp={fsdp},tensor={tensor}", devices) == shape
+    assert parse_mesh(f"data={data},fsdp={fsdp},tensor={tensor}", devices, slices) == shape  # found by the runtime
+    assert parse_mesh(f"slices={slices},fsdp=-1", devices) == MeshShape(slices, devices // slices, 1, slices)
+    assert parse_mesh(f"slices={slices},data=-1", devices) == MeshShape(devices, 1, 1, slices)
+    assert parse_mesh(str(shape), devices) == shape
+
+
+@pytest.mark.parametrize(
+    ("spec", "devices", "rule"),
+    [
+        # sizes that do not multiply to the devices: the message shows the equation
+        ("data=2,fsdp=3", 8, "8, but are data=2 x fsdp=3 x tensor=1"),
+        ("fsdp=-1,tensor=3", 8, "8, but are data=1 x fsdp=-1 x tensor=3"),
+        ("slices=2,fsdp=-1", 9, "9, but are data=2 x fsdp=-1 x tensor=1"),
+        ("slices=2,data=3,fsdp=2", 6, "data=3 / slices=2"),
+        ("slices=3,data=-1", 8, "data=8 / slices=3"),
+        ("data=-1,fsdp=-1", 8, "8, but are data=-1 x fsdp=-1"),
+        *((spec, 8, "is not AXIS=SIZE") for spec in ("", "fsdp:8", "fdsp=8", "fsdp=2,fsdp=4", "fsdp=0", "fsdp=2.5")),
+        *((spec, 8, "is not AXIS=SIZE") for spec in ("fsdp=²", "slices=-1")),
+    ],
+)
+def test_a_wrong_mesh_is_rejected_with_its_text(spec: str, devices: int, rule: str) -> None:
+    with pytest.raises(UserError, match=re.escape(rule)) as caught:
+        parse_mesh(spec, devices)
+    assert str(caught.value).startswith(f"mesh {spec!r}: ")
+
+
+@pytest.mark.parametrize(
+    ("text", "chips", "compiled_as"),
+    [("v5e:2x4", 8, "v5e:2x4"), ("v5p:4x8x8", 256, "v5p:4x8x8"), ("V6E:1x1", 1, "v6e:2x2")],
+)
+def test_a_topology_is_read(text: str, chips: int, compiled_as: str) -> None:
+    """libtpu knows no slice of one chip: one of the smallest slice stands for it."""
+    topology = parse_topology(text)
+    assert (topology.chips, str(topology), topology.compiled_as) == (chips, text.lower(), compiled_as)
+
+
+@pytest.mark.parametrize(("text", "works"), [("v4:2x2x1", "v5e, v5p, v6e"), ("v6e:3x3", "1x1, 2x2, 2x4, 4x4")])
+def test_an_unknown_topology_is_rejected_with_what_works(text: str, works: str) -> None:
+    with pytest.raises(UserError, match=works):
+        parse_topology(text)
