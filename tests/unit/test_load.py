@@ -170,18 +170,17 @@ def test_one_label_is_required(tmp_path: Path) -> None:
             trainer_of(trl_tpu, tmp_path, model=model)
 
 
-def test_the_tokenizer_is_the_one_given_or_the_models(checkpoint: str) -> None:
-    class Processor(ProcessorMixin):
-        def __init__(self, tokenizer: Any) -> None:
-            self.tokenizer = tokenizer
+class Processor(ProcessorMixin):
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
 
+
+def test_the_tokenizer_is_the_one_given_or_the_models(checkpoint: str) -> None:
     tokenizer = tiny_tokenizer()
-    assert load.load_processing_class(tiny_model(), tokenizer) is tokenizer
-    assert load.load_processing_class(tiny_model(), Processor(tokenizer)) is tokenizer
+    for given in (tokenizer, Processor(tokenizer)):
+        assert load.load_processing_class(tiny_model(), given) is tokenizer
     loaded = load.load_processing_class(load.load_model(checkpoint))
     assert loaded.get_vocab() == tokenizer.get_vocab() and loaded.chat_template == TEMPLATE
-    with pytest.raises(ValueError, match="processing_class"):
-        load.load_processing_class(tiny_model())
 
 
 def test_the_tokenizer_is_loaded_from_where_the_model_is(
@@ -203,7 +202,7 @@ def test_the_tokenizer_is_loaded_from_where_the_model_is(
 @pytest.mark.parametrize("own_pad", ["<|im_start|>", None])
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_special_tokens_are_trls_and_the_users_tokenizer_stays(
-    pad: str | None, eos: str | None, own_pad: str | None, tmp_path: Path
+    pad: Any, eos: Any, own_pad: Any, tmp_path: Path
 ) -> None:
     settings = {"pad_token": pad, "eos_token": eos}
     theirs = trainer_of(trl, tmp_path, settings, processing_class=tiny_tokenizer(pad_token=own_pad))
@@ -214,25 +213,6 @@ def test_special_tokens_are_trls_and_the_users_tokenizer_stays(
     assert model.config.pad_token_id == theirs.model.config.pad_token_id
     assert model.config.eos_token_id == theirs.model.config.eos_token_id
     assert given.special_tokens_map == before
-
-
-def test_an_eos_outside_the_vocabulary_is_refused() -> None:
-    """A pad token is a row of `test_bad_config`."""
-    with pytest.raises(UserError, match="eos_token"):
-        settle(tiny_model(), tiny_tokenizer(), eos_token="<none>")
-
-
-def test_an_eos_that_is_not_scored_is_warned_of_where_dialogues_end_in_it(caplog: pytest.LogCaptureFixture) -> None:
-    own_pad, shared = tiny_tokenizer(), tiny_tokenizer(pad_token=None)
-    shared.pad_token = shared.eos_token
-    eos: Any = own_pad.eos_token_id
-    load.warn_of_unscored_eos(own_pad, [[1, 2, eos]])
-    load.warn_of_unscored_eos(shared, [[1, 2, eos, 3], [1]])
-    assert caplog.text == ""
-    for unscored in ([[1, 2, eos], [1]], None):
-        load.warn_of_unscored_eos(shared, unscored)
-        assert "own_pad_token" in caplog.text
-        caplog.clear()
 
 
 @pytest.mark.parametrize(
@@ -259,7 +239,7 @@ def test_a_pad_token_of_its_own_is_one_that_texts_do_not_contain(reserved: list[
     assert len(settled) == len(tokenizer) + (taken == "<|pad|>")
 
 
-def test_the_chat_template_of_a_file(tmp_path: Path) -> None:
+def test_a_chat_template_is_read_from_a_file_and_an_eos_is_a_token(tmp_path: Path) -> None:
     path = tmp_path / "chat.jinja"
     path.write_text("{{ messages }}", encoding="utf-8")
     given = tiny_tokenizer()
@@ -267,6 +247,8 @@ def test_the_chat_template_of_a_file(tmp_path: Path) -> None:
     assert (tokenizer.chat_template, given.chat_template) == ("{{ messages }}", TEMPLATE)
     with pytest.raises(FileNotFoundError, match="none.j2"):
         settle(tiny_model(), given, chat_template_path=str(tmp_path / "none.j2"))
+    with pytest.raises(UserError, match="eos_token"):
+        settle(tiny_model(), given, eos_token="<none>")
 
 
 @pytest.mark.parametrize("multiple", [64, None, 100])
