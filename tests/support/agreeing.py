@@ -18,8 +18,8 @@ import trl
 from apart import become_rank
 from datasets import Dataset
 from judgements import form_in
-from logs import logged, losses, untimed
 from stopping import At, later, sigterm
+from training import logged, losses, trained, untimed
 
 import trl_tpu
 from trl_tpu.training.stopping import Unfinished
@@ -88,8 +88,7 @@ def go(model: str, out: Path, way: str) -> dict[str, Any]:
 def of_13_pairs(package: Any, model: str, out: Path) -> list[float]:
     """Train 13 pairs, of which the last batch of an epoch has too few."""
     args = arguments(package, out, save_strategy="no")
-    trainer = package.RewardTrainer(model, args, train_dataset=tiny.made_up_pairs(13))
-    trainer.train()
+    trainer = trained(package.RewardTrainer(model, args, train_dataset=tiny.made_up_pairs(13)))
     return losses(trainer)
 
 

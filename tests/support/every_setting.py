@@ -16,6 +16,7 @@ import torch
 import transformers
 from peft import LoraConfig
 from places import EXAMPLES
+from training import trained
 from transformers import BitsAndBytesConfig, EvalPrediction, TrainerCallback
 
 import trl_tpu
@@ -199,8 +200,7 @@ def check_a_run_reads_and_calls(folder: Path) -> None:
         )
 
     make().train()
-    trainer = make()
-    trainer.train(resume_from_checkpoint=str(folder / "checkpoint-1"))
+    trainer = trained(make(), resume=str(folder / "checkpoint-1"))
     trainer.predict(pairs)
     unread = IN_A_RUN - skipped - Recording.read
     assert not unread, unread

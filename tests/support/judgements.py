@@ -9,6 +9,7 @@ from typing import Any
 import tiny
 from datasets import Dataset
 from stepwise import solutions
+from training import trained
 from transformers import (
     AutoConfig,
     AutoModelForSequenceClassification,
@@ -70,8 +71,7 @@ def losses(name: str, folder: str, out: str, **settings: Any) -> list[float]:
     form = FORMS[name]
     args = form.config(out, **settings, **form.settings)
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    trainer = form.trainer(form.model(folder), args, train_dataset=form.rows(64), processing_class=tokenizer)
-    trainer.train()
+    trainer = trained(form.trainer(form.model(folder), args, train_dataset=form.rows(64), processing_class=tokenizer))
     return [logs["loss"] for logs in trainer.state.log_history if "loss" in logs]
 
 

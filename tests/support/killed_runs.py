@@ -23,8 +23,8 @@ import apart
 import tiny
 import torch
 import torch.distributed.checkpoint as dcp
-from logs import untimed
 from tqdm import tqdm
+from training import untimed
 from transformers import TrainerCallback
 
 from trl_tpu import RewardConfig, RewardTrainer

@@ -24,8 +24,8 @@ import torch  # noqa: E402
 from collectives import read_collectives  # noqa: E402
 from families import family  # noqa: E402
 from judgements import FORMS, form_in  # noqa: E402
-from logs import untimed  # noqa: E402
 from tiny import made_up_pairs, tiny_tokenizer  # noqa: E402
+from training import untimed  # noqa: E402
 from transformers import TrainerCallback, TrainerState  # noqa: E402
 
 from trl_tpu import RewardTrainer, runtime  # noqa: E402

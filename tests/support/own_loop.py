@@ -9,6 +9,7 @@ import pytest
 import tiny
 from datasets import DatasetDict
 from places import EXAMPLES
+from training import trained
 from transformers import AutoModelForSequenceClassification
 
 from trl_tpu import RewardTrainer
@@ -39,8 +40,7 @@ def compare(config: Callable[..., Any], model_folder: str, folder: Path) -> list
         compiled.append(current().compile_count())
 
     args = config(**SETTINGS)
-    trainer = RewardTrainer(model_folder, args, train_dataset=data["train"], eval_dataset=data["test"])
-    trainer.train()
+    trainer = trained(RewardTrainer(model_folder, args, train_dataset=data["train"], eval_dataset=data["test"]))
     history = trainer.state.log_history
     for name in ("loss", "eval_accuracy", "eval_margin", "eval_min_reward"):
         own = [logs[name] for logs in logged if name in logs]

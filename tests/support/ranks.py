@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from accelerate import PartialState
 from apart import become_rank
-from logs import logged
 from peft import LoraConfig
+from training import logged, trained
 from transformers import AutoModelForSequenceClassification, TrainerCallback
 from transformers.distributed import DistributedConfig
 
@@ -100,8 +100,7 @@ def train(
         arguments["callbacks"] = [Infinite()]
     if loaded_on is not None:
         arguments["model"] = AutoModelForSequenceClassification.from_pretrained(model, distributed_config=loaded_on)
-    trainer = form.trainer(args=form.config(str(out), **settings), train_dataset=train_pairs, **arguments)
-    trainer.train()
+    trainer = trained(form.trainer(args=form.config(str(out), **settings), train_dataset=train_pairs, **arguments))
     return {
         "described": trainer.describe(),
         "logged": logged(trainer),

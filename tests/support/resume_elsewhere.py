@@ -11,6 +11,7 @@ from pathlib import Path
 
 import tiny
 import torch
+from training import trained
 
 from trl_tpu import RewardConfig, RewardTrainer
 from trl_tpu.checkpoint.state_dict import to_host
@@ -19,8 +20,7 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     model, checkpoint, folder, settings = sys.argv[1:]
     args = RewardConfig(folder, report_to="none", disable_tqdm=True, **json.loads(settings))
-    trainer = RewardTrainer(model, args, train_dataset=tiny.made_up_pairs(64))
-    trainer.train(resume_from_checkpoint=checkpoint)
+    trainer = trained(RewardTrainer(model, args, train_dataset=tiny.made_up_pairs(64)), resume=checkpoint)
     weights = to_host(dict(trainer.model.named_parameters()), trainer.trl_tpu.runtime)
     sums = {name: weight.double().abs().sum().item() for name, weight in weights.items()}
     print(json.dumps({"logs": trainer.state.log_history, "sums": sums, "folder": Path(checkpoint).name}))

@@ -9,6 +9,7 @@ import tiny
 import torch
 import transformers
 from accelerate.utils.memory import release_memory
+from training import trained
 from transformers.hyperparameter_search import ALL_HYPERPARAMETER_SEARCH_BACKENDS, OptunaBackend
 from transformers.trainer_utils import BestRun, HPSearchBackend
 
@@ -61,8 +62,7 @@ def losses(folder: Path, monkeypatch: pytest.MonkeyPatch, afterwards: bool) -> t
 
     alone = []
     for number, trial in enumerate(TRIALS):
-        trainer = make(f"alone-{number}", {"model_init": model}, **trial)
-        trainer.train()
+        trainer = trained(make(f"alone-{number}", {"model_init": model}, **trial))
         alone.append(trainer.evaluate()["eval_loss"])
     trainer = make("search", {"model": model()} if afterwards else {"model_init": model})
     if afterwards:

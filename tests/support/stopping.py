@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import tiny
-from logs import untimed
 from transformers import TrainerCallback
 
 from trl_tpu import RewardConfig, RewardTrainer
@@ -55,9 +54,3 @@ def make_trainer(model: str, out: Path, *callbacks: TrainerCallback, **settings:
     args, pairs = RewardConfig(str(out), **(defaults | settings)), tiny.made_up_pairs(40)
     train, held_out = pairs.select(range(24)), pairs.select(range(24, 40))
     return RewardTrainer(model, args, train_dataset=train, eval_dataset=held_out, callbacks=list(callbacks))
-
-
-def logged(trainer: RewardTrainer) -> list[dict[str, Any]]:
-    """What was logged of training and evaluation, without times, in a row for each kind and step."""
-    logs = map(untimed, trainer.state.log_history)
-    return sorted((log for log in logs if "train_loss" not in log), key=lambda log: (log["step"], "eval_loss" in log))

@@ -14,8 +14,8 @@ from typing import Any
 import tiny
 import torch
 from apart import become_rank
-from logs import logged, untimed
 from stopping import At, sigterm
+from training import logged, trained, untimed
 from transformers import TrainerCallback
 
 from trl_tpu import RewardConfig, RewardTrainer
@@ -98,8 +98,7 @@ def check_a_run_at_a_url(model: str, url: str, first: bool) -> None:
     trainer.accelerator.wait_for_everyone()
     downloads, get = [], RemoteRun.get
     RemoteRun.get = lambda self, folder: downloads.append(self.url) or get(self, folder)  # type: ignore[func-returns-value, method-assign]
-    resumed = make_trainer(model, url, max_steps=3, **settings)
-    resumed.train(resume_from_checkpoint=True)
+    resumed = trained(make_trainer(model, url, max_steps=3, **settings), resume=True)
     assert resumed.state.global_step == 3
     assert [Path(each).name for each in downloads] == (["checkpoint-9", "checkpoint-2"] if first else []), downloads
     try:
@@ -111,8 +110,7 @@ def check_a_run_at_a_url(model: str, url: str, first: bool) -> None:
 
 def main(model: str, folder: Path) -> None:
     of_13_pairs = evaluated(model, folder / "evaluated")
-    whole = make_trainer(model, folder / "whole")
-    whole.train()
+    whole = trained(make_trainer(model, folder / "whole"))
     first = whole.args.process_index == 0
     # the other process alone is told to stop, before an evaluation, which is left out
     stopped = make_trainer(model, folder / "stopped", *([] if first else [At("on_step_begin", 2, sigterm)]))
@@ -122,8 +120,7 @@ def main(model: str, folder: Path) -> None:
     except Unfinished as unfinished:
         assert unfinished.checkpoint == str(folder / "stopped" / "checkpoint-3"), unfinished
         assert (folder / "stopped" / "checkpoint-3" / "manifest.json").is_file()  # also where it is not written
-    resumed = make_trainer(model, folder / "stopped")
-    resumed.train(resume_from_checkpoint=True)
+    resumed = trained(make_trainer(model, folder / "stopped"), resume=True)
     check_a_stop_where_nothing_is_due(model, folder / "quiet", told=not first)
     check_a_run_at_a_url(model, f"file://{folder}/url", first)
     equal = all(map(torch.equal, whole.model.parameters(), resumed.model.parameters()))

@@ -26,36 +26,23 @@ def rewards_of(model: Any, inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
 def with_loss(outputs: Callable[[torch.Tensor, torch.Tensor], Any]) -> Callable[[type], type]:
     """A trainer whose loss is its own, and what it returns beside it."""
 
-    def subclass(base: type) -> type:
-        class Customized(base):  # type: ignore[misc]
-            def compute_loss(
-                self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
-            ) -> Any:
-                chosen_P, rejected_P = rewards_of(model, inputs)
-                loss = -logsigmoid(2 * (chosen_P - rejected_P)).mean()
-                return (loss, outputs(chosen_P, rejected_P)) if return_outputs else loss
+    def compute_loss(self: Any, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
+        chosen_P, rejected_P = rewards_of(model, inputs)
+        loss = -logsigmoid(2 * (chosen_P - rejected_P)).mean()
+        return (loss, outputs(chosen_P, rejected_P)) if return_outputs else loss
 
-        return Customized
-
-    return subclass
+    return lambda base: type("Customized", (base,), {"compute_loss": compute_loss})
 
 
 def with_predictions(returned: Callable[[Any, Any, Any], Any]) -> Callable[[type], type]:
     """A trainer whose prediction step is its own."""
 
-    def subclass(base: type) -> type:
-        class Customized(base):  # type: ignore[misc]
-            def prediction_step(
-                self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None
-            ) -> Any:
-                inputs = self._prepare_inputs(inputs)
-                with torch.no_grad():
-                    chosen_P, rejected_P = rewards_of(model, inputs)
-                return returned(-logsigmoid(chosen_P - rejected_P).mean(), chosen_P, rejected_P)
+    def prediction_step(self: Any, model: Any, inputs: Any, *_: Any, **__: Any) -> Any:
+        with torch.no_grad():
+            chosen_P, rejected_P = rewards_of(model, self._prepare_inputs(inputs))
+        return returned(-logsigmoid(chosen_P - rejected_P).mean(), chosen_P, rejected_P)
 
-        return Customized
-
-    return subclass
+    return lambda base: type("Customized", (base,), {"prediction_step": prediction_step})
 
 
 def labels(chosen_P: torch.Tensor) -> torch.Tensor:

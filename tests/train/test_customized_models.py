@@ -39,7 +39,7 @@ def test_the_users_model_is_what_trains(make: Callable[[], Any], tmp_path: Path)
     assert trainer.batch_plan.padded_because is not None
     _, reference = losses(trl, make(), tmp_path)
     assert ours == pytest.approx(reference, abs=1e-5)
-    with pytest.raises(ValueError, match=f"packing=True.*{CASES[make]}"):
+    with pytest.raises(ValueError, match=f"packing.*{CASES[make]}"):
         losses(trl_tpu, make(), tmp_path, packing=True)
     assert reads_padding(make(), customized.TOKENIZER.pad_token_id) == (make in customized.READ_PADDING)
 

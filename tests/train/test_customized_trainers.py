@@ -2,6 +2,7 @@
 
 import inspect
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 import trl
 from datasets import Dataset
 from torch.nn.functional import logsigmoid
+from training import losses, trained
 
 import trl_tpu
 from trl_tpu.errors import UserError
@@ -25,11 +27,6 @@ def arguments(package: Any, folder: Path) -> Any:
     own = {"use_cpu": True, "optim": "adamw_torch"} if package is trl else {}
     settings: dict[str, Any] = {"max_steps": 3, "logging_steps": 1, "learning_rate": 1e-3, "bf16": False, "seed": 3}
     return package.RewardConfig(str(folder), report_to="none", save_strategy="no", **settings | own)
-
-
-def losses(trainer: Any) -> list[float]:
-    trainer.train()
-    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
 def model() -> Any:
@@ -45,9 +42,8 @@ def test_a_dataset_prepared_by_a_subclass_is_what_trains(tmp_path: Path) -> None
                 return super()._prepare_dataset(renamed, processing_class, args, dataset_name)
 
         data = PAIRS.rename_columns({"chosen": "better", "rejected": "worse"})
-        return losses(
-            OwnColumns(model(), arguments(package, tmp_path), train_dataset=data, processing_class=TOKENIZER)
-        )
+        trainer = OwnColumns(model(), arguments(package, tmp_path), None, data, None, TOKENIZER)
+        return losses(trained(trainer))
 
     assert run(trl_tpu) == pytest.approx(run(trl), abs=1e-5)
 
@@ -74,7 +70,7 @@ def test_trls_own_trainer_trains_with_its_imports_changed(
     def run(trainer: Any, package: Any) -> list[float]:
         data = PAIRS if form == "texts" else PAIRS.map(as_messages)
         settings = arguments(package, tmp_path)
-        return losses(trainer(model(), settings, train_dataset=data, processing_class=TOKENIZER))
+        return losses(trained(trainer(model(), settings, train_dataset=data, processing_class=TOKENIZER)))
 
     assert issubclass(pasted.RewardTrainer, trl_tpu.RewardTrainer)
     assert run(pasted.RewardTrainer, trl_tpu) == pytest.approx(run(trl.RewardTrainer, trl), abs=1e-6)
@@ -108,8 +104,7 @@ def test_a_subclass_may_have_attributes_of_any_name(tmp_path: Path) -> None:
     def run(trainer: Any, **more: Any) -> list[float]:
         trainer.train(**more)
         trainer.save_model()
-        logged = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-        return [*logged, *trainer.predict(PAIRS).predictions.ravel().tolist()]
+        return [*losses(trainer), *trainer.predict(PAIRS).predictions.ravel().tolist()]
 
     theirs = trl.RewardTrainer(model(), arguments(trl, tmp_path), train_dataset=PAIRS, processing_class=TOKENIZER)
     ours = make(trl_tpu.RewardTrainer, "plain")
@@ -141,43 +136,46 @@ def logs(trainer: Any) -> list[dict[str, float]]:
     return [entry for entry in trainer.state.log_history if "train_loss" not in entry]
 
 
-def test_methods_pasted_from_trl_log_what_they_do_there(tmp_path: Path) -> None:
-    def run(package: Any) -> list[dict[str, float]]:
-        class Pasted(package.RewardTrainer):  # type: ignore[misc]
-            compute_loss = trl.RewardTrainer.compute_loss
+def pasting(base: Any) -> type:
+    """Methods are pasted from TRL."""
 
-            def training_step(self, *args: Any, **kwargs: Any) -> Any:
-                with self.maybe_activation_offload_context:
-                    return super().training_step(*args, **kwargs)
+    class Pasted(base):
+        compute_loss = trl.RewardTrainer.compute_loss
 
-        return logs(Pasted(model(), arguments(package, tmp_path), None, PAIRS, PAIRS, TOKENIZER))
+        def training_step(self, *args: Any, **kwargs: Any) -> Any:
+            with self.maybe_activation_offload_context:
+                return super().training_step(*args, **kwargs)
 
-    for ours, theirs in zip(run(trl_tpu), run(trl), strict=True):
-        prefix = "" if "loss" in theirs else "eval_"
-        for name in ("loss", *METRICS):
-            assert ours[prefix + name] == pytest.approx(theirs[prefix + name], abs=1e-5), name
+    return Pasted
 
 
-def test_the_last_steps_metrics_are_there_after_super(tmp_path: Path) -> None:
-    """What the subclass makes of them is logged, and theirs and ours are not."""
+def reading(base: Any) -> type:
+    """The last step's metrics are there after super(), and what is made of them is logged."""
 
-    def run(package: Any) -> list[dict[str, float]]:
-        class Reading(package.RewardTrainer):  # type: ignore[misc]
-            def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-                loss = super().compute_loss(model, inputs, *args, **kwargs)
-                metrics = self._metrics["train" if self.model.training else "eval"]
-                for name in METRICS:
-                    metrics[f"last_{name}"].append(metrics[name][-1])
-                return loss
+    class Reading(base):
+        def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            loss = super().compute_loss(model, inputs, *args, **kwargs)
+            metrics = self._metrics["train" if self.model.training else "eval"]
+            for name in METRICS:
+                metrics[f"last_{name}"].append(metrics[name][-1])
+            return loss
 
-        return logs(Reading(model(), arguments(package, tmp_path), None, PAIRS, PAIRS, TOKENIZER))
+    return Reading
 
-    for ours, theirs in zip(run(trl_tpu), run(trl), strict=True):
-        prefix = "" if "loss" in theirs else "eval_"
-        for name in METRICS:
-            assert ours[f"{prefix}last_{name}"] == pytest.approx(theirs[f"{prefix}last_{name}"], abs=1e-5), name
-            if not name.startswith(("min", "max")):  # ours are true ones, TRL's averages of batches
-                assert ours[prefix + name] == pytest.approx(theirs[prefix + name], abs=1e-5), name
+
+@pytest.mark.parametrize("subclass", [pasting, reading])
+def test_subclasses_log_what_they_do_in_trl(subclass: Callable[[Any], type], tmp_path: Path) -> None:
+    ours, theirs = (
+        logs(subclass(package.RewardTrainer)(model(), arguments(package, tmp_path), None, PAIRS, PAIRS, TOKENIZER))
+        for package in (trl_tpu, trl)
+    )
+    # ours of a reading subclass are true ones of a log, TRL's averages of batches
+    own = {"min_reward", "max_reward", "eval_min_reward", "eval_max_reward"} if subclass is reading else set()
+    for mine, reference in zip(ours, theirs, strict=True):
+        named = {name for name in reference if name.removeprefix("eval_").removeprefix("last_") in (*METRICS, "loss")}
+        assert len(named) == len(METRICS) * (2 if subclass is reading else 1) + 1
+        for name in named - own:
+            assert mine[name] == pytest.approx(reference[name], abs=1e-5), name
 
 
 def test_tokens_that_nobody_counted_are_not_logged_as_none(tmp_path: Path) -> None:

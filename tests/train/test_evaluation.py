@@ -13,6 +13,7 @@ import torch
 from datasets import Dataset
 from scipy.stats import binomtest
 from torch.nn.functional import logsigmoid
+from training import trained
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, EvalPrediction
 
 from trl_tpu import RewardConfig, RewardTrainer
@@ -197,8 +198,7 @@ def test_training_goes_on_after_an_evaluation_that_compares_nothing(
 ) -> None:
     schedule: dict[str, Any] = {"max_steps": 2, "eval_strategy": "steps", "eval_steps": 1}
     train = tiny.made_up_rankings(8) if "scores" in data.column_names else None
-    trainer = make_trainer(model_folder, tmp_path, data, train=train, **schedule, **settings)
-    trainer.train()
+    trainer = trained(make_trainer(model_folder, tmp_path, data, train=train, **schedule, **settings))
     evaluated = [log for log in trainer.state.log_history if "eval_loss" in log]
     assert len(evaluated) == 2 and all("eval_mean_reward" in log and "eval_accuracy" not in log for log in evaluated)
     assert "eval" not in trainer.verdicts
@@ -284,8 +284,7 @@ def test_a_tracker_that_is_not_installed_is_named_at_once(tmp_path: Path) -> Non
 def test_an_evaluation_after_training_counts_the_tokens_since_the_last_log(model_folder: str, tmp_path: Path) -> None:
     counts = []
     for logging_steps in (1, 2):
-        trainer = make_trainer(model_folder, tmp_path, max_steps=3, logging_steps=logging_steps)
-        trainer.train()
+        trainer = trained(make_trainer(model_folder, tmp_path, max_steps=3, logging_steps=logging_steps))
         counts.append(trainer.evaluate(tiny.made_up_pairs(8))["eval_num_tokens"])
     assert counts[0] == counts[1] > 0
 
@@ -345,8 +344,7 @@ def test_a_checkpoint_has_the_verdict_of_the_evaluation_before_it_and_each_datas
 ) -> None:
     sets = {"easy one": labeled(6), "hard": labeled(9, seed=6)}
     schedule: dict[str, Any] = {"max_steps": 2, "eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps"}
-    trainer = make_trainer(model_folder, tmp_path, sets, save_steps=2, **schedule)
-    trainer.train()
+    trainer = trained(make_trainer(model_folder, tmp_path, sets, save_steps=2, **schedule))
     found = read_run(tmp_path, "run")
     assert {name: each.pairs for name, each in found.verdicts.items()} == {"run: easy one": 6, "run: hard": 9}  # type: ignore[union-attr]
     assert list(found.evaluated("accuracy")) == ["easy one", "hard"]

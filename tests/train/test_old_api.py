@@ -13,8 +13,8 @@ import pytest
 import tiny
 import torch
 from datasets import Dataset
-from logs import losses
 from torch.nn.functional import logsigmoid
+from training import losses, trained
 from transformers import (
     EvalPrediction,
     LlamaForSequenceClassification,
@@ -185,8 +185,7 @@ def test_a_plain_training_arguments_keeps_all_its_settings(old: Old, tmp_path: P
     args = ScriptTrainingArguments(str(tmp_path), max_steps=2, seed=7, their_own="mine", **QUIET, **FULL_BATCH)
     before = copy.deepcopy(args.to_dict())
     expected = losses_of_hand_made_loop(old, steps=2)
-    trainer = RewardTrainer(model=old.model, args=args, tokenizer=old.tokenizer, train_dataset=old.pairs)
-    trainer.train()
+    trainer = trained(RewardTrainer(model=old.model, args=args, tokenizer=old.tokenizer, train_dataset=old.pairs))
     assert losses(trainer) == pytest.approx(expected, abs=1e-5)
     assert args.to_dict() == before
     assert isinstance(trainer.args, RewardConfig) and trainer.args.their_own == "mine"

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import tiny
 import torch
-from logs import logged, losses, untimed
+from training import logged, losses, trained, untimed
 from transformers import PreTrainedTokenizerFast
 
 from trl_tpu import RewardConfig, RewardTrainer
@@ -70,8 +70,7 @@ def test_training_equals_that_on_padded_rows(
     logs = []
     for layout, packing in (("tight", False), ("tight", True), ("micro-batches", True)):
         more = {"packing": packing, "per_device_train_batch_size": 4} | settings
-        trainer = make_trainer(tokenizer, tmp_path, layout, **more)
-        trainer.train()
+        trainer = trained(make_trainer(tokenizer, tmp_path, layout, **more))
         batches = trainer.__dict__["seen"]
         assert len(batches) == 6 * trainer.args.gradient_accumulation_steps
         assert (max(map(len, batches)) > 1) is (layout == "micro-batches")

@@ -11,9 +11,9 @@ import torch
 import transformers
 from datasets import Dataset
 from decoders import StayInFloat64
-from logs import logged, losses
 from peft import AutoPeftModelForTokenClassification, LoraConfig, TaskType
 from stepwise import BATCH, by_transformers, load, save_model, settings, solutions
+from training import logged, losses, trained
 from transformers import AutoTokenizer, DataCollatorForTokenClassification
 
 from trl_tpu import RewardConfig
@@ -45,22 +45,21 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return save_model(tmp_path_factory.mktemp("model"))
 
 
-def trained(model: str, out: Path, kind: type[PRMTrainer] = PRMTrainer, **more: Any) -> Any:
+def run_of(model: str, out: Path, kind: type[PRMTrainer] = PRMTrainer, **more: Any) -> Any:
     collator = more.pop("data_collator", None)
     data = {"train_dataset": solutions(22), "eval_dataset": solutions(9, seed=1)}
-    trainer = kind(load(model), settings(out, **more), collator, **data)
-    trainer.train()
+    trainer = trained(kind(load(model), settings(out, **more), collator, **data))
     return trainer
 
 
 def test_packed_and_padded_are_what_transformers_computes(model: str, tmp_path: Path) -> None:
     collator = DataCollatorForTokenClassification(AutoTokenizer.from_pretrained(model, padding_side="left"))
     runs = [
-        trained(model, tmp_path / "padded", packing=False),
-        trained(model, tmp_path / "packed", packing=True),
-        trained(model, tmp_path / "micro-batches", FixedRows, packing=True),
-        trained(model, tmp_path / "collator", data_collator=collator),
-        trained(model, tmp_path / "own loss", OwnLoss),
+        run_of(model, tmp_path / "padded", packing=False),
+        run_of(model, tmp_path / "packed", packing=True),
+        run_of(model, tmp_path / "micro-batches", FixedRows, packing=True),
+        run_of(model, tmp_path / "collator", data_collator=collator),
+        run_of(model, tmp_path / "own loss", OwnLoss),
     ]
     expected, evaluated = by_transformers(model, runs[0].train_dataset, runs[0].eval_dataset)
     for run in runs:
@@ -94,7 +93,7 @@ def test_gradients_are_those_of_the_models_own_loss_in_float64(model: str, tmp_p
 
 
 def test_a_resumed_run_is_the_same_run(model: str, tmp_path: Path) -> None:
-    whole = trained(model, tmp_path, save_strategy="steps", save_steps=3)
+    whole = run_of(model, tmp_path, save_strategy="steps", save_steps=3)
     again = PRMTrainer(load(model), whole.args, train_dataset=solutions(22), eval_dataset=solutions(9, seed=1))
     again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
     assert logged(whole) == logged(again) and "accuracy" in logged(whole)[0]

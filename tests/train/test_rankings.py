@@ -10,8 +10,8 @@ import pytest
 import tiny
 from datasets import Dataset
 from judgements import FORMS
-from logs import losses, untimed
 from tiny import made_up_rankings as rankings
+from training import losses, untimed
 from transformers import AutoTokenizer
 
 from trl_tpu import RewardConfig, RewardTrainer

@@ -2,28 +2,115 @@
 
 import json
 import math
+from operator import add
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-import readers
 import tiny
 import torch
 from datasets import Dataset
 from peft import AutoPeftModelForSequenceClassification, LoraConfig
 from tokenizers import processors
+from torch.nn.utils.rnn import pad_sequence
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
     PreTrainedTokenizerFast,
+    pipeline,
     set_seed,
 )
+from transformers.utils import find_adapter_config_file
 
 import trl_tpu
 from trl_tpu import RewardConfig, RewardTrainer
 from trl_tpu.checkpoint.export import export_checkpoint
 from trl_tpu.modeling.outputs import BASE_CONFIG, IDENTITY
+
+# ---- how other programs load a saved reward model and read its reward, each by its own rules
+
+Ids = list[list[int]]
+
+
+def load(folder: str) -> Any:
+    """Load as anybody does; adapters with the config beside them."""
+    return AutoModelForSequenceClassification.from_pretrained(folder, **_config(folder)).eval()
+
+
+def _config(folder: str) -> dict[str, Any]:
+    if find_adapter_config_file(folder) is None:
+        return {}
+    return {"config": AutoConfig.from_pretrained(str(Path(folder, BASE_CONFIG)))}
+
+
+def padded(ids: Ids, pad_token_id: int, side: str = "right") -> dict[str, torch.Tensor]:
+    def batch(rows: Ids, value: int) -> torch.Tensor:
+        return pad_sequence([*map(torch.tensor, rows)], batch_first=True, padding_value=value, padding_side=side)
+
+    return {"input_ids": batch(ids, pad_token_id), "attention_mask": batch([[1] * len(row) for row in ids], 0)}
+
+
+@torch.no_grad()
+def transformers_rewards(folder: str, ids: Ids, side: str) -> list[float]:
+    model = load(folder)
+    return model(**padded(ids, model.config.pad_token_id, side)).logits.squeeze(-1).tolist()
+
+
+def pipeline_rewards(folder: str, texts: list[str], **tokenizing: Any) -> list[float]:
+    """The default pipeline, which applies a sigmoid to one label of a config that does not say regression."""
+    model = load(folder) if _config(folder) else folder  # a pipeline reads adapters by their base model's config
+    read = pipeline("text-classification", model=model, tokenizer=folder, device="cpu")
+    return [each["score"] for each in read(texts, **tokenizing)]
+
+
+@torch.no_grad()
+def last_token_rewards(folder: str, ids: Ids) -> list[float]:
+    """As vLLM and SGLang pool: the very last token, whatever it is."""
+    model = load(folder)
+    backbone = getattr(model, model.base_model_prefix)
+    return [model.score(backbone(torch.tensor([row])).last_hidden_state[0, -1]).item() for row in ids]
+
+
+@torch.no_grad()
+def openrlhf_rewards(folder: str, ids: Ids, pad_token_id: int, normalizes: bool) -> list[float]:
+    """As OpenRLHF's `get_llm_for_sequence_regression`: the backbone, a head named ``score``, config's mean and std.
+
+    https://github.com/OpenRLHF/OpenRLHF/blob/main/openrlhf/models/model.py
+    """
+    config = AutoConfig.from_pretrained(folder)
+    model: Any = AutoModelForSequenceClassification.from_pretrained(folder, num_labels=1).eval()
+    assert isinstance(model.score, torch.nn.Linear) and model.score.bias is None
+    batch = padded(ids, pad_token_id, "left")
+    mask = batch["attention_mask"]
+    positions = (mask.cumsum(-1) - 1).masked_fill(mask == 0, 1)
+    hidden = getattr(model, model.base_model_prefix)(**batch, position_ids=positions).last_hidden_state
+    rewards = model.score(hidden)[:, -1, 0]  # padding is on the left, so the last token is the dialogue's
+    if normalizes:
+        rewards = (rewards - config.mean) / config.std
+    return rewards.tolist()
+
+
+@torch.no_grad()
+def rewardbench_rewards(folder: str, texts: list[str]) -> list[float]:
+    """As rewardbench 0.1.4: padding on the left, and the first of two BOS tokens hidden from attention.
+
+    https://github.com/allenai/reward-bench/blob/main/rewardbench/models/pipeline.py
+    """
+    tokenizer, model = AutoTokenizer.from_pretrained(folder), load(folder)
+    tokenizer.padding_side = "left"
+    batch = tokenizer(texts, padding=True, return_tensors="pt")
+    starts = batch["attention_mask"].argmax(-1)
+    for row, start in enumerate(starts.tolist()):
+        first = batch["input_ids"][row, start : start + 2].tolist()
+        if tokenizer.bos_token_id is not None and first == [tokenizer.bos_token_id] * 2:
+            batch["attention_mask"][row, start] = 0
+    return model(batch["input_ids"], attention_mask=batch["attention_mask"]).logits.squeeze(-1).tolist()
+
+
+# ---- saved models
 
 ASKED = ["Count on from 3:", "Count on from 11:", "Say something about the weather, please:", "Stop."]
 ANSWERED = [" 4 5 6", " 12", " rain", " stop stop"]
@@ -82,43 +169,23 @@ def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     case = CASES[request.param]
     folder = tmp_path_factory.mktemp("readers")
     tokenizer = make_tokenizer(case.get("pads", True), case.get("bos", False))
-    config = AutoConfig.for_model(
-        request.param.partition(",")[0],
-        vocab_size=len(tokenizer) + 7,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        max_position_embeddings=512,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=None,
-        initializer_range=0.2,
-    )
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes |= {"num_key_value_heads": 2, "head_dim": 8, "vocab_size": len(tokenizer) + 7}
+    others = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": None, "initializer_range": 0.2}
+    config = AutoConfig.for_model(request.param.partition(",")[0], max_position_embeddings=512, **sizes, **others)
     set_seed(0)
     AutoModelForCausalLM.from_config(config).save_pretrained(folder / "base")
     tokenizer.save_pretrained(folder / "base")
-    args = RewardConfig(
-        str(folder / "run"),
-        max_steps=3,
-        learning_rate=0.02,
-        per_device_train_batch_size=2,
-        logging_steps=1,
-        save_strategy="no",
-        report_to="none",
-        bf16=False,
-        own_pad_token=case.get("own", False),
-    )
+    settings = {"max_steps": 3, "learning_rate": 0.02, "per_device_train_batch_size": 2, "save_strategy": "no"}
+    settings |= {"report_to": "none", "bf16": False, "own_pad_token": case.get("own", False)}
+    args = RewardConfig(str(folder / "run"), **settings)
     messages = [
         [[{"role": "user", "content": asked}, {"role": "assistant", "content": answer}] for asked, answer in pairs]
         for pairs in (zip(ASKED, ANSWERED, strict=True), zip(ASKED, REFUSED, strict=True))
     ]
     pairs = Dataset.from_dict({"chosen": messages[0], "rejected": messages[1]})
-    texts = Dataset.from_dict(
-        {half: [a + b for a, b in zip(ASKED, each, strict=True)] for half, each in
-         (("chosen", ANSWERED), ("rejected", REFUSED))}
-    )  # fmt: skip
+    halves = {"chosen": ANSWERED, "rejected": REFUSED}
+    texts = Dataset.from_dict({half: [*map(add, ASKED, answers)] for half, answers in halves.items()})
     lora = LoraConfig(task_type="SEQ_CLS", r=4, init_lora_weights=False) if "lora" in case else None
     trainer = RewardTrainer(str(folder / "base"), args, train_dataset=pairs, eval_dataset=pairs, peft_config=lora)
     trainer.train()
@@ -167,10 +234,10 @@ def test_the_config_says_what_it_is(saved: Saved) -> None:
 
 def test_transformers(saved: Saved) -> None:
     for side in ("right", "left"):
-        found = readers.transformers_rewards(saved.folder, saved.ids_of_texts(), side)
+        found = transformers_rewards(saved.folder, saved.ids_of_texts(), side)
         assert found == pytest.approx(saved.of_texts, **CLOSE)
     ids = saved.tokenizer(saved.rendered(), add_special_tokens=False)["input_ids"]
-    assert readers.transformers_rewards(saved.folder, ids, "right") == pytest.approx(saved.of_messages, **CLOSE)
+    assert transformers_rewards(saved.folder, ids, "right") == pytest.approx(saved.of_messages, **CLOSE)
 
 
 def test_our_score(saved: Saved) -> None:
@@ -188,8 +255,8 @@ def test_our_score_standardizes_by_the_saved_mean_and_std(saved: Saved) -> None:
 
 def test_the_default_pipeline_has_no_sigmoid(saved: Saved) -> None:
     ended = [text + saved.tokenizer.eos_token for text in saved.texts]
-    assert readers.pipeline_rewards(saved.folder, ended) == pytest.approx(saved.of_texts, **CLOSE)
-    found = readers.pipeline_rewards(saved.folder, saved.rendered(), add_special_tokens=False)
+    assert pipeline_rewards(saved.folder, ended) == pytest.approx(saved.of_texts, **CLOSE)
+    found = pipeline_rewards(saved.folder, saved.rendered(), add_special_tokens=False)
     assert found == pytest.approx(saved.of_messages, **CLOSE)
 
 
@@ -198,11 +265,11 @@ def test_servers_that_pool_the_very_last_token(saved: Saved) -> None:
     ids = saved.tokenizer(saved.rendered(), add_special_tokens=False)["input_ids"]
     for tokens, rewards in ((ids, saved.of_messages), (saved.ids_of_texts(), saved.of_texts)):
         if is_scored(saved):
-            assert readers.last_token_rewards(saved.folder, tokens) == pytest.approx(rewards, **CLOSE)
+            assert last_token_rewards(saved.folder, tokens) == pytest.approx(rewards, **CLOSE)
         else:  # as the warning and the card say: other rewards, unless the EOS is left off
-            assert readers.last_token_rewards(saved.folder, tokens) != pytest.approx(rewards, rel=1e-2)
+            assert last_token_rewards(saved.folder, tokens) != pytest.approx(rewards, rel=1e-2)
             without = [row[:-1] if row[-1] == eos else row for row in tokens]
-            assert readers.last_token_rewards(saved.folder, without) == pytest.approx(rewards, **CLOSE)
+            assert last_token_rewards(saved.folder, without) == pytest.approx(rewards, **CLOSE)
 
 
 def test_openrlhf(saved: Saved) -> None:
@@ -213,12 +280,12 @@ def test_openrlhf(saved: Saved) -> None:
     ids, pad = saved.ids_of_texts(), saved.tokenizer.pad_token_id
     config = config_of(saved)
     normalized = [(reward - config["mean"]) / config["std"] for reward in saved.of_texts]
-    found = readers.openrlhf_rewards(saved.folder, ids, pad, normalizes=True)
+    found = openrlhf_rewards(saved.folder, ids, pad, normalizes=True)
     assert found == pytest.approx(normalized, rel=1e-4, abs=1e-4 / config["std"])
 
 
 def test_rewardbench(saved: Saved) -> None:
-    assert readers.rewardbench_rewards(saved.folder, saved.rendered()) == pytest.approx(saved.of_messages, **CLOSE)
+    assert rewardbench_rewards(saved.folder, saved.rendered()) == pytest.approx(saved.of_messages, **CLOSE)
 
 
 def test_peft_and_a_merged_export(saved: Saved, tmp_path: Path) -> None:
@@ -234,9 +301,9 @@ def test_peft_and_a_merged_export(saved: Saved, tmp_path: Path) -> None:
     assert merged["rope_theta"] == merged["rope_parameters"]["rope_theta"]
     own = config_of(saved)
     assert all(merged[key] == own[key] for key in ("problem_type", "sentence_transformers", "mean", "std"))
-    found = readers.transformers_rewards(str(tmp_path / "merged"), saved.ids_of_texts(), "left")
+    found = transformers_rewards(str(tmp_path / "merged"), saved.ids_of_texts(), "left")
     assert found == pytest.approx(saved.of_texts, **CLOSE)
-    assert readers.pipeline_rewards(str(tmp_path / "merged"), saved.rendered(), add_special_tokens=False) == (
+    assert pipeline_rewards(str(tmp_path / "merged"), saved.rendered(), add_special_tokens=False) == (
         pytest.approx(saved.of_messages, **CLOSE)
     )
 
@@ -247,16 +314,8 @@ def test_trls_grpo_trainer(saved: Saved, tmp_path: Path) -> None:
     from trl import GRPOConfig, GRPOTrainer
 
     seen: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
-    args = GRPOConfig(
-        str(tmp_path),
-        max_steps=1,
-        per_device_train_batch_size=4,
-        num_generations=2,
-        max_completion_length=6,
-        report_to="none",
-        bf16=False,
-        use_cpu=True,
-    )
+    settings = {"max_steps": 1, "per_device_train_batch_size": 4, "num_generations": 2, "max_completion_length": 6}
+    args = GRPOConfig(str(tmp_path), report_to="none", bf16=False, use_cpu=True, **settings)
     prompts = Dataset.from_dict({"prompt": [[{"role": "user", "content": asked}] for asked in ASKED]})
     base = str(Path(saved.folder).parent / "base")
     grpo = GRPOTrainer(base, reward_funcs=saved.folder, args=args, train_dataset=prompts)

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import tiny
 import torch
-from logs import losses, untimed
 from peft import LoraConfig
 from safetensors.torch import load_file
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from training import losses, trained, untimed
 
 from trl_tpu import RewardConfig, RewardTrainer
 from trl_tpu.errors import UserError
@@ -26,8 +26,7 @@ def train(model_folder: str, config: Callable[..., RewardConfig]) -> Callable[..
 
     def train(resume: bool = False, **settings: Any) -> RewardTrainer:
         args = config(**{"max_steps": 4, "logging_steps": 1} | settings)
-        trainer = RewardTrainer(model_folder, args, train_dataset=tiny.made_up_pairs(64))
-        trainer.train(resume_from_checkpoint=resume)
+        trainer = trained(RewardTrainer(model_folder, args, train_dataset=tiny.made_up_pairs(64)), resume=resume)
         return trainer
 
     return train

@@ -12,7 +12,7 @@ import agreeing
 import apart
 import pytest
 import two_processes
-from logs import logged
+from training import logged
 
 
 @pytest.fixture(scope="module")

@@ -33,7 +33,7 @@ class SavesItself(TrainerCallback):
 
 
 @pytest.fixture(scope="module", params=[None, LORA], ids=["full", "lora"])
-def trained(
+def run(
     request: pytest.FixtureRequest, model_folder: str, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[RewardTrainer, Path]:
     from trl_tpu import RewardConfig, runtime
@@ -66,9 +66,9 @@ def assert_same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) ->
 
 @pytest.mark.eight
 def test_save_pretrained_writes_what_the_trainer_saves_and_copies_are_whole(
-    trained: tuple[RewardTrainer, Path],
+    run: tuple[RewardTrainer, Path],
 ) -> None:
-    trainer, folder = trained
+    trainer, folder = run
     is_lora = trainer.model.__class__.__name__.startswith("Peft")
     name = "adapter_model.safetensors" if is_lora else "model.safetensors"
     trainer.model.save_pretrained(folder / "by hand")

@@ -7,6 +7,7 @@ import pytest
 import tiny
 import torch
 from counters import CountAtSteps, Counts, count
+from training import trained
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from trl_tpu import RewardTrainer
@@ -29,8 +30,7 @@ def test_counters_over_10_steps(
     args = config(max_steps=12, logging_steps=5, **schedule, **batches)
     counter = CountAtSteps()
     pairs = tiny.made_up_pairs(7 * 8 * accumulation - 5)
-    trainer = RewardTrainer(model_folder, args, train_dataset=pairs, callbacks=[counter])
-    trainer.train()
+    trained(RewardTrainer(model_folder, args, train_dataset=pairs, callbacks=[counter]))
 
     over_10 = counter.between(1, 11)
     executions_a_step = 1 if accumulation == 1 else accumulation + 1  # one a micro-batch, and one for the update

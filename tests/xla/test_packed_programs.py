@@ -10,6 +10,7 @@ import real_pairs
 import tiny
 import torch
 from counters import CountAtSteps, count
+from training import trained
 
 from trl_tpu import RewardTrainer, runtime
 from trl_tpu.data.loader import skip_batches
@@ -54,8 +55,7 @@ def test_as_many_programs_as_planned_shapes(
     assert count().compiles == between.compiles
 
     padded_args = config(packing=False, **settings)
-    reference = RewardTrainer(model_folder, padded_args, train_dataset=pairs)
-    reference.train()
+    reference = trained(RewardTrainer(model_folder, padded_args, train_dataset=pairs))
     padded = reference.predict(held_out)
     np.testing.assert_allclose(packed.predictions, padded.predictions, atol=2e-5)
     assert packed.metrics["test_loss"] == pytest.approx(padded.metrics["test_loss"], abs=1e-5)
@@ -95,8 +95,7 @@ def test_an_epoch_of_real_lengths(source: str, count: int, config: Callable[...,
     counter = CountAtSteps()
     args = config(packing=True, num_train_epochs=1, logging_steps=1000, max_length=256)
     args.per_device_train_batch_size *= 4
-    trainer = RewardTrainer(model, args, train_dataset=pairs, callbacks=[counter])
-    trainer.train()
+    trainer = trained(RewardTrainer(model, args, train_dataset=pairs, callbacks=[counter]))
     last = max(counter.at)
     steps = counter.between(0, last)
     assert last == len(trainer.train_dataset) // 32 > count // 60

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 from counters import CountAtSteps
 from stepwise import STEPS, by_transformers, load, save_model, settings, solutions
+from training import trained
 
 from trl_tpu.experimental.prm import PRMTrainer
 
@@ -14,8 +15,7 @@ def test_planned_batches_are_what_transformers_computes(tmp_path: Path, packing:
     model, counter = save_model(tmp_path / "model"), CountAtSteps()
     data = {"train_dataset": solutions(22), "eval_dataset": solutions(9, seed=1)}
     given = settings(tmp_path, logging_steps=STEPS, packing=packing)
-    trainer = PRMTrainer(load(model), given, **data, callbacks=[counter])
-    trainer.train()
+    trainer = trained(PRMTrainer(load(model), given, **data, callbacks=[counter]))
     steps, shapes = counter.between(0, STEPS - 1), trainer.batch_plan.shapes
     assert shapes is not None and steps.compiles <= shapes and steps.device_to_host == 0
     rows, held_out = trainer.train_dataset, trainer.eval_dataset

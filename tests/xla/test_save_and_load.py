@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import tiny
 import torch
-from logs import untimed
 from peft import LoraConfig
 from safetensors.torch import load_file
+from training import trained, untimed
 
 from trl_tpu import RewardTrainer
 from trl_tpu.checkpoint.state_dict import to_host
@@ -45,8 +45,7 @@ def score_in_plain_torch(folder: Path, kind: str, pairs: Any) -> torch.Tensor:
 
 def test_saved_model_gives_the_same_rewards(config: Callable[..., Any], model_folder: str, tmp_path: Path) -> None:
     args = config(max_steps=3, logging_steps=3)
-    trainer = RewardTrainer(model_folder, args, train_dataset=tiny.made_up_pairs(40))
-    trainer.train()
+    trainer = trained(RewardTrainer(model_folder, args, train_dataset=tiny.made_up_pairs(40)))
     held_out = tiny.made_up_pairs(5, seed=1)
     rewards_P2 = torch.from_numpy(trainer.predict(held_out).predictions)
     trainer.save_model(str(tmp_path / "saved"))
@@ -55,10 +54,10 @@ def test_saved_model_gives_the_same_rewards(config: Callable[..., Any], model_fo
     reloaded_P2 = score_in_plain_torch(tmp_path / "saved", "model", held_out)
     torch.testing.assert_close(rewards_P2, reloaded_P2, atol=1e-5, rtol=0)
     started = load_file(f"{model_folder}/model.safetensors")
-    trained = load_file(tmp_path / "saved" / "model.safetensors")
-    assert started.keys() == trained.keys()
-    assert all(started[name].shape == trained[name].shape for name in started)
-    assert not torch.equal(started["score.weight"], trained["score.weight"])
+    ended = load_file(tmp_path / "saved" / "model.safetensors")
+    assert started.keys() == ended.keys()
+    assert all(started[name].shape == ended[name].shape for name in started)
+    assert not torch.equal(started["score.weight"], ended["score.weight"])
 
 
 def test_lora_trains_saves_and_leaves_the_base_frozen(
@@ -98,8 +97,7 @@ def test_resumed_run_equals_the_uninterrupted_one(
         "warmup_steps": 2,
     }
     pairs = tiny.made_up_pairs(56)
-    whole = RewardTrainer(model_folder, config(**settings), train_dataset=pairs)
-    whole.train()
+    whole = trained(RewardTrainer(model_folder, config(**settings), train_dataset=pairs))
     resumed = RewardTrainer(model_folder, config(**settings), train_dataset=pairs)
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-9"))
     for key in ("num_tokens", "accuracy", "margin", "min_reward", "mean_reward", "max_reward", "grad_norm"):

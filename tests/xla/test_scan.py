@@ -10,6 +10,7 @@ import tiny
 import torch
 import torch_xla.debug.metrics as met
 from chosen import chosen
+from training import trained
 from transformers import TrainerCallback
 
 from trl_tpu import RewardTrainer
@@ -115,8 +116,7 @@ def test_inputs_that_wait_on_the_host_change_no_loss(
     found = []
     for on_host in (False, True):
         args = config(scan_layers=True, activation_offloading=True, **settings)
-        trainer = RewardTrainer(model_folder, args, train_dataset=tiny.made_up_pairs(40))
-        trainer.train()
+        trainer = trained(RewardTrainer(model_folder, args, train_dataset=tiny.made_up_pairs(40)))
         found.append(losses(trainer))
         assert (3 in placed) == on_host
         monkeypatch.setattr(type(current()), "activations_on_host", lambda _: scan.OnHost())

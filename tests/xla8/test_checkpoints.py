@@ -10,9 +10,9 @@ import killed_runs
 import pytest
 import tiny
 import torch
-from logs import untimed
 from safetensors import safe_open
 from torch import nn
+from training import untimed
 
 from trl_tpu import RewardTrainer
 from trl_tpu.checkpoint.state_dict import to_host

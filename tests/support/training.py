@@ -1,8 +1,14 @@
-"""What trainers have logged, as tests compare it."""
+"""Train, and what trainers have logged, as tests compare it."""
 
 from typing import Any
 
 _TIMED = ("_runtime", "_per_second", "seconds_per_step", "mfu", "memory_gib", "compiled_programs")
+
+
+def trained(trainer: Any, resume: str | bool | None = None) -> Any:
+    """Train a trainer, from a checkpoint if one is given, and return it."""
+    trainer.train(resume_from_checkpoint=resume)
+    return trainer
 
 
 def untimed(logs: dict[str, Any]) -> dict[str, Any]:
