@@ -35,53 +35,27 @@ TINY = {
     "num_labels": 1,
 }
 LAYERS = ["sliding_attention", "full_attention"]
+MIXED = {"sliding_window": 3, "layer_types": LAYERS, "query_pre_attn_scalar": 4}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
+SCALED = {"rope_type": "llama3", "rope_theta": 100.0, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+SCALED["original_max_position_embeddings"] = 16
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "Llama": ("Llama", {}),
-    "Llama, scaled RoPE": (
-        "Llama",
-        {
-            "rope_parameters": {
-                "rope_type": "llama3",
-                "rope_theta": 100.0,
-                "factor": 4.0,
-                "low_freq_factor": 1.0,
-                "high_freq_factor": 4.0,
-                "original_max_position_embeddings": 16,
-            }
-        },
-    ),
+    "Llama, scaled RoPE": ("Llama", {"rope_parameters": SCALED}),
     "Qwen2": ("Qwen2", {}),
     "Qwen2, mixed windows": ("Qwen2", {"use_sliding_window": True, "sliding_window": 3, "layer_types": LAYERS}),
     "Qwen3": ("Qwen3", {}),
     "Mistral, sliding window": ("Mistral", {"sliding_window": 4}),
     "Gemma2, soft cap, mixed windows": (
         "Gemma2",
-        {
-            "sliding_window": 3,
-            "layer_types": LAYERS,
-            "attn_logit_softcapping": 0.2,
-            "query_pre_attn_scalar": 4,
-            "attn_implementation": "eager",
-        },
+        MIXED | {"attn_logit_softcapping": 0.2, "attn_implementation": "eager"},
     ),
-    "Gemma3, mixed windows": (
-        "Gemma3Text",
-        {"sliding_window": 3, "layer_types": LAYERS, "query_pre_attn_scalar": 4},
-    ),
+    "Gemma3, mixed windows": ("Gemma3Text", MIXED),
     "Phi-3, sliding window": ("Phi3", {"sliding_window": 5}),
     "OLMo2": ("Olmo2", {}),
     "GPT-NeoX": ("GPTNeoX", {}),
     "GPT-2, learned positions": ("GPT2", {"n_head": 4, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}),
-    "Qwen3-MoE": (
-        "Qwen3Moe",
-        {
-            "num_experts": 4,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 12,
-            "decoder_sparse_step": 1,
-            "experts_implementation": "eager",
-        },
-    ),
+    "Qwen3-MoE": ("Qwen3Moe", EXPERTS | {"experts_implementation": "eager", "decoder_sparse_step": 1}),
 }
 PROMPT = [5, 6, 7, 8, 9, 10, 11]
 KNOWN_PAIRS = [

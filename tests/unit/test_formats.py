@@ -8,7 +8,7 @@ import torch
 import trl.data_utils as reference
 from hypothesis import given
 from hypothesis import strategies as st
-from preference_forms import TOOLS, assistant, rows_of_every_form, tiny_tokenizer, user
+from preference_forms import TEMPLATE, TOOLS, assistant, rows_of_every_form, tiny_tokenizer, user
 from trl.trainer.utils import pad as reference_pad
 from trl.trainer.utils import remove_none_values as reference_remove_none_values
 
@@ -58,19 +58,14 @@ def test_template_arguments_reach_the_template() -> None:
 def test_parts_of_text_are_rendered_as_the_text() -> None:
     parts = {"role": "user", "content": [{"type": "text", "text": "H"}, {"type": "text", "text": "i"}]}
     for form in ("messages", "prompt"):
-        rendered = [
-            chat_templates.apply_chat_template({form: [each]}, tiny_tokenizer()) for each in (parts, user("Hi"))
-        ]
-        assert rendered[0] == rendered[1]
-    render = chat_templates.conversations_formatting_function(tiny_tokenizer(), "messages")
-    assert render({"messages": [parts]}) == render({"messages": [user("Hi")]})
+        render = chat_templates.conversations_formatting_function(tiny_tokenizer(), form)
+        for how in (render, lambda row: chat_templates.apply_chat_template(row, tiny_tokenizer())):
+            assert how({form: [parts]}) == how({form: [user("Hi")]})
 
 
 def test_a_generation_prompt_that_the_dialogue_lacks_is_no_part_of_the_prompt() -> None:
     tokenizer = tiny_tokenizer()
-    tokenizer.chat_template = tokenizer.chat_template.replace(
-        "assistant\n{% endif %}", "assistant\n<think>{% endif %}"
-    )
+    tokenizer.chat_template = TEMPLATE.replace("assistant\n{% endif %}", "assistant\n<think>{% endif %}")
     row = {"prompt": [user("Hi")], "chosen": [assistant("Yes")], "rejected": [assistant("No")]}
     ours = chat_templates.apply_chat_template(row, tokenizer)
     assert ours == reference.apply_chat_template(row, tokenizer)

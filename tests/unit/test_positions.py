@@ -9,7 +9,7 @@ from preference_forms import tiny_tokenizer
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from trl_tpu import RewardConfig
-from trl_tpu.data.measure import OLD_KEYS
+from trl_tpu.data.old_pairs import old_columns
 from trl_tpu.errors import UserError
 from trl_tpu.modeling.build import build_dataset
 from trl_tpu.modeling.model_shape import learned_positions
@@ -45,19 +45,16 @@ def test_xlnet_whose_limit_is_minus_one_has_none() -> None:
 
 
 @pytest.mark.parametrize("is_stream", [False, True])
-def test_a_dialogue_beyond_the_learned_positions_is_refused(is_stream: bool, tmp_path: Any) -> None:
-    model = tiny_model("roberta")
-    args = RewardConfig(str(tmp_path), max_length=None, report_to="none")
+def test_a_dialogue_beyond_the_learned_positions_is_an_error(is_stream: bool, tmp_path: Any) -> None:
+    model, args = tiny_model("roberta"), RewardConfig(str(tmp_path), max_length=None, report_to="none")
 
-    def built(longest: int) -> Any:
-        pairs: Any = Dataset.from_dict({"chosen_ids": [[5], [5] * longest], "rejected_ids": [[5], [5]]})
+    def built(longest: int, is_old: bool = False) -> Any:
+        rows = [{"chosen_ids": [5] * length, "rejected_ids": [5]} for length in (1, longest)]
+        pairs: Any = Dataset.from_list(list(map(old_columns, rows)) if is_old else rows)
         pairs = pairs.to_iterable_dataset() if is_stream else pairs
-        return list(build_dataset(pairs, model, tiny_tokenizer(), args, "train", False))
+        return list(build_dataset(pairs, model, tiny_tokenizer(), args, "train", is_old))
 
     assert [len(row["chosen_ids"]) for row in built(38)] == [1, 38]
-    if is_stream:  # of the old API's columns, too
-        old = Dataset.from_dict(dict.fromkeys(OLD_KEYS, [[1] * 39]))
-        with pytest.raises(UserError, match="39 tokens"):
-            list(build_dataset(old.to_iterable_dataset(), model, tiny_tokenizer(), args, "train", True))
-    with pytest.raises(UserError, match="39 tokens.*row 1 .*max_length=38"):
-        built(39)
+    for is_old in (False, True):
+        with pytest.raises(UserError, match="39 tokens.*row 1 .*max_length=38"):
+            built(39, is_old)
