@@ -1,17 +1,13 @@
 """Loaders seed their workers, and processes wait for one another as transformers' and TRL's do."""
 
-import os
 import random
-import socket
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
+import apart
 import pytest
 import torch
 import transformers
-from places import ROOT
 from torch.utils.data import DataLoader
 
 from trl_tpu import RewardConfig
@@ -19,7 +15,8 @@ from trl_tpu.data.loader import host_batches
 from trl_tpu.runtime import Runtime
 
 TWICE = """
-import sys, time
+import sys, time, apart
+apart.become_rank(sys.argv[2], "2")
 from accelerate import PartialState
 from trl_tpu.data.tokenize import main_processes_first
 
@@ -61,13 +58,5 @@ def test_plain_torchs_own_loader_moves_batches(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_the_main_process_tokenizes_first(tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = str(server.getsockname()[1])
-    base = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2", "USE_TORCH_XLA": "0"}
-    command = [sys.executable, "-c", TWICE, str(tmp_path / "order")]
-    started = [
-        subprocess.Popen(command, env=base | {"RANK": rank, "LOCAL_RANK": rank, "PYTHONPATH": str(ROOT)})
-        for rank in ("0", "1")
-    ]
-    assert [process.wait(timeout=120) for process in started] == [0, 0]
+    apart.at_once(*[("-c", TWICE, str(tmp_path / "order"), rank) for rank in "01"], USE_TORCH_XLA="0")
     assert (tmp_path / "order").read_text() == "0 begins, 0 ends, 1 begins, 1 ends, "
