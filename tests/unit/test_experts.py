@@ -2,44 +2,27 @@
 
 import pytest
 import torch
-from transformers import (
-    AutoModelForSequenceClassification,
-    GptOssConfig,
-    MixtralConfig,
-    PreTrainedConfig,
-    Qwen3MoeConfig,
-    set_seed,
-)
+from decoders import TINY, VOCAB
+from transformers import AutoModelForSequenceClassification, GptOssConfig, MixtralConfig, Qwen3MoeConfig, set_seed
 
 from trl_tpu.modeling.static_shapes import fit_to_device
 
-SIZE = {
-    "vocab_size": 60,
-    "hidden_size": 16,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "intermediate_size": 24,
-    "pad_token_id": 0,
-    "num_labels": 1,
-}
 CONFIGS = {
-    "Qwen3-MoE": Qwen3MoeConfig(**SIZE, head_dim=8, num_experts=6, num_experts_per_tok=2, moe_intermediate_size=12),
-    "Mixtral": MixtralConfig(**SIZE, num_local_experts=4, num_experts_per_tok=2),
+    "Qwen3-MoE": Qwen3MoeConfig(**TINY, num_experts=6, num_experts_per_tok=2, moe_intermediate_size=12),
+    "Mixtral": MixtralConfig(**TINY, num_local_experts=4, num_experts_per_tok=2),
     # biases, and weights stored the other way round
-    "GPT-OSS": GptOssConfig(**SIZE, head_dim=8, num_local_experts=4, num_experts_per_tok=2),
+    "GPT-OSS": GptOssConfig(**TINY, num_local_experts=4, num_experts_per_tok=2),
 }
 
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_static_experts_equal_the_models_own(name: str) -> None:
-    config: PreTrainedConfig = CONFIGS[name]
     set_seed(0)
-    model = AutoModelForSequenceClassification.from_config(config, attn_implementation="eager").double()
+    model = AutoModelForSequenceClassification.from_config(CONFIGS[name], attn_implementation="eager").double()
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
     model.set_experts_implementation("eager")
-    ids = torch.randint(1, 60, (3, 11))
+    ids = torch.randint(1, VOCAB, (3, 11))
 
     def rewards_and_gradients() -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         model.zero_grad()
