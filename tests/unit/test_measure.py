@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tokenized import dataset_of
 
 from trl_tpu import RewardConfig
-from trl_tpu.data.measure import NO_LABEL, Measured, measure, measure_tables, read_row, read_table
+from trl_tpu.data.measure import NO_LABEL, PAIR, Measured, measure, measure_tables, read_row, read_table
 from trl_tpu.packing.shapes import plan_rows
 from trl_tpu.training.batch_plan import plan_rows_of
 
@@ -30,20 +30,10 @@ def size(one: list[int], other: list[int]) -> int:
     return len(one) + len(other) - shared(one, other)
 
 
-def chunked(
-    parts: list[list[Any]], kind: pa.DataType, before: int, after: int, other: list[Any] | None = None
-) -> pa.ChunkedArray:
+def chunked(parts: list[list[Any]], kind: pa.DataType, before: int, after: int, other: Any) -> pa.ChunkedArray:
     """One chunk for each part, each a slice of a longer array, as a dataset's shards and selections are."""
-    first, last = other or [[7] * 3], other or [[8]]
-    arrays = [pa.array(first * before + part + last * after, kind).slice(before, len(part)) for part in parts]
+    arrays = [pa.array([other] * before + part + [other] * after, kind).slice(before, len(part)) for part in parts]
     return pa.chunked_array(arrays, kind)
-
-
-def table_of(parts: list[list[Any]], kind: pa.DataType, *around: int) -> pa.Table:
-    """Pairs in two columns, each with its own numbers of other values before and after it."""
-    halves = [[[pair[half] for pair in part] for part in parts] for half in (0, 1)]
-    chosen, rejected = chunked(halves[0], kind, *around[:2]), chunked(halves[1], kind, *around[2:])
-    return pa.table({"chosen_ids": chosen, "rejected_ids": rejected})
 
 
 FORMS: dict[str, Any] = {
@@ -67,7 +57,7 @@ def test_a_table_of_any_form_is_read_as_its_rows_are(
     kinds = {"margin": pa.float64(), "grades": floats, "answer_ids": pa.list_(kind), "labels": pa.list_(pa.int64())}
     columns = {
         name: chunked(
-            [[row[name] for row in part] for part in parts], kinds.get(name, kind), before, after, [other[name]]
+            [[row[name] for row in part] for part in parts], kinds.get(name, kind), before, after, other[name]
         )
         for name in other
     }
@@ -90,26 +80,25 @@ def test_pairs_are_measured_once() -> None:
 
 
 @given(
-    st.lists(st.integers(1, 2), max_size=5),
-    st.lists(st.lists(pairs, min_size=1, max_size=4), min_size=1, max_size=4),
-    st.sampled_from(TYPES),
-    st.integers(0, 2),
+    st.lists(st.integers(1, 2), max_size=5), st.lists(st.lists(pairs, min_size=1, max_size=4), min_size=1, max_size=4)
 )
-def test_what_all_dialogues_share_and_the_checksum_do_not_depend_on_how_arrow_stores_them(
-    prompt: list[int], parts: list[list[tuple[list[int], list[int]]]], kind: pa.DataType, before: int
-) -> None:
+def test_sizes_the_common_prefix_and_the_checksum_are_those_of_all_tables(prompt: list[int], parts: list[Any]) -> None:
     parts = [[(prompt + one, prompt + other) for one, other in part] for part in parts]
 
-    def measured(parts: list[Any], kind: pa.DataType) -> Measured:
-        return measure_tables(table_of([part], kind, before, 1, 0, before) for part in parts)
+    def measured(parts: list[Any]) -> Measured:
+        halves = [dict(zip(PAIR, zip(*part, strict=True), strict=True)) for part in parts]
+        return measure_tables(
+            pa.table({name: pa.array(ids, TYPES[0]) for name, ids in columns.items()}) for columns in halves
+        )
 
-    every = [one for part in parts for pair in part for one in pair]
-    in_parts, at_once = measured(parts, kind), measured([[pair for part in parts for pair in part]], TYPES[0])
-    assert in_parts.shared_prefix == at_once.shared_prefix == min(shared(every[0], other) for other in every)
+    every = [pair for part in parts for pair in part]
+    in_parts, at_once = measured(parts), measured([every])
+    common = min(shared(every[0][0], ids) for pair in every for ids in pair)
+    assert in_parts.shared_prefix == at_once.shared_prefix == common
     assert in_parts.checksum == at_once.checksum
-    assert in_parts.lengths.sizes_P.tolist() == [size(*pair) for part in parts for pair in part]
-    changed = [*parts[:-1], [*parts[-1][:-1], (parts[-1][-1][0], [*parts[-1][-1][1], 3])]]
-    assert measured(changed, kind).checksum != at_once.checksum
+    assert in_parts.lengths.sizes_P.tolist() == [size(*pair) for pair in every]
+    changed = [*every[:-1], (every[-1][0], [*every[-1][1], 3])]
+    assert measured([changed]).checksum != at_once.checksum
 
 
 def test_the_checksum_knows_margins_and_their_order() -> None:

@@ -34,7 +34,7 @@ from transformers.masking_utils import (
     sliding_window_causal_mask_function,
 )
 
-from trl_tpu.modeling.forward import tree_rule, use_tree_masks
+from trl_tpu.modeling.forward import use_tree_masks
 from trl_tpu.modeling.packability import PROVEN_TYPES, check_packing_is_exact
 from trl_tpu.modeling.static_shapes import ExpansionImpossible, use_expanded_attention, window_of
 from trl_tpu.packing.pack import pack_unpadded
@@ -149,12 +149,6 @@ def test_a_window_counts_positions_not_columns() -> None:
     """The other tail stands between a tail and its prompt; it must not use up the window."""
     pairs = [(PROMPT + [1] * 9, PROMPT + [2, 3])]
     assert_all_layouts_are_padded_rows("Mistral, sliding window", pairs)
-    subtree_end, positions = torch.tensor([[6, 6, 5, 5, 5, 6]]), torch.tensor([[0, 1, 2, 3, 4, 2]])
-    rule = tree_rule(subtree_end, positions, lambda row, head, query, key: (key <= query) & (key > query - 2))
-    row, column = torch.zeros(1, 1, dtype=torch.long), torch.arange(6)
-    visible = rule(row, row, column[:, None], column[None, :])
-    assert visible[5].tolist() == [False, True, False, False, False, True]
-    assert visible[4].tolist() == [False, False, False, True, True, False]
 
 
 def test_no_tensor_has_the_row_length_squared_but_in_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
