@@ -1,7 +1,6 @@
 """What packing measures of a dataset equals plain loops over its pairs, however arrow stores them."""
 
 import os
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,10 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenized import dataset_of
 
-from trl_tpu import RewardConfig
 from trl_tpu.data.measure import NO_LABEL, PAIR, Measured, measure, measure_tables, read_row, read_table
-from trl_tpu.packing.shapes import plan_rows
-from trl_tpu.training.batch_plan import plan_rows_of
 
 ids = st.lists(st.integers(1, 2), max_size=9)  # few ids, so that beginnings are shared by chance
 pairs = st.tuples(ids, ids) | ids.map(lambda one: (one, one))
@@ -110,7 +106,7 @@ def test_the_checksum_knows_margins_and_their_order() -> None:
 
 
 @pytest.mark.parametrize("change", ["whole", "shuffled", "some", "shards", "filtered"])
-def test_rows_are_planned_for_the_pairs_of_the_dataset_and_no_others(change: str, tmp_path: Path) -> None:
+def test_the_pairs_of_the_dataset_are_measured_and_no_others(change: str) -> None:
     """A selection keeps the arrow table and adds indices; joined shards are many chunks."""
     generator = np.random.default_rng(0)
     lengths = [(20 + index, 20 + index % 7) for index in range(60)]
@@ -123,8 +119,7 @@ def test_rows_are_planned_for_the_pairs_of_the_dataset_and_no_others(change: str
         "shards": lambda: concatenate_datasets([dataset.select(range(start, start + 20)) for start in (0, 20, 40)]),
         "filtered": lambda: dataset.filter(lambda row: len(row["chosen_ids"]) % 2 == 0),
     }[change]()
-    sizes = np.array([size(row["chosen_ids"], row["rejected_ids"]) for row in dataset])
+    sizes = [size(row["chosen_ids"], row["rejected_ids"]) for row in dataset]
     common = min(shared(dataset[0]["chosen_ids"], ids) for row in dataset for ids in row.values())
     assert common >= 4
-    planned = plan_rows_of(dataset, 16, 4, 2, RewardConfig(str(tmp_path), max_shapes=3, report_to="none"))
-    assert planned == plan_rows(sizes, 4, 2, max_shapes=3, shared_prefix=common, attention_crossover_length=96)
+    assert (measure(dataset).lengths.sizes_P.tolist(), measure(dataset).shared_prefix) == (sizes, common)
