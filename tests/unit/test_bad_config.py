@@ -2,6 +2,7 @@
 
 import copy
 import logging
+import math
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +81,37 @@ def test_bad_arguments_of_the_trainer(case: str, start: Any) -> None:
     arguments, message = BAD_ARGUMENTS[case]
     with pytest.raises((ValueError, TypeError), match=message):
         start(**arguments)
+
+
+NAMES = ["helpful", "brief"]
+BAD_SETTINGS: list[tuple[str, dict[str, Any]]] = [
+    ("per_device_train_batch_size", {"per_device_train_batch_size": 0}),
+    ("truncation_mode", {"truncation_mode": "keep_middle"}),
+    ("packing", {"packing": "maybe"}),
+    ("model_init_kwargs", {"model_init_kwargs": "{'a': 1}"}),
+    ("attributes", {"attributes": ["helpful"]}),
+    ("attributes", {"attributes": ["helpful", "helpful"]}),
+    ("attribute_weights", {"attributes": NAMES, "attribute_weights": [1.0]}),
+    ("attribute_weights", {"attributes": NAMES, "attribute_weights": [1.0, math.nan]}),
+    ("attribute_loss_weights", {"attributes": NAMES, "attribute_loss_weights": [1.0, 0.0]}),
+    ("attribute_weights", {"attribute_weights": [1.0, 1.0]}),
+    ("average_over", {"attributes": NAMES, "average_over": "comparisons"}),
+    ("remat", {"remat": "dot"}),
+    ("gradient_checkpointing=False", {"remat": "dots", "gradient_checkpointing": False}),
+    ("gradient_checkpointing=True", {"remat": "none", "activation_checkpointing": True}),
+    ("use_reentrant", {"remat": "dots", "gradient_checkpointing_kwargs": {"use_reentrant": True}}),
+    ("scan_layers", {"scan_layers": True}),
+    *[
+        ("train_sampling_strategy", {"group_by_prompt": True, "train_sampling_strategy": strategy})
+        for strategy in ("sequential", "group_by_length", "batch_rebalance")
+    ],
+]
+
+
+@pytest.mark.parametrize(("name", "settings"), BAD_SETTINGS)
+def test_bad_settings_are_rejected_by_name(name: str, settings: dict[str, Any]) -> None:
+    with pytest.raises(UserError, match=name):
+        RewardConfig("out", bf16=False, report_to="none", **settings)
 
 
 BEST = {"eval_strategy": "epoch", "metric_for_best_model": "f1"}

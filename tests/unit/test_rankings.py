@@ -1,6 +1,5 @@
 """Ranked answers, also by several attributes: their metrics, their prepared rows, and their settings."""
 
-import math
 import tracemalloc
 from itertools import combinations, permutations
 from pathlib import Path
@@ -14,7 +13,6 @@ from hypothesis import strategies as st
 from tokenized import prepare
 from transformers import LlamaConfig
 
-from trl_tpu import RewardConfig
 from trl_tpu.data.batch import scored
 from trl_tpu.data.comparisons import Labels
 from trl_tpu.data.measure import PAIR, form_of, measure, read_row
@@ -185,24 +183,6 @@ def test_a_row_may_lack_an_attribute() -> None:
     ]
     prepared = prepare(rows, rankings=Rankings(attributes=NAMES))
     assert prepared["grades"] == [[None, [1.0, 2.0]], [[1.0, 2.0], [3.0, 3.0]]]
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"attributes": ["helpful"]},
-        {"attributes": ["helpful", "helpful"]},
-        {"attributes": NAMES, "attribute_weights": [1.0]},
-        {"attributes": NAMES, "attribute_weights": [1.0, math.nan]},
-        {"attributes": NAMES, "attribute_loss_weights": [1.0, 0.0]},
-        {"attribute_weights": [1.0, 1.0]},
-    ],
-)
-def test_bad_settings_are_refused(settings: Any) -> None:
-    with pytest.raises(ValueError, match="attributes="):
-        RewardConfig("out", **settings)
-    with pytest.raises(ValueError, match="average_over"):
-        RewardConfig("out", attributes=list(NAMES), average_over="comparisons")
 
 
 def test_each_attribute_of_a_scored_row_is_a_ranking() -> None:

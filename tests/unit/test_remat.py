@@ -28,21 +28,6 @@ def test_remat_refines_gradient_checkpointing(tmp_path: Path, settings: dict[str
     assert args.gradient_checkpointing == args.activation_checkpointing == (policy != "none")
 
 
-@pytest.mark.parametrize(
-    ("settings", "named"),
-    [
-        ({"remat": "dot"}, "'dot'"),
-        ({"remat": "dots", "gradient_checkpointing": False}, "gradient_checkpointing=False"),
-        ({"remat": "none", "activation_checkpointing": True}, "gradient_checkpointing=True"),
-        ({"remat": "dots", "gradient_checkpointing_kwargs": {"use_reentrant": True}}, "use_reentrant"),
-        ({"scan_layers": True}, "plain torch"),
-    ],
-)
-def test_settings_that_contradict_each_other_are_refused(tmp_path: Path, settings: dict[str, Any], named: str) -> None:
-    with pytest.raises(ValueError, match=named):
-        RewardConfig(str(tmp_path), bf16=False, report_to="none", **settings)
-
-
 class Counting(TorchDispatchMode):
     count = 0
 
