@@ -136,7 +136,7 @@ def fail_once(store: RemoteRun, method: str, *_: Any) -> None:
 
 
 @pytest.mark.parametrize(("host", "what"), [(0, "delete"), (0, "put"), (1, "put")])
-def test_an_upload_that_fails_on_one_host_fails_on_all_and_the_next_is_whole(
+def test_an_upload_that_fails_on_one_host_fails_on_all(
     host: int, what: str, contents: MakeContents, tmp_path: Path
 ) -> None:
     """No host waits for one that has failed."""
@@ -205,9 +205,7 @@ def test_a_url_is_no_pattern(store: str, run: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["../escaped", "state/../../escaped", "..", "{absolute}/escaped", "\0"])
-def test_names_in_a_store_that_lead_out_of_the_copy_are_refused(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_names_that_lead_out_of_a_copy_are_refused(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     paths = ("/run/checkpoint-1/first", f"/run/checkpoint-1/{name.format(absolute=tmp_path)}")
     store = {path: MemoryFile(None, path, b"hostile") for path in paths}
     monkeypatch.setattr(MemoryFileSystem, "store", store)

@@ -40,9 +40,7 @@ def loaded(folder: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
-def test_a_sharded_state_becomes_the_files_that_transformers_writes(
-    make: Callable[[], PreTrainedModel], tmp_path: Path
-) -> None:
+def test_a_sharded_state_becomes_transformers_files(make: Callable[[], PreTrainedModel], tmp_path: Path) -> None:
     model = make()
     checkpoint = exports.checkpoint_of(model, tmp_path / "c")
     for size in ("5GB", "20KB"):
@@ -228,7 +226,7 @@ def test_a_checkpoint_at_a_url_is_exported_and_leaves_no_copy(tmp_path: Path, mo
         ("c", "memory://out", "memory://out"),
     ],
 )
-def test_urls_that_cannot_be_used_are_refused(
+def test_unusable_urls_are_named(
     checkpoint: str, out: str, name: str, tmp_path: Path, refused: Callable[..., str]
 ) -> None:
     (tmp_path / "no.zip").write_text("not a zip")
@@ -391,7 +389,7 @@ REFUSED: list[tuple[Callable[[Path], list[str]], str]] = [
 
 
 @pytest.mark.parametrize(("spoil", "name"), REFUSED)
-def test_what_cannot_be_exported_is_refused(
+def test_bad_checkpoints_are_refused(
     spoil: Callable[[Path], list[str]], name: str, tmp_path: Path, refused: Callable[..., str]
 ) -> None:
     folder, out = tmp_path / "c", tmp_path / "out"

@@ -68,9 +68,7 @@ def test_a_folder_of_files_keeps_its_splits(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("streaming", [False, True])
-def test_names_of_what_is_there_are_no_patterns(
-    streaming: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_names_of_files_are_no_patterns(streaming: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     base = tmp_path / "br[1]"
     for name, row in {"a[1].jsonl": 0, "a1.jsonl": 1, "b*.json": 2, "b1.json": 3, "sub/c[1].json": 4}.items():
         jsonl(base / name, [ROWS[row]])
@@ -137,7 +135,7 @@ def test_the_held_out_rows_are_the_same_on_every_run(size: float, rows: int, tmp
         ((), {}, "No datasets"),
     ],
 )
-def test_a_mixture_that_cannot_be_made_is_refused(
+def test_bad_mixtures_are_named(
     fractions: tuple[Any, ...], options: dict[str, Any], name: str, tmp_path: Path
 ) -> None:
     parts = [DatasetConfig(str(folder(tmp_path, f"d{i}", 4)), fraction=f) for i, f in enumerate(fractions)]

@@ -83,7 +83,7 @@ def test_the_model_of_a_name_is_trls_with_the_same_random_head(checkpoint: str, 
     assert_equal_weights(ours, theirs)
 
 
-def test_settings_of_loading_are_trls_or_refused_or_overruled_aloud(
+def test_settings_of_loading_are_trls_or_named(
     checkpoint: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     for dtype in ("bfloat16", "auto", None, torch.bfloat16):
@@ -155,9 +155,7 @@ def test_a_backbone_that_a_checkpoint_lacks_part_of_is_the_same_read_in_either_w
         (ValueError, "nn.DataParallel", {"n_gpu": 2}),
     ],
 )
-def test_what_cannot_be_is_an_error_of_trls_kind(
-    kind: type[Exception], told: str, changed: dict[str, Any], tmp_path: Path
-) -> None:
+def test_errors_are_of_trls_kinds(kind: type[Exception], told: str, changed: dict[str, Any], tmp_path: Path) -> None:
     for package in (trl, trl_tpu):
         with pytest.raises(kind, match=told) as raised:
             trainer_of(package, tmp_path, **changed)
@@ -183,7 +181,7 @@ def test_the_tokenizer_is_the_one_given_or_the_models(checkpoint: str) -> None:
     assert loaded.get_vocab() == tokenizer.get_vocab() and loaded.chat_template == TEMPLATE
 
 
-def test_the_tokenizer_is_loaded_from_where_the_model_is(
+def test_the_tokenizer_is_read_beside_the_model(
     checkpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shutil.copytree(checkpoint, tmp_path / "repo" / "inner")
@@ -201,9 +199,7 @@ def test_the_tokenizer_is_loaded_from_where_the_model_is(
 @pytest.mark.parametrize("eos", [None, "<|endoftext|>"])
 @pytest.mark.parametrize("own_pad", ["<|im_start|>", None])
 @pytest.mark.filterwarnings("ignore::FutureWarning")
-def test_special_tokens_are_trls_and_the_users_tokenizer_stays(
-    pad: Any, eos: Any, own_pad: Any, tmp_path: Path
-) -> None:
+def test_special_tokens_are_trls_and_a_users_tokenizer_stays(pad: Any, eos: Any, own_pad: Any, tmp_path: Path) -> None:
     settings = {"pad_token": pad, "eos_token": eos}
     theirs = trainer_of(trl, tmp_path, settings, processing_class=tiny_tokenizer(pad_token=own_pad))
     model, given = tiny_model(), tiny_tokenizer(pad_token=own_pad)

@@ -85,9 +85,7 @@ def by_numpy(rows: list[Row]) -> dict[str, float]:
 
 
 @given(batches, batches)
-def test_metrics_are_over_all_real_pairs_of_all_batches_of_all_processes(
-    given: list[list[Row]], others: list[list[Row]]
-) -> None:
+def test_metrics_are_over_all_pairs_of_all_processes(given: list[list[Row]], others: list[list[Row]]) -> None:
     first, second = new_metrics(0, 2), new_metrics(1, 2)
     for metrics, own in ((first, given), (second, others)):
         for rows in own:
@@ -99,9 +97,7 @@ def test_metrics_are_over_all_real_pairs_of_all_batches_of_all_processes(
 
 
 @given(batches, batches, st.integers(1, 3))
-def test_a_resumed_run_of_any_number_of_processes_logs_the_same(
-    given: list[list[Row]], others: list[list[Row]], count: int
-) -> None:
+def test_a_resumed_run_logs_the_same(given: list[list[Row]], others: list[list[Row]], count: int) -> None:
     whole, parts = new_metrics(), [new_metrics(0, 2), new_metrics(1, 2)]
     update(whole, [(1.0, 0.0, True)] * 2)
     close(whole)  # what is logged before the checkpoint

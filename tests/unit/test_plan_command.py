@@ -78,9 +78,7 @@ def test_what_does_not_fit_is_followed_by_what_would(model: str, capsys: pytest.
     assert seen == [(one_chip, "full", 8), (one_chip, "full", 4)]
 
 
-def test_a_search_compiles_what_its_flags_name_and_prints_flags_to_use(
-    model: str, capsys: pytest.CaptureFixture
-) -> None:
+def test_a_search_compiles_what_its_flags_name(model: str, capsys: pytest.CaptureFixture) -> None:
     choices = [(each.pairs, each.remat) for each in planned(model, "--search true --compiles 5")]
     assert choices == [(8, "none"), (8, "full"), (8, "dots"), (4, "none"), (4, "full")]
     assert capsys.readouterr().out.count("--mesh data=1,fsdp=1 --remat") == 5
@@ -107,9 +105,7 @@ def traced(monkeypatch: pytest.MonkeyPatch) -> list[StepRequest]:
 
 
 @pytest.mark.parametrize(("packing", "rows", "length"), [("auto", 3, 64), ("false", None, 17)])
-def test_rankings_are_planned_with_all_their_answers(
-    packing: str, rows: int | None, length: int, traced: list[StepRequest]
-) -> None:
+def test_rankings_are_planned_whole(packing: str, rows: int | None, length: int, traced: list[StepRequest]) -> None:
     words = ["--model_name_or_path", "synthetic:tiny", "--dataset_name", "synthetic:rankings", "--packing", packing]
     assert plan.main([*words, *WORDS]) == 0
     assert [(each.rows, each.length, each.answers) for each in traced] == [(rows, length, 4)]

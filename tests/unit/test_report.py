@@ -74,9 +74,7 @@ class Elements(HTMLParser):
         self.text += data
 
 
-def test_a_report_on_a_run_and_a_file_needs_nothing_else_and_obeys_no_data(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_report_needs_nothing_else_and_obeys_no_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = run_folder(tmp_path / "run", history())
     assert cli.main(["report", str(run), str(scored(tmp_path / "scored.jsonl"))]) == 0
     assert f"Report written to {run / 'report' / 'index.html'}" in capsys.readouterr().out

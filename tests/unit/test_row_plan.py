@@ -26,9 +26,7 @@ from trl_tpu.training.batch_plan import bucket_lengths
     st.integers(1, 5),
     st.data(),
 )
-def test_every_batch_of_the_data_is_covered(
-    sizes: list[int], pairs: int, shards: int, most: int, data: st.DataObject
-) -> None:
+def test_every_batch_is_covered(sizes: list[int], pairs: int, shards: int, most: int, data: st.DataObject) -> None:
     row_length = data.draw(st.sampled_from([None, 208]))
     plan = plan_rows(
         np.array(sizes),

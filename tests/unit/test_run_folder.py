@@ -102,7 +102,7 @@ def test_all_steps_that_a_run_went_on_from_are_told(tmp_path: Path) -> None:
     ("limit", "needed", "left"),
     [(None, 8, {2, 4, 6, 8}), (0, 8, {2, 4, 6, 8}), (2, 8, {6, 8}), (1, 4, {4}), (3, 2, {2, 6, 8})],
 )
-def test_the_first_steps_are_deleted_but_for_what_is_needed(
+def test_the_first_steps_are_deleted_unless_needed(
     limit: int | None, needed: int, left: set[int], tmp_path: Path
 ) -> None:
     """Whatever their dates are; what only begins like a checkpoint is nobody's to delete."""

@@ -76,9 +76,7 @@ def test_a_row_that_cannot_be_scored_is_named_and_the_others_are_scored(
     assert "1 of 3 rows" in caplog.text and told in caplog.text
 
 
-def test_rows_of_two_forms_are_refused_and_null_prompts_are_none(
-    good_model: Path, tmp_path: Path, refused: Callable[..., str]
-) -> None:
+def test_rows_of_two_forms_are_refused(good_model: Path, tmp_path: Path, refused: Callable[..., str]) -> None:
     pair = {"chosen": "a", "rejected": "b"}
     both = write(tmp_path / "both.jsonl", [{**pair, "completions": ["a", "b"], "scores": [1, 2]}])
     assert "completions, scores" in refused(*words(good_model, both))
@@ -97,9 +95,7 @@ def test_rows_of_two_forms_are_refused_and_null_prompts_are_none(
     assert prompted["reward_chosen"] == pytest.approx(plain["reward_chosen"]) and prompted["not_scored"] is None
 
 
-def test_half_a_character_is_refused_in_a_text_and_kept_beside_it(
-    good_model: Path, tmp_path: Path, refused: Callable[..., str]
-) -> None:
+def test_half_a_character_in_a_text_is_refused(good_model: Path, tmp_path: Path, refused: Callable[..., str]) -> None:
     argv = ["score", "--model_name_or_path", good_model, "--text", "whole", "--text", "ab\ud800"]
     assert "`--text` number 2" in refused(*argv)
     for dialogue in ("ab\ud800", [user("ab\ud800")], [{"role": "user", "content": [{"text": "ab\ud800"}]}]):

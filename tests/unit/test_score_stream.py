@@ -109,9 +109,7 @@ ROPES: dict[str, dict[str, Any]] = {  # that change beyond 32 tokens
 
 
 @pytest.mark.parametrize("family", ROPES)
-def test_positions_that_change_beyond_a_length_are_those_of_each_dialogue_alone(
-    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_positions_that_change_beyond_a_length(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(FAMILIES, family, FAMILIES["llama"] | ROPES[family])
     scorer = Scorer(str(save(tmp_path, family)))
     texts = [" ".join(map(str, range(count))) for count in (3, 60, 20, 12, 45, 60, 9, 14, 16, 46, 8)]
@@ -143,9 +141,7 @@ def test_the_best_answer_is_the_first_of_the_highest_reward(model: Path, tmp_pat
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
-def test_killed_and_started_again_it_keeps_the_chunks_that_are_written(
-    suffix: str, model: Path, tmp_path: Path
-) -> None:
+def test_killed_and_started_again_it_keeps_whole_chunks(suffix: str, model: Path, tmp_path: Path) -> None:
     rows = [{**row, "note": {"number": n, "of": [n / 7]} if n % 3 else None} for n, row in enumerate(PAIRS)]
     rows[30]["chosen"] = None  # type: ignore[assignment]
     source = write(tmp_path / "rows.jsonl", rows)
@@ -178,9 +174,7 @@ def test_killed_and_started_again_it_keeps_the_chunks_that_are_written(
     assert ended.stdout.splitlines()[:-1] == first.stdout.splitlines()[:-1], "the verdict is on all rows"
 
 
-def test_rows_come_from_the_standard_input_from_parquet_and_from_compressed_files(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rows_of_stdin_parquet_and_gzip(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [{"text": row["prompt"], "number": number} for number, row in enumerate(PAIRS)]
     Dataset.from_list(rows).to_parquet(tmp_path / "rows.parquet")
     Dataset.from_list(rows).to_json(tmp_path / "rows.jsonl.gz", compression="gzip")

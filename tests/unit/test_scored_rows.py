@@ -87,9 +87,7 @@ def test_what_is_no_scored_row_is_named(tmp_path: Path, file: str, text: str, na
 
 @pytest.mark.parametrize("row", [PAIR, MANY | {"reward_chosen": [2, 1]}])
 @pytest.mark.parametrize("place", [0, 1, 2])
-def test_a_row_without_any_reward_is_left_out_and_takes_nothing_from_the_others(
-    tmp_path: Path, row: dict[str, Any], place: int
-) -> None:
+def test_a_row_without_any_reward_is_left_out(tmp_path: Path, row: dict[str, Any], place: int) -> None:
     """A broken line has no columns but those of the scores, and null instead of a list."""
     rows = [row | {"subset": "Math"}, row | {"subset": "Focus"}]
     rows.insert(place, BROKEN)

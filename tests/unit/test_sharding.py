@@ -81,9 +81,7 @@ LAYER = {
         ("layers.0.o.lora_B.default.weight", (32, 4), ("fsdp", None), "rowwise leaves it whole; largest"),
     ],
 )
-def test_tensor_follows_the_style_and_fsdp_takes_what_is_left(
-    name: str, shape: tuple[int, ...], axes: PartitionSpec, reason: str
-) -> None:
+def test_tensor_goes_before_fsdp(name: str, shape: tuple[int, ...], axes: PartitionSpec, reason: str) -> None:
     plan = Plan(MeshShape(fsdp=4, tensor=2), LAYER)
     assert plan.place(name, shape).axes == axes
     assert plan.place(name, shape).reason.startswith(reason)

@@ -126,9 +126,7 @@ def decide_together(
         return list(pool.map(run, range(hosts))), meeting
 
 
-def test_what_one_host_asks_for_all_do_at_the_same_step_though_they_do_not_meet_at_every_one(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_what_one_host_asks_for_all_do_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Real hosts are in `test_two_hosts`. They meet after step 1, and then in as many as take some seconds."""
     clock = itertools.count()
     monkeypatch.setattr(stopping.time, "monotonic", lambda: next(clock) * 0.01)

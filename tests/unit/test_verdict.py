@@ -209,7 +209,7 @@ def test_credit_by_hand(chosen: list[float], rejected: list[float], credit: floa
         max_size=5,
     )
 )
-def test_the_score_of_ties_is_its_published_rule_read_line_by_line(
+def test_the_score_of_ties_is_its_published_rule(
     questions: list[tuple[float, list[float], list[float], float]],
 ) -> None:
     """The rule once more, as one reads it in the paper; the last question is not asked as ref, and wrong."""

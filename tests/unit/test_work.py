@@ -76,9 +76,7 @@ def test_frozen_weights_pass_gradients_on_and_adapters_get_them() -> None:
     st.lists(st.tuples(st.integers(0, 12), st.integers(0, 12), st.integers(0, 12)), min_size=1, max_size=3),
     st.none() | st.integers(1, 9),
 )
-def test_a_common_prefix_is_computed_once_and_attention_is_what_masks_allow(
-    sizes: list[tuple[int, int, int]], window: int | None
-) -> None:
+def test_a_common_prefix_is_computed_once(sizes: list[tuple[int, int, int]], window: int | None) -> None:
     pairs = PairLengths.of(sizes)
     seen = 0
     for prefix, chosen, rejected in sizes:
