@@ -117,19 +117,15 @@ def test_the_command_prints_the_accuracy_of_pairs(
     assert any(line.startswith("| accuracy") and f"{right / len(scored):.4f} (" in line for line in printed)
 
 
-@pytest.mark.parametrize(
-    ("flags", "given", "expected"),
-    [
-        ({}, None, {"revision": "main", "dtype": "float32", "trust_remote_code": False}),
-        ({"dtype": "bfloat16"}, {"revision": "v2"}, {"dtype": "bfloat16", "revision": "v2"}),
-        ({"model_revision": "a"}, {"revision": "b"}, {"revision": "b"}),
-        ({}, {"attn_implementation": "eager"}, {"attn_implementation": "eager"}),
-    ],
-)
-def test_flags_and_model_init_kwargs_are_merged(flags: Any, given: Any, expected: Any) -> None:
-    args = RewardConfig(bf16=False, report_to="none", model_init_kwargs=given)
-    merged = reward.model_init_kwargs(ModelConfig(**flags), args)
-    assert merged == {"revision": "main", "dtype": "float32", "trust_remote_code": False} | expected
+def test_flags_and_model_init_kwargs_are_merged() -> None:
+    for flags, given, expected in [
+        ({}, {"attn_implementation": "eager"}, {"dtype": "float32", "revision": "main"}),
+        ({"dtype": "bfloat16"}, {"revision": "v2"}, {"dtype": "bfloat16"}),
+        ({"model_revision": "a"}, {"revision": "b"}, {"dtype": "float32"}),
+    ]:
+        args = RewardConfig(bf16=False, report_to="none", model_init_kwargs=given)
+        merged = reward.model_init_kwargs(ModelConfig(**flags), args)
+        assert merged == expected | given | {"trust_remote_code": False}
 
 
 @pytest.mark.parametrize(

@@ -131,41 +131,25 @@ def test_a_folder_that_is_there_stays_and_is_filled(out: str, tmp_path: Path, mo
 
 # ---- configs for transformers 4
 
+THETA, PART = {"rope_theta": 500.0}, {"partial_rotary_factor": 0.75}
+NEOX = {"rotary_pct": 0.75, "rotary_emb_base": 500.0}
 LINEAR = {"rope_type": "linear", "factor": 2.0}
 LONG = {"type": "longrope", "short_factor": [1.0, 1.5], "long_factor": [2.0, 3.0]}
 SCALED = LONG | {"factor": 8.0, "attention_factor": 1.5}
-OF_PHI3 = {"hidden_size": 8, "num_attention_heads": 2, "max_position_embeddings": 64}
+NAMED = {"rope_type": "longrope", "original_max_position_embeddings": 32}
+PHI3 = {"hidden_size": 8, "num_attention_heads": 2, "max_position_embeddings": 64, **THETA}
+PHI3 |= {"original_max_position_embeddings": 32}
 OLD_ROPE: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
-    ("glm", {"partial_rotary_factor": 0.75}, {"rope_theta": 10000.0, "partial_rotary_factor": 0.75}),
-    (
-        "phi",
-        {"rope_parameters": {**LINEAR, "rope_theta": 500.0, "partial_rotary_factor": 0.75}},
-        {"rope_theta": 500.0, "partial_rotary_factor": 0.75, "rope_scaling": LINEAR},
-    ),
-    (
-        "gpt_neox",
-        {"rotary_pct": 0.75, "rotary_emb_base": 500.0},
-        {"rope_theta": 500.0, "rotary_pct": 0.75, "rotary_emb_base": 500.0},
-    ),
-    (
-        "phi3",
-        {**OF_PHI3, "original_max_position_embeddings": 32, "rope_theta": 500.0, "rope_scaling": LONG},
-        {"rope_theta": 500.0, "partial_rotary_factor": 1.0, "rope_scaling": LONG},
-    ),
-    (
-        "phi3",
-        {**OF_PHI3, "original_max_position_embeddings": 32, "rope_theta": 500.0, "rope_scaling": SCALED},
-        {
-            "rope_theta": 500.0,
-            "partial_rotary_factor": 1.0,
-            "rope_scaling": SCALED | {"rope_type": "longrope", "original_max_position_embeddings": 32},
-        },
-    ),
+    ("glm", PART, {"rope_theta": 10000.0} | PART),
+    ("phi", {"rope_parameters": LINEAR | THETA | PART}, THETA | PART | {"rope_scaling": LINEAR}),
+    ("gpt_neox", NEOX, THETA | NEOX),
+    ("phi3", PHI3 | {"rope_scaling": LONG}, THETA | {"partial_rotary_factor": 1.0, "rope_scaling": LONG}),
+    ("phi3", PHI3 | {"rope_scaling": SCALED}, THETA | {"partial_rotary_factor": 1.0, "rope_scaling": SCALED | NAMED}),
 ]
 
 
 @pytest.mark.parametrize(("family", "settings", "old"), OLD_ROPE)
-def test_a_config_has_the_names_by_which_transformers_4_reads_rotary_positions(
+def test_a_config_has_transformers_4s_names_of_rotary_positions(
     family: str, settings: dict[str, Any], old: dict[str, Any], tmp_path: Path
 ) -> None:
     """Beside those of transformers 5, which reads the same as before."""

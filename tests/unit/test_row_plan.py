@@ -28,15 +28,8 @@ from trl_tpu.training.batch_plan import bucket_lengths
 )
 def test_every_batch_is_covered(sizes: list[int], pairs: int, shards: int, most: int, data: st.DataObject) -> None:
     row_length = data.draw(st.sampled_from([None, 208]))
-    plan = plan_rows(
-        np.array(sizes),
-        pairs,
-        shards,
-        max_shapes=most,
-        multiple=8,
-        attention_crossover_length=300,
-        row_length=row_length,
-    )
+    given = {"max_shapes": most, "multiple": 8, "attention_crossover_length": 300, "row_length": row_length}
+    plan = plan_rows(np.array(sizes), pairs, shards, **given)
     assert 1 <= len(plan.shapes) <= most
     assert all(shape.rows % shards == 0 and shape.length % 8 == 0 for shape in plan.shapes)
     assert row_length is None or {shape.length for shape in plan.shapes} == {row_length}

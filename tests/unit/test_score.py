@@ -80,6 +80,7 @@ def test_rows_of_two_forms_are_refused(good_model: Path, tmp_path: Path, refused
     pair = {"chosen": "a", "rejected": "b"}
     both = write(tmp_path / "both.jsonl", [{**pair, "completions": ["a", "b"], "scores": [1, 2]}])
     assert "completions, scores" in refused(*words(good_model, both))
+    assert "`mean` and `std`" in refused(*words(good_model, both), "--standardize")
     scored = {"reward_chosen": 1.0, "reward_rejected": 0.0, "completions": ["a", "b"], "scores": [1, 2], **pair}
     with pytest.raises(UserError, match="completions, scores"):
         read_scored(write(tmp_path / "scored.jsonl", [scored]))
@@ -116,31 +117,22 @@ def test_half_a_character_in_a_text_is_refused(good_model: Path, tmp_path: Path,
     assert not {path.name for path in tmp_path.iterdir() if path.suffix == ".parquet"}
 
 
-@pytest.mark.parametrize(
-    ("dataset", "output", "world", "told"),
-    [
-        ("data/rows.jsonl", "data/rows.jsonl", "1", "dataset itself"),
-        ("data", "data/out.jsonl", "1", "dataset itself"),
-        ("data/rows.jsonl", "none/out.jsonl", "1", "none/out.jsonl"),
-        ("data/rows.jsonl", "pipe", "1", "pipe"),
-        ("data/rows.jsonl", "out.jsonl", "2", "WORLD_SIZE=2"),  # each would delete the others' partial output
-    ],
-)
-def test_an_output_that_cannot_be_is_rejected_before_anything_is_loaded(
-    dataset: str,
-    output: str,
-    world: str,
-    told: str,
-    tmp_path: Path,
-    refused: Callable[..., str],
-    monkeypatch: pytest.MonkeyPatch,
+def test_bad_outputs_are_rejected_before_anything_is_loaded(
+    tmp_path: Path, refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("WORLD_SIZE", world)
-    write(tmp_path / "data" / "rows.jsonl", [{"text": "a"}])
+    rows = write(tmp_path / "data" / "rows.jsonl", [{"text": "a"}])
     os.mkfifo(tmp_path / "pipe")
     before = {path: path.is_file() and path.read_bytes() for path in tmp_path.rglob("*")}
-    assert told in refused(*words(tmp_path / "no model", tmp_path / dataset, tmp_path / output))
-    assert {path: path.is_file() and path.read_bytes() for path in tmp_path.rglob("*")} == before
+    for dataset, output, world, name in [
+        (rows, rows, "1", "dataset itself"),
+        (rows.parent, tmp_path / "data/out.jsonl", "1", "dataset itself"),
+        (rows, tmp_path / "none/out.jsonl", "1", "none/out.jsonl"),
+        (rows, tmp_path / "pipe", "1", "pipe"),
+        (rows, tmp_path / "out.jsonl", "2", "WORLD_SIZE=2"),  # each would delete the others' partial output
+    ]:
+        monkeypatch.setenv("WORLD_SIZE", world)
+        assert name in refused(*words(tmp_path / "no model", dataset, output))
+        assert {path: path.is_file() and path.read_bytes() for path in tmp_path.rglob("*")} == before
 
 
 TYPED = {
@@ -184,11 +176,7 @@ def test_json_lines_say_once_which_columns_they_cannot_hold(tmp_path: Path, capl
 
 
 def test_what_is_not_finite_is_null_and_told(
-    own_model: Path,
-    tmp_path: Path,
-    refused: Callable[..., str],
-    capsys: pytest.CaptureFixture[str],
-    caplog: pytest.LogCaptureFixture,
+    own_model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     model: Any = AutoModelForSequenceClassification.from_pretrained(own_model)
     with torch.no_grad():
@@ -199,11 +187,7 @@ def test_what_is_not_finite_is_null_and_told(
     with caplog.at_level(logging.WARNING, logger="trl_tpu"):
         assert cli.main(words(own_model, tmp_path / "rows.parquet", tmp_path / "out.jsonl")) == 1
     expected = {"reward": None, "weight": None, "of": [None, 1.0]}
-    written = read(tmp_path / "out.jsonl")
-    assert [{key: row[key] for key in ("text", *expected)} for row in written] == [
-        {"text": t, **expected} for t in "ab"
-    ]
+    for text, written in zip("ab", read(tmp_path / "out.jsonl"), strict=True):
+        assert {key: written[key] for key in ("text", *expected)} == {"text": text, **expected}
     assert "2 of 2 rows" in caplog.text and "Row 0 of the scored dataset: `text`" in caplog.text
     assert "dataset's: reward" in caplog.text, "a column that is overwritten"
-    assert "no row was scored" in capsys.readouterr().out
-    assert "`mean` and `std`" in refused(*words(own_model, tmp_path / "rows.parquet"), "--standardize")
