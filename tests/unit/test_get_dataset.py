@@ -143,12 +143,3 @@ def test_bad_mixtures_are_named(
         get_dataset(DatasetMixtureConfig(parts, **options))
     given: Any = [{"path": "x"}]
     assert DatasetMixtureConfig(given).datasets == [DatasetConfig("x")] and given == [{"path": "x"}]
-
-
-def test_synthetic_names_load_with_no_file_and_in_mixtures() -> None:
-    splits = load_named_dataset(ScriptArguments(dataset_name="synthetic:numbers"))
-    assert {"train", "test"} <= set(splits) and {"chosen", "rejected"} <= set(splits["train"].column_names)
-    part = DatasetConfig("synthetic:numbers", split="test")
-    assert get_dataset(DatasetMixtureConfig([part]))["train"].to_list() == splits["test"].to_list()
-    stream = get_dataset(DatasetMixtureConfig([part], streaming=True))
-    assert next(iter(stream["train"])) == splits["test"][0]

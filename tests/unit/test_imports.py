@@ -90,11 +90,6 @@ def test_the_runtime_imports_nothing_else_of_the_package_and_the_xla_runtime_is_
     assert not {name for name in reached if name.startswith(("torch_xla", "trl_tpu.runtime.xla"))}
 
 
-def test_the_device_is_chosen_before_torch_or_transformers_are_imported() -> None:
-    assert "trl_tpu.runtime.device_choice" in reached_from("trl_tpu")
-    assert not {name.split(".")[0] for name in reached_from("trl_tpu")} & {"torch", "transformers", "accelerate"}
-
-
 def test_what_a_runtime_can_is_asked_and_not_its_name() -> None:
     for module in (module for module in MODULES if not module.startswith("trl_tpu.runtime")):
         compared = {

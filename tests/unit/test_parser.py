@@ -1,8 +1,10 @@
 """TrlParser reads flags and YAML as TRL's does, and says clearly what it cannot read."""
 
 import argparse
+import copy
 import dataclasses
 import os
+import pickle
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -11,7 +13,11 @@ import pytest
 import trl
 from trl.scripts.utils import TrlParser as ReferenceParser
 
+from trl_tpu.config.reward_config import RewardConfig
 from trl_tpu.scripts.parser import TrlParser
+from trl_tpu.scripts.score import ScoreArguments
+from trl_tpu.scripts.utils import DatasetMixtureConfig, ScriptArguments
+from trl_tpu.trainer.model_config import ModelConfig
 
 TRL_TYPES = (trl.ScriptArguments, trl.RewardConfig, trl.ModelConfig, trl.DatasetMixtureConfig)
 WORDS = ("none", "NULL", "5", "0.5", "-1", "true", "no", "abc", "", '{"a": 1}', "auto", "steps")
@@ -191,3 +197,26 @@ def test_config_names_a_file_and_is_no_field(tmp_path: Path) -> None:
         parsed("--config", str(tmp_path / "nowhere.yaml"))
     with pytest.raises(ValueError, match="'config'"):
         TrlParser([dataclasses.make_dataclass("Taken", [("config", str, "")])])
+
+
+# ---- each field of a config is described once, in the docstring; what is read and copied of it keeps its form
+
+
+@pytest.mark.parametrize("config", [RewardConfig, ModelConfig, ScriptArguments, DatasetMixtureConfig, ScoreArguments])
+def test_the_help_of_every_field_is_in_the_docstring(config: Any) -> None:
+    described = " ".join(config.__doc__.split())
+    own = [each for each in dataclasses.fields(config) if each.name in config.__annotations__]
+    assert own
+    for each in own:
+        assert len(each.metadata["help"]) > 10 and each.metadata["help"] in described, each.name
+
+
+def test_a_copy_of_a_config_keeps_the_hubs_token_and_a_pickle_does_not(tmp_path: Path) -> None:
+    args = RewardConfig(str(tmp_path), bf16=False, report_to="none", hub_token="secret", packing=True)
+    args.model_init_kwargs = {"token": "secret", "dtype": "float32"}
+    for copied in (copy.copy(args), copy.deepcopy(args)):
+        assert copied.hub_token == "secret" and copied.model_init_kwargs == args.model_init_kwargs
+    assert b"secret" not in pickle.dumps(args) and "secret" not in args.to_json_string()
+    assert "secret" not in str(args.to_sanitized_dict()) and args.model_init_kwargs["token"] == "secret"
+    unpickled = pickle.loads(pickle.dumps(args))
+    assert (unpickled.hub_token, unpickled.packing) == (None, "true")

@@ -11,9 +11,9 @@ from unittest.mock import ANY
 
 import pytest
 from places import ROOT
-from planned import REFUSAL, compiled
+from planned import REFUSAL, compiled, layouts_of, save_config
 from stepwise import solutions
-from transformers import AutoConfig, dynamic_module_utils
+from transformers import dynamic_module_utils
 
 from trl_tpu.errors import UserError
 from trl_tpu.modeling.outputs import Outputs
@@ -28,23 +28,13 @@ WORDS = ["--report_to", "none", "--topology", "v6e:1x1"]
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A folder with nothing but a config."""
     folder = tmp_path_factory.mktemp("model")
-    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "vocab_size": 1024}
-    AutoConfig.for_model("llama", num_attention_heads=4, **sizes).save_pretrained(folder)
+    save_config(folder)
     return str(folder)
 
 
 def planned(model: str, more: str = "") -> list[Layout]:
-    """What is compiled."""
-    seen: list[Layout] = []
-
-    def compile_one(layout: Layout) -> CompiledProgram:
-        seen.append(layout)
-        return compiled(layout)
-
-    assert plan.main(["--model_name_or_path", model, *WORDS, *more.split()], compile_one) == 0
-    return seen
+    return layouts_of("--model_name_or_path", model, *WORDS, *more.split())
 
 
 def test_a_config_alone_is_planned_and_the_text_printed(model: str, capsys: pytest.CaptureFixture) -> None:

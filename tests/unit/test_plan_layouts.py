@@ -7,30 +7,27 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
-from datasets import Dataset
-from planned import REFUSAL, compiled, layout_of
+from planned import REFUSAL, compiled
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
-from trl_tpu.data.measure import measure
+from trl_tpu.config.reward_config import RewardConfig
 from trl_tpu.modeling.model_shape import model_without_weights
 from trl_tpu.packing.shapes import PairLengths
-from trl_tpu.parallel.mesh import GiB, MeshShape
+from trl_tpu.parallel.mesh import GiB, MeshShape, parse_topology
 from trl_tpu.plan import layouts
 from trl_tpu.plan.compile import CompiledProgram, call_in_child, received
 from trl_tpu.plan.layouts import Attempt, Layout, attempt, depths_of, extend, report, scaled, sized
+from trl_tpu.runtime import Remat
 
 
 @pytest.fixture(scope="module")
-def model() -> Any:
-    """A Llama of 1.2 billion parameters, without weights."""
+def layout() -> Layout:
+    """A Llama of 1.2 billion parameters, without weights, on 16 chips."""
     sizes = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "vocab_size": 128256}
     config = AutoConfig.for_model("llama", num_attention_heads=32, num_key_value_heads=8, **sizes)
-    return model_without_weights(config, "float32")
-
-
-@pytest.fixture
-def layout(model: Any) -> Layout:
-    return layout_of(model, PairLengths.of_size(2048), mesh=MeshShape(fsdp=16), pairs=2)
+    args = RewardConfig("unused", report_to="none", use_cpu=True, bf16=True)
+    model, lengths = model_without_weights(config, "float32"), PairLengths.of_size(2048)
+    return Layout(model, args, lengths, None, parse_topology("v6e:4x4"), MeshShape(fsdp=16), Remat.FULL, 2)
 
 
 # ---- bounds
@@ -126,29 +123,3 @@ def test_of_several_layouts_the_fastest_that_fits_comes_first(layout: Layout) ->
     rows = layouts.found(attempts).splitlines()[1:4]
     assert ["fsdp=16 " in rows[0], "fsdp=2 " in rows[1]] == [True, True]
     assert [row.count("FITS") for row in rows] == [1, 1, 0]
-
-
-# ---- rows
-
-
-def pairs_of(*lengths: tuple[int, int, int]) -> Dataset:
-    rows = [
-        {"chosen_ids": [number] * prefix + [-1] * chosen, "rejected_ids": [number] * prefix + [-2] * rejected}
-        for number, (prefix, chosen, rejected) in enumerate(lengths)
-    ]
-    return Dataset.from_list(rows)
-
-
-def test_rows_are_those_that_the_trainer_plans(model: Any) -> None:
-    def shape(tokens: Any, pairs: int, **settings: Any) -> tuple[int, int]:
-        lengths = PairLengths.of_size(2048) if tokens is None else measure(tokens).lengths
-        return layout_of(model, lengths, tokens, mesh=MeshShape(fsdp=4), pairs=pairs, **settings).shape
-
-    rows, length = shape(pairs_of(*[(30, 20, 50)] * 10, *[(100, 10, 10)] * 10), 2)
-    assert rows % 4 == 0 and rows * length >= 8 * 100
-    long = pairs_of(*[(1000, 700, 700)] * 10)
-    assert shape(long, 1, packed_attention="masks") == (4, 2400)
-    assert shape(long, 1) == (4, 2560)  # the kernel's multiple of 256
-    assert shape(None, 4) == (16, 2048)
-    assert shape(None, 4, row_length=8192) == (4, 8192)  # full rows
-    assert shape(None, 4, packing=False) == (32, 1536)  # a sequence per row

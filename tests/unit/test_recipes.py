@@ -8,20 +8,16 @@ from typing import Any
 import pytest
 import yaml
 from places import EXAMPLES
-from planned import compiled
+from planned import layouts_of, save_config
 from preference_forms import assistant, tiny_tokenizer, user
-from transformers import AutoConfig
 
 from trl_tpu.data.chat_templates import date_written
 from trl_tpu.data.formats import apply_template
-from trl_tpu.plan.compile import CompiledProgram
-from trl_tpu.plan.layouts import Layout
-from trl_tpu.scripts import plan, reward
+from trl_tpu.scripts import reward
 
 FOLDER = EXAMPLES / "recipes"
 RECIPES = sorted(FOLDER.glob("*.yaml"))
 OF_THE_TRAINING = ("max_length", "total_batch_size", "per_device_train_batch_size", "num_train_epochs")
-SIZES = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "vocab_size": 1024}
 
 
 def head(recipe: Path) -> str:
@@ -31,13 +27,9 @@ def head(recipe: Path) -> str:
     return " ".join(" ".join(line.lstrip("# ") for line in lines).split())
 
 
-def words_of_plan(recipe: Path) -> list[str]:
-    (command,) = re.findall(r"`trl-tpu plan (.*?)`", head(recipe))
-    return shlex.split(command)
-
-
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.stem)
-def test_a_recipe_is_parsed_says_what_it_is_and_is_in_the_table(recipe: Path) -> None:
+def test_a_recipe_is_parsed_and_planned_as_its_head_says_and_is_in_the_table(recipe: Path, tmp_path: Path) -> None:
+    """It is planned with a small model in the place of its own, and a made-up compiler."""
     arguments = ["--config", str(recipe), "--report_to", "none", "--use_cpu", "true"]
     script, args, model, data = reward.make_parser().parse_args_and_config(arguments)
     settings = yaml.safe_load(recipe.read_text())
@@ -49,21 +41,11 @@ def test_a_recipe_is_parsed_says_what_it_is_and_is_in_the_table(recipe: Path) ->
     (row,) = [line for line in (FOLDER / "README.md").read_text().splitlines() if f"({recipe.name})" in line]
     assert row.rstrip(" |").endswith("| -"), "what we measured, which is nothing yet"
 
-
-@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.stem)
-def test_a_recipe_is_planned_as_its_head_says(recipe: Path, tmp_path: Path) -> None:
-    """With a small model in the place of its own, and a made-up compiler."""
-    settings, words = yaml.safe_load(recipe.read_text()), words_of_plan(recipe)
+    (command,) = re.findall(r"`trl-tpu plan (.*?)`", told)
+    words = shlex.split(command)
     assert words[words.index("--model_name_or_path") + 1] == settings["model_name_or_path"]
-    AutoConfig.for_model("llama", num_attention_heads=4, **SIZES).save_pretrained(tmp_path)
-    seen: list[Layout] = []
-
-    def compile_layout(layout: Layout) -> CompiledProgram:
-        seen.append(layout)
-        return compiled(layout)
-
-    assert plan.main([*words, "--model_name_or_path", str(tmp_path), "--report_to", "none"], compile_layout) == 0
-    (layout,) = seen
+    save_config(tmp_path)
+    (layout,) = layouts_of(*words, "--model_name_or_path", str(tmp_path))
     planned = {name: getattr(layout.args, name) for name in OF_THE_TRAINING}
     assert planned == {name: settings[name] for name in OF_THE_TRAINING}
     assert layout.args.gradient_accumulation_steps * layout.pairs == settings["total_batch_size"]

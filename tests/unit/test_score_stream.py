@@ -247,7 +247,8 @@ def test_memory_does_not_grow_with_the_rows(good_model: Path, monkeypatch: pytes
         tracemalloc.stop()
 
 
-def test_packed_rows_share_prefixes_and_planned_ones_have_few_shapes() -> None:
+def test_packed_rows_hold_what_dialogues_share_once() -> None:
+    """Planned rows have few shapes: `test_score_on_xla` counts their programs."""
     chooser = np.random.default_rng(0)
     dialogues = []
     for _ in range(30):
@@ -255,9 +256,5 @@ def test_packed_rows_share_prefixes_and_planned_ones_have_few_shapes() -> None:
         tails = [chooser.integers(1, 50, chooser.integers(0, 30)) for _ in range(chooser.choice([1, 2, 8]))]
         dialogues += [np.concatenate([prefix, tail]).astype(np.int32) for tail in tails]
     dialogues += dialogues[:3]
-    unpadded, planned = (
-        [part.rows.input_ids_RL.shape for _, parts in batches(dialogues) for part in parts]
-        for batches in (Batches(0, 500, 384).unpadded, Batches(0, 512, 384, shards=2, row_length=32).planned)
-    )
-    assert sum(length for _, length in unpadded) < 0.6 * sum(map(len, dialogues))
-    assert set(planned) <= {(32, 32), (16, 64), (8, 128)}
+    rows = [part.rows.input_ids_RL for _, parts in Batches(0, 500, 384).unpadded(dialogues) for part in parts]
+    assert sum(ids_RL.numel() for ids_RL in rows) < 0.6 * sum(map(len, dialogues))
