@@ -67,38 +67,31 @@ _ANSWERS = [
 _MORE = [*([PROMPT + [5, at], [at, 3]] for at in range(1, 5)), []]
 RANKED = [{"answers": pair + more} for pair, more in zip(_ANSWERS, _MORE, strict=True)]
 _STEPS = [([1, 4, 8], [1.0, 0.0, 1.0]), ([9], [0.25]), ([], []), ([0, 2], [1.0, 1.0]), ([3, 5], [0.0, 1.0])]
+
+
+def graded(*grades: float) -> Rows:
+    return [row | {"grades": list(grades[: len(row["answers"])])} for row in RANKED]
+
+
+PAIRS = [{"answers": pair, "margin": at / 2} for at, pair in enumerate(_ANSWERS)]
+PROBABLE = [{"answers": pair, "chosen_probability": at / 4} for at, pair in enumerate(_ANSWERS)]
+BY_ATTRIBUTES = [
+    row | {"grades": [None if at == 1 else row["grades"], [0.0, 1.0, 1.0, 3.0]]}
+    for at, row in enumerate(graded(1.0, 0.0, 2.0, 0.0)[:4])
+]
+SOLUTIONS = [
+    {"answers": [PROMPT + [1, 2, 3, 4 + at]], "step_ends": ends, "grades": grades}
+    for at, (ends, grades) in enumerate(_STEPS)
+]
+TIES, WHOLE_ORDER = Loss(ties="davidson"), Loss(loss_type="plackett_luce")
+OF_TWO = ComparisonRule(answers=4, attributes=2, attribute_weights=[2.0, 1.0])
 FORMS = {
-    "pairs": Form(
-        [{"answers": pair, "margin": at / 2} for at, pair in enumerate(_ANSWERS)],
-        loss=Loss(center_rewards_coefficient=0.1),
-    ),
-    "probabilities": Form([{"answers": pair, "chosen_probability": at / 4} for at, pair in enumerate(_ANSWERS)]),
-    "rankings": Form(
-        [row | {"grades": [2.0, 0.0, 1.0, 2.0][: len(row["answers"])]} for row in RANKED],
-        ComparisonRule(answers=4, learns_ties=True, counts_comparisons=True),
-        Loss(ties="davidson"),
-    ),
-    "whole rankings": Form(
-        [row | {"grades": [3.0, 0.0, 1.0, 2.0][: len(row["answers"])]} for row in RANKED],
-        ComparisonRule(answers=4),
-        Loss(loss_type="plackett_luce"),
-    ),
-    "attributes": Form(
-        [
-            row | {"grades": [None if at == 1 else [1.0, 0.0, 2.0, 0.0][: len(row["answers"])], [0.0, 1.0, 1.0, 3.0]]}
-            for at, row in enumerate(RANKED[:4])
-        ],
-        ComparisonRule(answers=4, attributes=2, attribute_weights=[2.0, 1.0]),
-        outputs=2,
-    ),
-    "steps": Form(
-        [
-            {"answers": [PROMPT + [1, 2, 3, 4 + at]], "step_ends": ends, "grades": grades}
-            for at, (ends, grades) in enumerate(_STEPS)
-        ],
-        ComparisonRule(answers=3),
-        outputs=2,
-    ),
+    "pairs": Form(PAIRS, loss=Loss(center_rewards_coefficient=0.1)),
+    "probabilities": Form(PROBABLE),
+    "rankings": Form(graded(2, 0, 1, 2), ComparisonRule(answers=4, learns_ties=True, counts_comparisons=True), TIES),
+    "whole rankings": Form(graded(3, 0, 1, 2), ComparisonRule(answers=4), WHOLE_ORDER),
+    "attributes": Form(BY_ATTRIBUTES, OF_TWO, outputs=2),
+    "steps": Form(SOLUTIONS, ComparisonRule(answers=3), outputs=2),
 }
 
 
@@ -233,7 +226,7 @@ def test_loss_rewards_and_gradients_are_the_same_in_every_layout(name: str, layo
 
 # ---- on the way to the device
 
-PAIRS, UNUSED = FORMS["pairs"].examples, 30
+EXAMPLES, UNUSED = FORMS["pairs"].examples, 30
 COLLATORS: dict[str, Any] = {  # with a pad token that is not in the text, and so is last in no sequence
     "padded": BatchCollator(pad, UNUSED),
     "unpadded": BatchCollator(unpadded, UNUSED),
@@ -255,8 +248,8 @@ def assert_equal(one: CollatedBatch, other: CollatedBatch) -> None:
 @pytest.mark.parametrize("kind", COLLATORS)
 def test_workers_pinning_and_accelerate_hand_a_batch_over_whole(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     collate = COLLATORS[kind]
-    batch = collate(PAIRS)
-    (from_worker,) = DataLoader(PAIRS, batch_size=5, collate_fn=collate, num_workers=1)  # type: ignore[arg-type]
+    batch = collate(EXAMPLES)
+    (from_worker,) = DataLoader(EXAMPLES, batch_size=5, collate_fn=collate, num_workers=1)  # type: ignore[arg-type]
     assert_equal(from_worker, batch)
     pinned: list[torch.Tensor] = []
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: pinned.append(tensor) or tensor)
@@ -270,8 +263,8 @@ def test_workers_pinning_and_accelerate_hand_a_batch_over_whole(kind: str, monke
 
 @pytest.mark.parametrize("kind", COLLATORS)
 def test_a_batch_is_trls_where_a_script_reads_it(kind: str) -> None:
-    theirs = TrlCollator(UNUSED)(PAIRS)
-    batch = send_to_device(COLLATORS[kind](PAIRS), "cpu")
+    theirs = TrlCollator(UNUSED)(EXAMPLES)
+    batch = send_to_device(COLLATORS[kind](EXAMPLES), "cpu")
     for key in ("input_ids", "attention_mask"):
         assert batch[key].dtype == theirs[key].dtype and torch.equal(batch[key], theirs[key])
     with pytest.raises(KeyError):
@@ -288,12 +281,12 @@ def test_a_solution_is_one_row_where_a_script_reads_it(layout: str) -> None:
 
 def test_micro_batches_may_be_computed_one_at_a_time() -> None:
     form, model = FORMS["pairs"], model_of(1, False, False)
-    batch = COLLATORS["planned"](PAIRS)
+    batch = COLLATORS["planned"](EXAMPLES)
     whole = training_step(model, batch.parts, form.loss).loss
     parts = [training_step(model, batches_in(each, PAD), form.loss).loss for each in apart(batch)]
     assert len(parts) > 1
     torch.testing.assert_close(torch.stack(parts).sum(), whole)
-    padded = TrlCollator(PAD)(PAIRS)
+    padded = TrlCollator(PAD)(EXAMPLES)
     assert list(apart(padded)) == [padded]
 
 
