@@ -13,6 +13,9 @@ from hypothesis import strategies as st
 from preference_forms import assistant, rows_of_every_form, tiny_model, tiny_tokenizer
 from tokenized import prepare
 
+from trl_tpu.data.measure import PAIR
+from trl_tpu.data.old_pairs import old_columns
+
 FORMS = rows_of_every_form()
 
 
@@ -97,17 +100,13 @@ LONG = [  # and what is kept of each: its start, its end; None where nothing is 
 ]
 
 
-@pytest.mark.parametrize("names", ["chosen_ids rejected_ids", "input_ids_chosen input_ids_rejected"])
+@pytest.mark.parametrize("are_old", [False, True])
 @pytest.mark.parametrize(("mode", "which"), [("keep_start", 1), ("keep_end", 2)])
-def test_long_pairs_are_cut_as_one(mode: str, which: int, names: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_long_pairs_are_cut_as_one(mode: str, which: int, are_old: bool, caplog: pytest.LogCaptureFixture) -> None:
     """What a pair shares stays shared, and margins stay with their pairs."""
-    keys, are_old = names.split(), names.startswith("input_ids")
-    rows: list[Any] = [dict(zip(keys, case[0], strict=True)) | {"margin": number} for number, case in enumerate(LONG)]
-    if are_old:
-        rows = [
-            row | {key.replace("input_ids", "attention_mask"): [1] * len(row[key]) for key in keys} for row in rows
-        ]
-    dataset, expected = Dataset.from_list(rows), {n: [*case[which]] for n, case in enumerate(LONG) if case[which]}
+    rows: list[Any] = [dict(zip(PAIR, case[0], strict=True)) | {"margin": at} for at, case in enumerate(LONG)]
+    dataset = Dataset.from_list(list(map(old_columns, rows)) if are_old else rows)
+    expected = {at: [*case[which]] for at, case in enumerate(LONG) if case[which]}
     settings: Any = {"max_length": 4, "truncation_mode": mode, "are_old": are_old}
     with caplog.at_level(logging.WARNING, logger="trl_tpu"):
         made = prepare(dataset, **settings)
