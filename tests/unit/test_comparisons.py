@@ -1,5 +1,6 @@
 """Every loss is its paper's formula in float64, gradients too, and depends on no reward that is padding."""
 
+import math
 from collections.abc import Callable
 from itertools import combinations, permutations
 from typing import Any
@@ -9,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.nn.functional import softplus
 
 from trl_tpu.data.comparisons import ComparisonRule, Labels, compare
 from trl_tpu.modeling.losses import Loss
@@ -45,31 +47,26 @@ def losses(
 def assert_equal(
     rows: list[dict[str, Any]],
     rewards_PAK: Any,
-    formula: Callable[[int, Any], float],
+    formula: Callable[[int, Any], Any],
     loss: Loss,
     rule: ComparisonRule = PLAIN,
     attributes: int = 0,
 ) -> None:
-    """Compare with a formula of a row's number and rewards [A][K], and with its slopes in float64."""
-    step = 1e-6
+    """Compare with a formula of a row's number and rewards [A][K], and with its slopes, in float64."""
     found, gradient_PAK, total = losses(rows, rewards_PAK, loss, rule, attributes)
     steps = sum(len(values_K) for (values_K,) in rewards_PAK) if "step_ends" in rows[0] else 0
     assert total == (steps or len(rows))
     for number, values_AK in enumerate(rewards_PAK):
-        assert found[number] == pytest.approx(formula(number, values_AK), rel=1e-5, abs=1e-5)
-        for place, values_K in enumerate(values_AK):
-            for at in range(gradient_PAK.shape[2]):
-                ends = []
-                for by in (step, -step) if at < len(values_K) else ():
-                    moved = [[*each] for each in values_AK]
-                    moved[place][at] += by
-                    ends.append(formula(number, moved))
-                slope = (ends[0] - ends[1]) / (2 * step) if ends else 0.0
-                assert gradient_PAK[number, place, at].item() == pytest.approx(slope, rel=1e-4, abs=1e-4)
+        leaves = [torch.tensor(values_K, dtype=torch.float64, requires_grad=True) for values_K in values_AK]
+        expected = formula(number, leaves) + 0.0 * sum(leaf.sum() for leaf in leaves)
+        assert found[number] == pytest.approx(expected.item(), rel=1e-5, abs=1e-5)
+        for slope_K, gradient_K in zip(torch.autograd.grad(expected, leaves), gradient_PAK[number], strict=True):
+            assert gradient_K[: len(slope_K)].tolist() == pytest.approx(slope_K.tolist(), rel=1e-4, abs=1e-4)
+            assert not gradient_K[len(slope_K) :].any()
 
 
 def assert_rankings_equal(
-    some: list[Ranking], formula: Callable[[Ranking], float], loss: Loss, rule: ComparisonRule = PLAIN
+    some: list[Ranking], formula: Callable[[Ranking], Any], loss: Loss, rule: ComparisonRule = PLAIN
 ) -> None:
     grades = [[grade for _, grade in each] for each in some]
     assert_equal(
@@ -81,16 +78,20 @@ def assert_rankings_equal(
     )
 
 
+def mean(values: list[Any]) -> Any:
+    return sum(values) / max(1, len(values))
+
+
 # ---- pairs and steps
 
 
-def cross_entropy(target: float, difference: float) -> float:
-    return float(target * np.logaddexp(0, -difference) + (1 - target) * np.logaddexp(0, difference))
+def cross_entropy(target: float, difference: torch.Tensor) -> torch.Tensor:
+    return target * softplus(-difference) + (1 - target) * softplus(difference)
 
 
 @given(st.lists(st.tuples(rewards, rewards, st.floats(-5, 5, width=32), shares), min_size=1, max_size=5))
 def test_a_pair_is_the_cross_entropy_of_its_probability_with_a_margin(some: Any) -> None:
-    def formula(number: int, rewards_AK: Any) -> float:
+    def formula(number: int, rewards_AK: Any) -> torch.Tensor:
         ((chosen, rejected),), (_, _, margin, share) = rewards_AK, some[number]
         target = share + 0.1 * (1 - 2 * share)
         return cross_entropy(target, chosen - rejected - margin) + 0.5 * (chosen + rejected) ** 2
@@ -107,7 +108,7 @@ def test_large_differences_neither_overflow_nor_vanish() -> None:
 
 @given(st.lists(st.lists(st.tuples(rewards, shares), max_size=K), min_size=1, max_size=4).filter(any))
 def test_each_step_is_compared_with_0_and_counts_once(some: list[Ranking]) -> None:
-    def formula(number: int, rewards_1K: Any) -> float:
+    def formula(number: int, rewards_1K: Any) -> Any:
         labels = [label for _, label in some[number]]
         return sum(map(cross_entropy, labels, rewards_1K[0]))
 
@@ -118,43 +119,41 @@ def test_each_step_is_compared_with_0_and_counts_once(some: list[Ranking]) -> No
 # ---- rankings
 
 
-def instruct_gpt(each: Ranking, scale: float = 0, smoothing: float = 0, center: float = 0) -> float:
+def instruct_gpt(each: Ranking, scale: float = 0, smoothing: float = 0, center: float = 0) -> Any:
     """https://arxiv.org/abs/2203.02155, eq. 1, with Llama 2's margins: the mean over a prompt's comparisons."""
-    losses = [
-        cross_entropy(1 - smoothing, r - s - scale * (a - b)) + center * (r + s) ** 2
-        for (r, a), (s, b) in permutations(each, 2)
-        if a > b
-    ]
-    return float(np.mean(losses)) if losses else 0.0
+    compared = [(r, s, a - b) for (r, a), (s, b) in permutations(each, 2) if a > b]
+    return mean(
+        [cross_entropy(1 - smoothing, r - s - scale * better) + center * (r + s) ** 2 for r, s, better in compared]
+    )
 
 
-def plackett_luce(each: Ranking, top_k: int) -> float:
+def plackett_luce(each: Ranking, top_k: int) -> Any:
     """Draw the best of those that are left, by the softmax of their rewards."""
     left, total = sorted(each, key=lambda one: -one[1]), 0.0
     for _ in range(min(top_k, len(left))):
-        total += float(np.logaddexp.reduce([reward for reward, _ in left]) - left[0][0])
+        total += torch.stack([reward for reward, _ in left]).logsumexp(0) - left[0][0]
         left = left[1:]
     return total
 
 
-def with_ties(each: Ranking, model: str, threshold: float) -> float:
+def with_ties(each: Ranking, model: str, threshold: float) -> Any:
     """Rao and Kupper 1967, theta = exp(threshold); Davidson 1970, nu = threshold; both of strengths exp(reward)."""
     likely = []
     for (r, a), (s, b) in combinations(each, 2):
-        one, other = (np.exp(x, dtype=np.float64) for x in ((r, s) if a >= b else (s, r)))
+        one, other = (x.exp() for x in ((r, s) if a >= b else (s, r)))
         if model == "davidson":
-            tied = threshold * np.sqrt(one * other)
+            tied = threshold * (one * other).sqrt()
             likely.append((tied if a == b else one) / (one + other + tied))
         else:
-            theta = np.exp(threshold)
+            theta = math.exp(threshold)
             product = (theta**2 - 1) * one * other / ((one + theta * other) * (theta * one + other))
             likely.append(product if a == b else one / (one + theta * other))
-    return float(np.mean([-np.log(each) for each in likely]))
+    return mean([-each.log() for each in likely])
 
 
-def regression(each: Ranking, center: float = 0) -> float:
+def regression(each: Ranking, center: float = 0) -> Any:
     compared = [(r + s) ** 2 for (r, a), (s, b) in permutations(each, 2) if a > b]
-    return float(np.mean([(r - g) ** 2 for r, g in each]) + center * np.mean(compared or [0]))
+    return mean([(r - g) ** 2 for r, g in each]) + center * mean(compared)
 
 
 @given(rankings, st.sampled_from([0.0, 0.7]), st.sampled_from([0.0, 0.2]), st.sampled_from([0.0, 0.01]))
@@ -185,10 +184,8 @@ def test_regression_fits_rewards_to_grades(some: Any, center: float) -> None:
 
 
 def test_plackett_luce_compares_no_answers_of_one_grade() -> None:
-    def formula(each: Ranking) -> float:
-        return float(np.logaddexp.reduce([reward for reward, _ in each]) - each[0][0])
-
-    assert_rankings_equal([[(0.3, 1), (2.0, 0), (-1.0, 0)]], formula, Loss(loss_type="plackett_luce"))
+    loss = Loss(loss_type="plackett_luce")
+    assert_rankings_equal([[(0.3, 1), (2.0, 0), (-1.0, 0)]], lambda each: plackett_luce(each, 1), loss)
 
 
 @pytest.mark.parametrize("ties", ["skip", "davidson"])
@@ -197,10 +194,11 @@ def test_each_comparison_may_count_once(ties: str) -> None:
     rows = [{"grades": [grade for _, grade in each]} for each in some]
     rule = ComparisonRule(learns_ties=ties != "skip", counts_comparisons=True)
     found, _, total = losses(rows, [[[reward for reward, _ in each]] for each in some], Loss(ties=ties), rule)
-    one = [instruct_gpt(each) if ties == "skip" else with_ties(each, ties, 1.0) for each in some]
+    values = [[(torch.tensor(reward, dtype=torch.float64), grade) for reward, grade in each] for each in some]
+    means = [instruct_gpt(each) if ties == "skip" else with_ties(each, ties, 1.0) for each in values]
     counts = (2, 1) if ties == "skip" else (3, 1)
     assert total == sum(counts)
-    assert found == pytest.approx([count * each for count, each in zip(counts, one, strict=True)], rel=1e-5)
+    assert found == pytest.approx([count * each.item() for count, each in zip(counts, means, strict=True)], rel=1e-5)
 
 
 # ---- attributes
@@ -217,11 +215,12 @@ grades = st.one_of(st.none(), st.lists(st.integers(0, 3), min_size=K, max_size=K
 def test_attributes_are_a_weighted_mean_of_rankings_that_are_there(
     some: Any, weights: list[float] | None, loss_type: str, seed: int
 ) -> None:
-    def formula(number: int, rewards_AK: Any) -> float:
+    def formula(number: int, rewards_AK: Any) -> Any:
         graded = [place for place in range(A) if some[number][place] is not None]
         each = [list(zip(rewards_AK[place], some[number][place], strict=True)) for place in graded]
-        of_one = instruct_gpt if loss_type == "sigmoid" else regression
-        return float(np.average(list(map(of_one, each)), weights=[(weights or [1.0] * A)[at] for at in graded]))
+        of_one: Any = instruct_gpt if loss_type == "sigmoid" else regression
+        shares = [(weights or [1.0] * A)[at] for at in graded]
+        return sum(share * of_one(ranking) for share, ranking in zip(shares, each, strict=True)) / sum(shares)
 
     rewards_PAK = np.random.default_rng(seed).normal(size=(len(some), A, K)).tolist()
     rule, rows = ComparisonRule(attribute_weights=weights), [{"grades": each} for each in some]

@@ -125,14 +125,12 @@ FORMS: dict[str, dict[str, Any]] = {
 def test_extra_columns_change_no_row_and_no_label(form: str) -> None:
     row = FORMS[form]
     plain, more = prepare([row]), prepare([row | {key: value for key, value in EXTRA.items() if key not in row}])
-    columns = list(form_of(plain.column_names))
-    rows, answers = list(map(read_row, plain)), measure(plain).answers
+    rows = list(map(read_row, plain))
     for prepared in (more, prepare(more.to_list())):
-        assert form_of(prepared.column_names) == tuple(columns)
-        assert prepared.select_columns(columns)[:] == plain.select_columns(columns)[:]
+        assert form_of(prepared.column_names) == form_of(plain.column_names)
         assert list(map(read_row, prepared)) == rows
-        assert repr(Labels.of(list(map(read_row, prepared)), answers)) == repr(Labels.of(rows, answers))
-        assert measure(prepared).answers == answers and measure(prepared).checksum == measure(plain).checksum
+        assert measure(prepared).answers == measure(plain).answers
+        assert measure(prepared).checksum == measure(plain).checksum
 
 
 def test_the_forms_of_rankings_and_those_that_are_too_long() -> None:
