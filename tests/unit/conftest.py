@@ -27,8 +27,9 @@ def refused(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
         with pytest.raises(SystemExit) as ended:
             cli.main([str(word) for word in words])
         assert ended.value.code == 2
-        errors = capsys.readouterr().err.splitlines()
-        (told,) = (line for line in errors if line.startswith("trl-tpu") and ": error: " in line)
+        errors = capsys.readouterr().err
+        assert "Traceback" not in errors
+        (told,) = (line for line in errors.splitlines() if line.startswith("trl-tpu") and ": error: " in line)
         return told
 
     return run
