@@ -57,9 +57,9 @@ def test_a_second_process_is_refused_until_the_first_has_ended(tmp_path: Path) -
             with pytest.raises(UserError, match="output_dir"):  # a second trainer in this process, by another path
                 RunFolder(tmp_path / ".." / tmp_path.name, None, writes=True).claim()
             RunFolder(tmp_path, None, writes=False).claim()  # one that does not write may look
-            other = apart.python("-c", CLAIMS, str(tmp_path), environment=dict(os.environ))
-            assert other.returncode == 1 and f"UserError: Process {os.getpid()} on " in other.stderr
-    assert apart.python("-c", CLAIMS, str(tmp_path), environment=dict(os.environ)).returncode == 0
+            other = apart.run("-c", CLAIMS, str(tmp_path), status=1)
+            assert f"UserError: Process {os.getpid()} on " in other.stderr
+    apart.run("-c", CLAIMS, str(tmp_path))
 
 
 def test_a_base_model_in_the_folder_is_not_moved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,30 +1,38 @@
 """The command `score` reads rows as training does, names what it cannot score, and writes rows as they are scored."""
 
+import io
 import json
 import logging
 import math
 import os
-from collections.abc import Callable
+import sys
+import tracemalloc
+from collections.abc import Callable, Iterator
 from datetime import UTC, date, datetime, time
 from decimal import Decimal
 from pathlib import Path
 from shutil import copytree
 from typing import Any
 
+import apart
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import tiny
 import torch
 from bad_input import Job, learned_positions
 from datasets import Dataset
 from preference_forms import TEMPLATE, TOOLS, assistant, user
 from scored_files import read, words, write
-from transformers import AutoModelForSequenceClassification
+from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
 import trl_tpu
 from trl_tpu import cli
 from trl_tpu.errors import UserError
 from trl_tpu.report.verdicts import read_scored
+from trl_tpu.scoring import stream
+from trl_tpu.scoring.scorer import Batches, Scorer
 from trl_tpu.scripts import score
 
 CHAT = [user("Hi"), assistant("Hello")]
@@ -191,3 +199,241 @@ def test_what_is_not_finite_is_null_and_told(
         assert {key: written[key] for key in ("text", *expected)} == {"text": text, **expected}
     assert "2 of 2 rows" in caplog.text and "Row 0 of the scored dataset: `text`" in caplog.text
     assert "dataset's: reward" in caplog.text, "a column that is overwritten"
+
+
+# ---- many rows: rewards are those of one dialogue at a time; resumed by chunks; in flat memory
+
+PAIRS = tiny.made_up_pairs(40).to_list()
+TOKENIZER = tiny.tiny_tokenizer([text for row in PAIRS for text in row.values()], vocab_size=320)
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 48},
+    "gpt2": {"n_head": 4, "n_layer": 2, "n_embd": 32, "n_positions": 256},
+    "qwen2": {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 48},
+    "bloom": {"n_head": 4, "n_layer": 2},  # ALiBi: padded rows
+}
+
+
+def save(folder: Path, family: str = "llama") -> Path:
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_labels": 1, "initializer_range": 0.3}
+    config = AutoConfig.for_model(
+        family, vocab_size=len(TOKENIZER), pad_token_id=TOKENIZER.pad_token_id, **sizes | FAMILIES[family]
+    )
+    torch.manual_seed(0)
+    AutoModelForSequenceClassification.from_config(config).save_pretrained(folder)
+    TOKENIZER.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save(tmp_path_factory.mktemp("model"))
+
+
+def alone(folder: Path, dialogues: list[Any]) -> list[float]:
+    """The reference: transformers' own model, one dialogue at a time."""
+    model: Any = AutoModelForSequenceClassification.from_pretrained(folder).eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder)  # each family has a class of its own
+    rewards = []
+    for dialogue in dialogues:
+        is_text = isinstance(dialogue, str)
+        text = dialogue + "<eos>" if is_text else "".join(f"{m['role']}: {m['content']}\n" for m in dialogue)
+        with torch.inference_mode():
+            rewards.append(model(torch.tensor([tokenizer(text)["input_ids"]])).logits.item())
+    return rewards
+
+
+def chat(text: str, role: str) -> list[dict[str, str]]:
+    return [{"role": role, "content": text}]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_form_gets_the_rewards_of_each_dialogue_alone(family: str, tmp_path: Path) -> None:
+    folder = save(tmp_path, family)
+    scorer = Scorer(str(folder), tokens_per_pass=300)
+    assert (scorer.batches == scorer.padded) is (family == "bloom")
+
+    def check(rows: list[Any], expected: Any, *columns: str) -> list[dict[str, Any]]:
+        scored = list(trl_tpu.score(scorer, rows))
+        found = [np.hstack([row[f"reward{column}"] for column in columns]) for row in scored]
+        np.testing.assert_allclose(found, expected, rtol=0, atol=1e-5)
+        return scored
+
+    texts = [row["prompt"] + row[half] for row in PAIRS for half in ("chosen", "rejected")]
+    rewards_P2 = np.reshape(alone(folder, texts), (-1, 2))
+    check(texts, rewards_P2.reshape(-1, 1), "")
+    check(PAIRS, rewards_P2, "_chosen", "_rejected")
+    several = [
+        {"prompt": row["prompt"], "completions": [row["chosen"], row["rejected"], row["chosen"]]} for row in PAIRS
+    ]
+    check(several, rewards_P2[:, [0, 1, 0]], "s")
+    lists = [{**row, "chosen": [row["chosen"]], "rejected": [row["rejected"], row["chosen"]]} for row in PAIRS]
+    for row in check(lists, rewards_P2[:, [0, 1, 0]], "_chosen", "_rejected"):
+        assert (len(row["tokens_chosen"]), len(row["tokens_rejected"])) == (1, 2)
+
+    asked = [(chat(row["prompt"], "user"), chat(row["chosen"], "assistant")) for row in PAIRS]
+    chats = [prompt + answer for prompt, answer in asked]
+    rewards_P1 = np.reshape(alone(folder, chats), (-1, 1))
+    check(chats, rewards_P1, "")
+    check([{"prompt": prompt, "completions": [answer] * 2} for prompt, answer in asked], rewards_P1[:, [0, 0]], "s")
+
+
+LONG = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [4.0, 6.0, 8.0, 9.0], "rope_theta": 1e4}
+ROPES: dict[str, dict[str, Any]] = {  # that change beyond 32 tokens
+    "phi3": {"max_position_embeddings": 128, "original_max_position_embeddings": 32, "rope_parameters": LONG},
+    "llama": {
+        "max_position_embeddings": 32,
+        "rope_parameters": {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4},
+    },
+}
+
+
+@pytest.mark.parametrize("family", ROPES)
+def test_positions_that_change_beyond_a_length(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(FAMILIES, family, FAMILIES["llama"] | ROPES[family])
+    scorer = Scorer(str(save(tmp_path, family)))
+    texts = [" ".join(map(str, range(count))) for count in (3, 60, 20, 12, 45, 60, 9, 14, 16, 46, 8)]
+    expected = [alone(tmp_path, [text])[0] for text in texts]
+    for order in (texts, texts[::-1]):  # one after the other: what a long one leaves behind reaches no other
+        found = {row["text"]: row["reward"] for row in trl_tpu.score(scorer, order)}
+        assert [found[text] for text in texts] == pytest.approx(expected, abs=1e-5)
+
+
+def test_the_best_answer_is_the_first_of_the_highest_reward(model: Path, tmp_path: Path) -> None:
+    rows: list[dict[str, Any]] = [
+        {"prompt": row["prompt"], "completions": [row["rejected"], row["chosen"], row["rejected"], 5], "id": number}
+        for number, row in enumerate(PAIRS)
+    ]
+    rows[3]["completions"] = [5]
+    every = list(trl_tpu.score(str(model), rows))
+    source, output = write(tmp_path / "rows.jsonl", rows), tmp_path / "out.jsonl"
+    assert cli.main([*words(model, source, output), "--best_of_n"]) == 0
+    for row, full, best in zip(rows, every, read(output), strict=True):
+        assert best["id"] == row["id"] and "completions" not in best and "[" in best["not_scored"]
+        rewards = [reward for reward in full["rewards"] if reward is not None]
+        if not rewards:
+            assert best["completion"] is best["reward"] is None
+            continue
+        assert best["reward"] == max(rewards)
+        assert best["completion"] == row["completions"][full["rewards"].index(max(rewards))]
+    with pytest.raises(UserError, match="completions"):
+        trl_tpu.score(str(model), PAIRS, best_of_n=True)
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+def test_killed_and_started_again_it_keeps_whole_chunks(suffix: str, model: Path, tmp_path: Path) -> None:
+    rows = [{**row, "note": {"number": n, "of": [n / 7]} if n % 3 else None} for n, row in enumerate(PAIRS)]
+    rows[30]["chosen"] = None  # type: ignore[assignment]
+    source = write(tmp_path / "rows.jsonl", rows)
+    whole, output = tmp_path / f"whole{suffix}", tmp_path / f"out{suffix}"
+
+    def run(output: Path, kill_at: int, *more: str) -> Any:
+        return apart.run("killed_score.py", "8", str(kill_at), *words(model, source, output), *more, status=None)
+
+    first = run(whole, 0)
+    assert first.returncode == 0
+    chunks = tmp_path / f"out{suffix}.partial"
+    output.write_text("an earlier run's")
+    for at, kept in ((5, 0), (20, 2), (12, 3)):  # in the first chunk; in the third; in the second after those
+        assert run(output, at).returncode == -9
+        assert output.read_text() == "an earlier run's" and len(list(chunks.glob("*.jsonl"))) == kept
+
+    other_data = ([{**rows[0], "chosen": "changed"}, *rows[1:]], rows[:9])
+    for changed, flags in ((rows, ["--max_length", "9"]), *((data, []) for data in other_data)):
+        write(source, changed)
+        refused = run(output, 0, *flags)
+        assert refused.returncode == 2 and "cannot be resumed" in refused.stderr
+    write(source, rows)
+    ended = run(output, 0)
+    assert ended.returncode == 0 and "24 rows" in ended.stderr
+    assert output.read_bytes() == whole.read_bytes()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out" + suffix, "rows.jsonl", "whole" + suffix]
+    found = pq.read_table(output).to_pylist() if suffix == ".parquet" else read(output)
+    assert len(found) == len(rows) and found[30]["reward_chosen"] is None and "Row 30" in found[30]["not_scored"]
+    assert [row["note"] for row in found] == [row["note"] for row in rows]
+    assert ended.stdout.splitlines()[:-1] == first.stdout.splitlines()[:-1], "the verdict is on all rows"
+
+
+def test_rows_of_stdin_parquet_and_gzip(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [{"text": row["prompt"], "number": number} for number, row in enumerate(PAIRS)]
+    Dataset.from_list(rows).to_parquet(tmp_path / "rows.parquet")
+    Dataset.from_list(rows).to_json(tmp_path / "rows.jsonl.gz", compression="gzip")
+    lines = "".join(json.dumps(row) + "\n" for row in rows).encode()
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(lines)))
+    found = []
+    for name in ("-", tmp_path / "rows.parquet", tmp_path / "rows.jsonl.gz"):
+        assert cli.main(words(model, name, tmp_path / "out.jsonl")) == 0
+        found.append(read(tmp_path / "out.jsonl"))
+    assert found[0] == found[1] == found[2]
+    assert [{key: row[key] for key in ("text", "number")} for row in found[0]] == rows
+
+
+def test_a_broken_line_is_a_row_without_reward(model: Path, tmp_path: Path, refused: Callable[..., str]) -> None:
+    source, output = tmp_path / "rows.jsonl", tmp_path / "out.jsonl"
+    source.write_text('{"text": "a"}\n\n{"text": "b"\n[1]\n{"text": "c"}\n')
+    assert cli.main(words(model, source, output)) == 0
+    reasons = [row["not_scored"] for row in read(output)]
+    assert reasons[0] is reasons[3] is None
+    assert "line 3" in reasons[1] and "line 4" in reasons[2]
+    source.write_text("no JSON\n")
+    assert "line 1" in refused(*words(model, source, output))
+
+
+def test_a_dialogue_that_computes_nan_takes_none_of_its_neighbors_along(tmp_path: Path) -> None:
+    folder = save(tmp_path)
+    model: Any = AutoModelForSequenceClassification.from_pretrained(folder)
+    texts = ["Count on from 1: 2 3", "Count on from 1: 2 ~", "Count on from 1: 2 3 4", "Count on", "~"]
+    (bad,) = TOKENIZER("~")["input_ids"]
+    with torch.no_grad():
+        model.get_input_embeddings().weight[bad] = torch.nan
+    model.save_pretrained(folder)
+    scorer = Scorer(str(folder))
+    expected = alone(folder, texts)
+    assert np.isnan(expected).tolist() == [False, True, False, False, True]
+    for batches in (scorer.batches, Batches(scorer.pad_token_id, 256, 192).planned):
+        scorer.batches = batches
+        scored = list(trl_tpu.score(scorer, texts))
+        assert [row["reward"] or np.nan for row in scored] == pytest.approx(expected, abs=1e-5, nan_ok=True)
+        assert ["the reward is nan" in (row["not_scored"] or "") for row in scored] == np.isnan(expected).tolist()
+
+
+def test_bfloat16_is_near_and_keeps_the_rewards_in_float32(model: Path) -> None:
+    texts = [row["prompt"] + row["chosen"] for row in PAIRS]
+    exact, near = (
+        np.array([row["reward"] for row in trl_tpu.score(str(model), texts, bf16=bf16)]) for bf16 in (False, True)
+    )
+    assert 1e-5 < np.abs(exact - near).max() < 0.1 * np.abs(exact).max()
+    assert (near != torch.tensor(near).bfloat16().double().numpy()).any()
+
+
+def test_memory_does_not_grow_with_the_rows(good_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stream, "WINDOW", 64)
+    scorer = Scorer(str(good_model))
+
+    def rows(count: int) -> Iterator[dict[str, Any]]:
+        for number in range(count):
+            yield {"text": f"{number} and a few bytes more", "junk": "x" * 1000}
+
+    def peak(count: int) -> int:
+        tracemalloc.reset_peak()
+        assert sum(1 for _ in trl_tpu.score(scorer, rows(count))) == count
+        return tracemalloc.get_traced_memory()[1]
+
+    tracemalloc.start()
+    try:
+        peak(128)
+        assert peak(1500) < 1.2 * peak(300)
+    finally:
+        tracemalloc.stop()
+
+
+def test_packed_rows_hold_what_dialogues_share_once() -> None:
+    """Planned rows have few shapes: `test_score_on_xla` counts their programs."""
+    chooser = np.random.default_rng(0)
+    dialogues = []
+    for _ in range(30):
+        prefix = chooser.integers(1, 50, chooser.integers(1, 60))
+        tails = [chooser.integers(1, 50, chooser.integers(0, 30)) for _ in range(chooser.choice([1, 2, 8]))]
+        dialogues += [np.concatenate([prefix, tail]).astype(np.int32) for tail in tails]
+    dialogues += dialogues[:3]
+    rows = [part.rows.input_ids_RL for _, parts in Batches(0, 500, 384).unpadded(dialogues) for part in parts]
+    assert sum(ids_RL.numel() for ids_RL in rows) < 0.6 * sum(map(len, dialogues))
