@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 import transformers
+from hypothesis import strategies as st
 from torch import nn
 from torch.nn.functional import logsigmoid
 from torch.overrides import TorchFunctionMode
@@ -68,6 +69,16 @@ KNOWN_PAIRS = [
     ([24, PAD, 25, PAD, PAD], [24, PAD, PAD]),  # the pad token in the text
 ]
 Pairs = Sequence[tuple[list[int], list[int]]]
+# any two dialogues of few ids, which share starts by chance; with a common prompt; equal; of one token
+_ids = st.integers(1, VOCAB - 1)
+_dialogue = st.lists(st.integers(1, 3), min_size=1, max_size=12)
+_prompt, _tail = st.lists(_ids, min_size=1, max_size=10), st.lists(_ids, max_size=6)
+drawn_pair = st.one_of(
+    st.tuples(_dialogue, _dialogue),
+    st.builds(lambda prompt, one, other: (prompt + one, prompt + other), _prompt, _tail, _tail),
+    _dialogue.map(lambda ids: (ids, ids)),
+    st.tuples(_ids, _ids).map(lambda both: ([both[0]], [both[1]])),
+)
 
 
 def random_decoder(family: str, dtype: torch.dtype = torch.float64, **changes: Any) -> PreTrainedModel:

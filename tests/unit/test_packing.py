@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from decoders import PAD, rows_of
+from decoders import PAD, drawn_pair, rows_of
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -13,14 +13,7 @@ from trl_tpu.packing.pack import TokenRows, pack_unpadded
 from trl_tpu.packing.planned import expand_rows, pack
 from trl_tpu.packing.shapes import RowPlan, RowShape, plan_rows, zigzag
 
-# few ids, so that prefixes are shared by chance; or a common prompt with tails of any length
-sequence = st.lists(st.integers(1, 3), min_size=1, max_size=12)
-tail = st.lists(st.integers(1, 9), max_size=6)
-free_pair = st.tuples(sequence, sequence)
-prompted_pair = st.builds(lambda prompt, one, other: (prompt + one, prompt + other), sequence, tail, tail)
-identical_pair = sequence.map(lambda ids: (ids, ids))
-pair = st.one_of(free_pair, prompted_pair, identical_pair)
-batches = st.lists(pair, min_size=1, max_size=7)
+batches = st.lists(drawn_pair, min_size=1, max_size=7)
 Rows = TokenRows[np.ndarray]
 
 

@@ -13,9 +13,9 @@ from decoders import (
     PAD,
     PROMPT,
     TINY,
-    VOCAB,
     Pairs,
     StayInFloat64,
+    drawn_pair,
     gradients,
     in_rows,
     packed,
@@ -108,20 +108,9 @@ def test_rewards_and_gradients_equal_the_padded_forward(name: str) -> None:
     assert_all_layouts_are_padded_rows(name, KNOWN_PAIRS)
 
 
-ids = st.integers(1, VOCAB - 1)
-dialogue = st.lists(st.integers(1, 3), min_size=1, max_size=12)
-prompt, tail = st.lists(ids, min_size=1, max_size=10), st.lists(ids, max_size=6)
-pair = st.one_of(
-    st.tuples(dialogue, dialogue),
-    st.builds(lambda prompt, one, other: (prompt + one, prompt + other), prompt, tail, tail),
-    dialogue.map(lambda ids: (ids, ids)),
-    st.tuples(ids, ids).map(lambda both: ([both[0]], [both[1]])),
-)
-
-
 @pytest.mark.parametrize("family", ALL)
 @settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(pairs=st.lists(pair, min_size=1, max_size=5))
+@given(pairs=st.lists(drawn_pair, min_size=1, max_size=5))
 def test_rewards_and_gradients_of_random_pairs_equal_the_padded_forward(family: str, pairs: list[Any]) -> None:
     assert_all_layouts_are_padded_rows(family, pairs)
 
