@@ -1,9 +1,7 @@
 """The command ``trl-tpu plan``: from flags and YAML to what is compiled and printed, with a made-up compiler."""
 
-import json
 import os
 import re
-import sys
 from dataclasses import astuple, replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +10,7 @@ from unittest.mock import ANY, Mock
 import pytest
 from planned import REFUSAL, compiled, layouts_of, save_config
 from stepwise import solutions
-from transformers import AutoConfig, AutoModelForSequenceClassification, dynamic_module_utils
+from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from trl_tpu.config.reward_config import RewardConfig
 from trl_tpu.errors import UserError
@@ -22,7 +20,7 @@ from trl_tpu.packing.shapes import PairLengths
 from trl_tpu.parallel.mesh import GiB, MeshShape, parse_topology
 from trl_tpu.plan import layouts
 from trl_tpu.plan.compile import CompiledProgram, TracedProgram, call_in_child, received
-from trl_tpu.plan.layouts import Attempt, Layout, attempt, depths_of, extend, report, scaled, sized
+from trl_tpu.plan.layouts import Attempt, Layout, attempt, depths_of, extend, report
 from trl_tpu.plan.trace import StepRequest
 from trl_tpu.runtime import Remat
 from trl_tpu.runtime.native import Runtime
@@ -160,42 +158,6 @@ def test_a_model_that_is_not_named_or_not_there_is_refused(model: str, tmp_path:
             planned(missing, more)
 
 
-OWN_CODE = """
-from torch.nn import Linear
-from transformers import LlamaConfig, LlamaModel, LlamaPreTrainedModel
-class OwnConfig(LlamaConfig):
-    model_type = "own"
-class OwnModel(LlamaPreTrainedModel):
-    config_class = OwnConfig
-    def __init__(self, config):
-        super().__init__(config)
-        self.model, self.score = LlamaModel(config), Linear(config.hidden_size, config.num_labels, bias=False)
-        self.post_init()
-"""
-
-
-def test_a_model_with_code_of_its_own_is_planned_where_that_is_trusted(
-    model: str, traced: list[StepRequest], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """transformers copies the code to a cache; the child process that traces finds the class."""
-    monkeypatch.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    classes = {"AutoConfig": "own.OwnConfig", "AutoModelForSequenceClassification": "own.OwnModel"}
-    config = json.loads(Path(model, "config.json").read_text()) | {"model_type": "own", "auto_map": classes}
-    own = tmp_path / "own"
-    own.mkdir()
-    (own / "own.py").write_text(OWN_CODE)
-    (own / "config.json").write_text(json.dumps(config))
-    with pytest.raises(UserError, match="trust_remote_code"):
-        planned(str(own))
-    (layout,) = planned(str(own), "--trust_remote_code true")
-    assert type(layout.module).__name__ == "OwnModel"
-    assert plan.main(["--model_name_or_path", str(own), *WORDS, "--trust_remote_code", "true"]) == 0
-    (request,) = traced
-    assert request.arguments["trust_remote_code"] is True
-    assert call_in_child(getattr, request.model, "model_type", environment={}) == "own"
-
-
 def test_a_plan_is_of_one_slice(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Runtime, "default_mesh", lambda *_, **__: ("fsdp=-1", 4, 1))  # as many devices as chips
     with pytest.raises(UserError, match="v6e:2x2 is one slice"):
@@ -222,20 +184,6 @@ def test_times_are_the_compilers_operations_and_received_bytes_at_published_spee
     least = layout.needed_flops / 16
     assert Attempt(layout, compiled(layout, flops=0.0)).seconds["arithmetic"] == least / 918e12
     assert Attempt(layout, compiled(layout)).most_pairs_per_second == 32 / max(4e9 / 400e9, least / 918e12)
-
-
-def test_the_report_says_whether_it_fits_what_takes_memory_and_what_limits_it(layout: Layout) -> None:
-    tried = Attempt(layout, compiled(layout, flops=40e12))
-    hours = 64_000 / 32 * 40e12 / 918e12 / 3600
-    text = " ".join(report(tried, 64_000).split())
-    for part in (
-        f"IT FITS: {sized(3 * GiB + 2**20 + 10)} are needed, each chip has 31.25 GiB",
-        f"{scaled(layout.needed_flops / 16)}FLOP are needed by the model",
-        f"at most {layout.needed_flops / 16 / 40e12:.0%} of the chips' arithmetic",
-        f"{hours * 16:,.4g} chip-hours",
-    ):
-        assert part in text, part
-    assert "IT DOES NOT FIT: " in report(Attempt(layout, compiled(layout, temporary=40 * GiB)))
 
 
 def test_collectives_count_what_a_chip_receives_once_per_channel() -> None:

@@ -1,0 +1,194 @@
+"""Rates are arithmetic on a clock and on counts, and a step's work is what torch counts of real models."""
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tiny
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from peft import LoraConfig, get_peft_model
+from tokenized import dataset_of
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoConfig, AutoModelForSequenceClassification
+
+from trl_tpu import RewardConfig, RewardTrainer
+from trl_tpu.data.comparisons import ComparisonRule, compare, pairs_of
+from trl_tpu.evaluation.judge import RewardSums
+from trl_tpu.modeling.model_shape import needed_flops, read_model, work_of_a_pair
+from trl_tpu.packing.shapes import PairLengths
+from trl_tpu.parallel.mesh import peak_flops_of
+from trl_tpu.runtime import current
+from trl_tpu.runtime.native import Runtime
+from trl_tpu.training.statistics import StepCounts, StepStatistics
+
+SIZES = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "vocab_size": 64,
+}
+GROUPED = {"num_key_value_heads": 2, "head_dim": 8}
+
+
+def test_logs_have_rates_and_memory(tmp_path: Path) -> None:
+    pairs = tiny.made_up_pairs(16)
+    model = tiny.save_tiny(tmp_path / "model", pairs)
+    settings = {"max_steps": 2, "logging_steps": 1, "per_device_train_batch_size": 4, "save_strategy": "no"}
+    args = RewardConfig(str(tmp_path / "out"), report_to="none", disable_tqdm=True, bf16=False, **settings)
+    trainer = RewardTrainer(str(model), args, train_dataset=pairs)
+    trainer.train()
+    first, second, _ = trainer.state.log_history
+    expected = work_of_a_pair(trainer.model, trainer.train_dataset)
+    assert expected is not None
+    seconds = 4 / second["pairs_per_second"]
+    assert second["tokens_per_second"] * seconds == pytest.approx(second["num_tokens"] - first["num_tokens"])
+    assert second["model_tflops_per_second"] * 1e12 * seconds == pytest.approx(4 * expected)
+    if current().chip() is None:
+        assert "mfu" not in second
+    resident = int(Path("/proc/self/statm").read_text().split()[1]) * 4096 / 2**30 if sys.platform == "linux" else 0.1
+    assert 0.5 * resident < second["memory_gib"] < 100 and first["memory_gib"] <= second["memory_gib"]
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def model_of(model_type: str, **more: Any) -> Any:
+    config = AutoConfig.for_model(model_type, num_labels=1, pad_token_id=0, **SIZES | more)
+    with torch.device("meta"):
+        return AutoModelForSequenceClassification.from_config(config)
+
+
+def test_rates_leave_out_pauses_and_what_was_done_before_a_resume(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, runtime = Clock(), Runtime()
+    monkeypatch.setattr(time, "monotonic", clock)
+    monkeypatch.setattr(runtime, "chip", lambda: "v5litepod")
+    peak = peak_flops_of("v5litepod")
+    assert peak is not None
+    statistics = StepStatistics(runtime, torch.device("cpu"), work_of_a_pair=peak / 4)
+
+    def rates(pairs: int, tokens: int, step: int) -> dict[str, float]:
+        table = compare(pairs_of(pairs), ComparisonRule()).map_tensors(torch.from_numpy)
+        tokens_S = torch.full((2 * pairs,), tokens // (2 * pairs), dtype=torch.int32)
+        statistics.update(torch.zeros(2 * pairs, 1), tokens_S, table)
+        logs, *_ = statistics.close(torch.zeros(1), None, 0.0, step, 1)
+        return {name: value for name, value in logs.items() if name in ("mfu", "seconds_per_step") or "_per_" in name}
+
+    saved = {"metrics": {"num_tokens": 100, "open": vars(RewardSums(pairs=10, tokens=100))}, "open_loss": 0.0}
+    statistics.start(3, [saved | {"nonfinite": vars(StepCounts())}])
+    clock.now += 4
+    statistics.pause()
+    clock.now += 1000  # an evaluation
+    statistics.resume()
+    clock.now += 1
+    assert rates(10, 200, step=5) == {
+        "pairs_per_second": 2.0,
+        "tokens_per_second": 40.0,
+        "seconds_per_step": 2.5,
+        "model_tflops_per_second": peak / 2 / 1e12,
+        "mfu": 0.5,
+    }
+    clock.now += 2
+    assert rates(20, 400, step=6)["pairs_per_second"] == 10.0
+    assert rates(20, 400, step=6) == {}  # no time has passed
+
+
+def test_the_work_of_an_average_pair_counts_once_what_its_dialogues_share() -> None:
+    """It is unknown of streams, of encoders and recurrent layers, and of other columns."""
+    model, dataset = model_of("llama"), dataset_of([([1, 2, 3, 4], [1, 2, 5]), ([1], [2, 3])])
+    expected = needed_flops(read_model(model), PairLengths.of([(2, 2, 1), (0, 1, 2)])) / 2
+    assert work_of_a_pair(model, dataset) == expected > 0
+    for model_type in ("gpt2", "qwen3", "gemma2", "phi3"):
+        assert work_of_a_pair(model_of(model_type), dataset), model_type
+    assert work_of_a_pair(model, dataset.to_iterable_dataset()) is None
+    assert work_of_a_pair(model, dataset.rename_column("chosen_ids", "other")) is None
+    for unknown in (model_of("bert"), model_of("jamba", num_hidden_layers=8)):
+        assert work_of_a_pair(unknown, dataset) is None
+
+
+def test_peak_memory_is_not_that_of_the_process_that_started_this_one() -> None:
+    held = b"1" * 2**30
+    code = "from trl_tpu.runtime.native import peak_resident_bytes; print(peak_resident_bytes())"
+    child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert 2**26 < int(child.stdout) < len(held)
+
+
+# ---- work: torch counts the same, to the last multiplication
+
+
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {"head_dim": 16},
+    "qwen3": {},
+    "gemma3_text": {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "sliding_window": 4},
+    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
+}
+DIALOGUES, LENGTH = 4, 16
+
+
+def eager(model_type: str) -> Any:
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(model_type, num_labels=1, pad_token_id=0, **SIZES | GROUPED | MODELS[model_type])
+    model = AutoModelForSequenceClassification.from_config(config, attn_implementation="eager")
+    if model_type == "qwen3_moe":
+        model.set_experts_implementation("eager")  # each expert multiplies the tokens that are routed to it
+    return model
+
+
+def counted_by_torch(model: Any) -> float:
+    """Of a forward and backward over plain dialogues; without the angles of positions, which torch counts too."""
+    ids = torch.randint(1, 64, (DIALOGUES, LENGTH))
+    with FlopCounterMode(display=False) as counter:
+        model(input_ids=ids).logits.sum().backward()
+    by_module = counter.get_flop_counts().items()
+    return counter.get_total_flops() - sum(sum(own.values()) for name, own in by_module if name.endswith("rotary_emb"))
+
+
+def by_formula(model: Any) -> float:
+    """The same by formula, but for eager attention, which computes every query with every key."""
+    shape, pairs = read_model(model), PairLengths.of([(0, LENGTH, LENGTH)] * (DIALOGUES // 2))
+    attended = sum(DIALOGUES * LENGTH**2 - pairs.attended(window) for window in shape.windows)
+    return needed_flops(shape, pairs) + 3 * 2 * shape.attention * attended
+
+
+@pytest.mark.parametrize("model_type", MODELS)
+def test_forward_and_backward_are_what_torch_counts(model_type: str) -> None:
+    model = eager(model_type)
+    assert by_formula(model) == counted_by_torch(model)
+
+
+def test_frozen_weights_pass_gradients_on_and_adapters_get_them() -> None:
+    adapters = LoraConfig(task_type="SEQ_CLS", r=4, target_modules=["q_proj", "v_proj", "down_proj"])
+    model = get_peft_model(eager("llama"), adapters)
+    model.enable_input_require_grads()  # what the trainer does too: gradients pass through the first layer
+    assert by_formula(model) == counted_by_torch(model)
+    shape = read_model(model)
+    assert shape.trained_parameters == sum(p.numel() for p in model.parameters() if p.requires_grad)
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 12), st.integers(0, 12), st.integers(0, 12)), min_size=1, max_size=3),
+    st.none() | st.integers(1, 9),
+)
+def test_a_common_prefix_is_computed_once(sizes: list[tuple[int, int, int]], window: int | None) -> None:
+    pairs = PairLengths.of(sizes)
+    seen = 0
+    for prefix, chosen, rejected in sizes:
+        for tail in (chosen, rejected):
+            at = np.arange(prefix + tail)
+            mask = at[:, None] >= at
+            if window is not None:
+                mask &= at[:, None] - at < window
+            seen += int(mask[prefix:].sum())
+        seen += int(mask[:prefix].sum())
+    assert pairs.attended(window) == seen
+    assert pairs.tokens == sum(map(sum, sizes))
