@@ -46,48 +46,33 @@ def rewards_one_by_one(model_folder: str, pairs: Dataset) -> torch.Tensor:
     return torch.tensor(rewards, dtype=torch.float64).view(-1, 2)
 
 
-def test_evaluate_equals_a_float64_computation_over_all_pairs(model_folder: str, tmp_path: Path) -> None:
-    """11 pairs in batches of 4: the short last batch weighs as much as its 3 pairs."""
-    pairs = tiny.made_up_pairs(11, seed=3, margin=True)
-    metrics = make_trainer(model_folder, tmp_path).evaluate(pairs)
-    rewards_N2 = rewards_one_by_one(model_folder, pairs)
-    difference_N = rewards_N2[:, 0] - rewards_N2[:, 1]
-    expected = {
-        "loss": -logsigmoid(difference_N - torch.tensor(pairs["margin"])).mean(),
-        "accuracy": (difference_N > 0).double().mean(),
-        "margin": difference_N.mean(),
-        "min_reward": rewards_N2.min(),
-        "mean_reward": rewards_N2.mean(),
-        "max_reward": rewards_N2.max(),
-        "tie_rate": 0.0,
-    }
-    for name, value in expected.items():
-        assert metrics[f"eval_{name}"] == pytest.approx(float(value), abs=1e-6), name  # float32 rewards
-    # every rejected answer is the longer one, so there is no accuracy where length cannot help
-    logged = {f"eval_{name}" for name in (*METRICS, "length_only_accuracy")}
-    assert metrics.keys() - {"epoch", "eval_model_preparation_time"} == logged
-    assert metrics["eval_length_only_accuracy"] == 1.0
-
-
-def test_predict_gives_the_rewards_of_raw_pairs_in_order(model_folder: str, tmp_path: Path) -> None:
-    pairs = tiny.made_up_pairs(17, seed=4)
-    output = make_trainer(model_folder, tmp_path).predict(pairs)
-    assert output.predictions.shape == (17, 2)
-    np.testing.assert_allclose(output.predictions, rewards_one_by_one(model_folder, pairs).numpy(), atol=1e-6)
-    assert output.label_ids.tolist() == [0] * 17
-    assert output.metrics["test_accuracy"] == float((output.predictions[:, 0] > output.predictions[:, 1]).mean())
-
-
-def test_each_evaluation_set_keeps_its_name(model_folder: str, tmp_path: Path) -> None:
-    sets = {"easy": tiny.made_up_pairs(6, seed=5), "hard": tiny.made_up_pairs(9, seed=6)}
-    trainer = make_trainer(model_folder, tmp_path, eval_dataset=sets)
+def test_evaluate_and_predict_equal_a_float64_computation_over_all_pairs(model_folder: str, tmp_path: Path) -> None:
+    """Of each dataset under its name. 11 pairs in batches of 4: the short last one weighs as much as its 3 pairs."""
+    sets = {"easy": tiny.made_up_pairs(6, seed=5, margin=True), "hard": tiny.made_up_pairs(11, seed=3, margin=True)}
+    trainer = make_trainer(model_folder, tmp_path, sets)
     metrics = trainer.evaluate()
-    assert "eval_accuracy" not in metrics
     for name, pairs in sets.items():
         rewards_N2 = rewards_one_by_one(model_folder, pairs)
-        accuracy = (rewards_N2[:, 0] > rewards_N2[:, 1]).double().mean()
-        assert metrics[f"eval_{name}_accuracy"] == pytest.approx(float(accuracy))
-        assert metrics[f"eval_{name}_mean_reward"] == pytest.approx(float(rewards_N2.mean()), abs=1e-6)
+        difference_N = rewards_N2[:, 0] - rewards_N2[:, 1]
+        expected = {
+            "loss": -logsigmoid(difference_N - torch.tensor(pairs["margin"])).mean(),
+            "accuracy": (difference_N > 0).double().mean(),
+            "margin": difference_N.mean(),
+            "min_reward": rewards_N2.min(),
+            "mean_reward": rewards_N2.mean(),
+            "max_reward": rewards_N2.max(),
+            "tie_rate": 0.0,
+            "length_only_accuracy": 1.0,
+        }
+        for key, value in expected.items():
+            assert metrics[f"eval_{name}_{key}"] == pytest.approx(float(value), abs=1e-6), key  # float32 rewards
+        output = trainer.predict(pairs)
+        np.testing.assert_allclose(output.predictions, rewards_N2.numpy(), atol=1e-6)
+        assert output.label_ids.tolist() == [0] * len(pairs)
+        assert output.metrics["test_accuracy"] == metrics[f"eval_{name}_accuracy"]
+    # every rejected answer is the longer one, so there is no accuracy where length cannot help
+    names = {f"eval_{name}_{key}" for name in sets for key in (*METRICS, "length_only_accuracy")}
+    assert {key for key in metrics if key != "epoch" and "preparation_time" not in key} == names
 
 
 def test_batch_eval_metrics_sees_each_batch_once(model_folder: str, tmp_path: Path) -> None:

@@ -120,15 +120,6 @@ def test_padding_changes_no_reward(old: Old, tmp_path: Path, side: str) -> None:
     np.testing.assert_allclose(trainer.predict(old.pairs).predictions, expected.softmax(-1), atol=1e-6)
 
 
-def test_margin_is_subtracted_pair_by_pair(old: Old, tmp_path: Path) -> None:
-    """Also where each is in a list of one, as scripts of then had it."""
-    margins = torch.linspace(-2, 3, 12, dtype=torch.float64)
-    pairs = old.pairs.remove_columns("margin").add_column("margin", [[value] for value in margins.tolist()])
-    trainer = RewardTrainer(model=old.model, args=config(tmp_path), tokenizer=old.tokenizer, train_dataset=pairs)
-    loss = trainer.compute_loss(trainer.model, trainer.data_collator(pairs.to_list()))
-    assert loss.item() == pytest.approx(mean_loss(rewards_alone(old.model, pairs), margins), abs=1e-6)
-
-
 def test_the_old_collator_obeys_chosen_probability(old: Old, tmp_path: Path) -> None:
     sure_N = torch.tensor([0.1, 0.9, 1.0] * 4, dtype=torch.float64)
     pairs = old.pairs.remove_columns("margin").add_column("chosen_probability", sure_N.tolist())
@@ -145,13 +136,15 @@ def test_the_old_collator_obeys_chosen_probability(old: Old, tmp_path: Path) -> 
 
 
 def test_an_old_script_trains_as_a_hand_made_loop_does(old: Old, tmp_path: Path) -> None:
+    """With margins each in a list of one, as scripts of then had them."""
     expected = losses_of_hand_made_loop(old, steps=3)
+    pairs = old.pairs.map(lambda row: {"margin": [row["margin"]]})
     trainer = RewardTrainer(
         model=old.model,
         args=config(tmp_path, per_device_eval_batch_size=5, max_steps=3, evaluation_strategy="steps", **FULL_BATCH),
         tokenizer=old.tokenizer,
-        train_dataset=old.pairs,
-        eval_dataset=old.pairs,
+        train_dataset=pairs,
+        eval_dataset=pairs,
         max_length=512,
         compute_metrics=compute_accuracy,
     )

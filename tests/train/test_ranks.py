@@ -15,12 +15,8 @@ import torch
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 import trl_tpu
-from trl_tpu.data.batch import Batch, BatchCollator, Part
-from trl_tpu.data.comparisons import ComparisonRule
 from trl_tpu.errors import UserError
-from trl_tpu.packing.pack import pad
-from trl_tpu.parallel.mesh import MeshShape, parse_mesh
-from trl_tpu.runtime import Topology, current
+from trl_tpu.parallel.mesh import parse_mesh
 
 FEW = 4  # processes, of which tests by default start no more
 Together = Callable[[int], list[dict[str, Any]]]
@@ -112,43 +108,6 @@ def test_processes_give_what_the_mesh_of_xla_gives(
     ours = together(count)[0][f"fsdp={count}"]["logged"]
     losses = [[log[key] for log in logs for key in ("loss", "eval_loss") if key in log] for logs in (ours, on_xla)]
     assert losses[0] == pytest.approx(losses[1], abs=1e-6)
-
-
-def parts_of(rows: list[Any], pairs: int, answers: int) -> list[Batch]:
-    """The batches of two processes that share rows of the data."""
-    rule = ComparisonRule(answers=answers)
-    return [BatchCollator(pad, 0, rule, Part(pairs, index, 2))(rows).parts[0] for index in range(2)]
-
-
-@pytest.mark.parametrize(("total", "shares"), [(8, [4, 4]), (5, [4, 1]), (3, [3, 0])])
-def test_a_short_batch_is_shared_by_its_real_pairs(total: int, shares: list[int]) -> None:
-    for share, batch in zip(shares, parts_of([{"answers": [[5], [6]]}] * total, 4, 2), strict=True):
-        assert batch.is_there_P().tolist() == [True] * share + [False] * (4 - share)
-        assert (batch.table.weight_C.sum().item(), batch.table.weight_sum_1.item()) == (share, total / 2)
-
-
-def solution(steps: int) -> dict[str, Any]:
-    return {"answers": [[5] * max(steps, 1)], "step_ends": list(range(steps)), "grades": [1.0] * steps}
-
-
-def test_a_batch_of_solutions_is_shared_by_its_labeled_steps() -> None:
-    batches = parts_of([solution(steps) for steps in (3, 1, 0, 2)], 2, 3)
-    assert [batch.table.weight_sum_1.item() for batch in batches] == [3, 3]
-    ends = [[0, 1, 2], [0, 0, 0], [0, 0, 0], [0, 1, 0]]
-    assert torch.cat([batch.rows.score_column_S.view(2, 3) for batch in batches]).tolist() == ends
-    unlabeled, _ = parts_of([solution(steps) for steps in (0, 1, 1, 1)], 2, 3)
-    assert unlabeled.table.weight_sum_1.item() == 1.5
-
-
-def test_ranks_of_a_tensor_group_have_the_same_pairs_and_count_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    runtime = type(current())()
-    runtime.set_mesh(MeshShape(fsdp=2, tensor=2).sizes, 1)
-    counted = []
-    for rank in range(4):
-        monkeypatch.setattr("torch.distributed.get_rank", lambda rank=rank: rank)
-        assert runtime.topology() == Topology(4, 1, rank, 4, runtime.topology().description)
-        counted.append(runtime.counts_pairs())
-    assert counted == [True, False, True, False]
 
 
 def test_one_process_has_a_mesh_of_its_own_device(tmp_path: Path) -> None:

@@ -241,14 +241,12 @@ def test_transformers(saved: Saved) -> None:
 
 
 def test_our_score(saved: Saved) -> None:
+    """Standardized by the saved mean and std on request."""
     for dialogues, expected in ((saved.texts, saved.of_texts), (saved.messages, saved.of_messages)):
         rows = trl_tpu.score(saved.folder, dialogues)
         assert [row["reward"] for row in rows] == pytest.approx(expected, **CLOSE)
-
-
-def test_our_score_standardizes_by_the_saved_mean_and_std(saved: Saved) -> None:
     mean, std = np.mean(saved.of_messages), np.std(saved.of_messages)
-    rows = list(trl_tpu.score(saved.folder, saved.messages, standardize=True))
+    rows = trl_tpu.score(saved.folder, saved.messages, standardize=True)
     standardized = [(reward - mean) / std for reward in saved.of_messages]
     assert [row["reward"] for row in rows] == pytest.approx(standardized, rel=1e-4, abs=1e-4 / std)
 

@@ -55,8 +55,7 @@ def trained(*given: Any, resume: Any = None, **settings: Any) -> RewardTrainer:
 @pytest.fixture(scope="module")
 def run(model_folder: str, tmp_path_factory: pytest.TempPathFactory) -> RewardTrainer:
     """A run with the checkpoints 2, 4 and 6."""
-    trainer = trained(model_folder, tmp_path_factory.mktemp("run"))
-    return trainer
+    return trained(model_folder, tmp_path_factory.mktemp("run"))
 
 
 @pytest.fixture
@@ -112,23 +111,11 @@ class ProjectedSGD(torch.optim.SGD):
         return super().step(closure)
 
 
-@pytest.mark.parametrize(
-    "changed",
-    [
-        {"peft": LoraConfig(task_type="SEQ_CLS", r=4)},
-        {"optimizer_cls_and_kwargs": (torch.optim.Adafactor, {"lr": 1e-2})},
-    ],
-    ids=["adapters", "adafactor"],
-)
-def test_adapters_and_sums_of_rows_and_columns_resume_to_the_bit(
-    changed: dict[str, Any], model_folder: str, tmp_path: Path
-) -> None:
+def test_sums_of_rows_and_columns_resume_to_the_bit(model_folder: str, tmp_path: Path) -> None:
     """torch's Adafactor makes its state in step 1, some of it of other shapes than its parameter's."""
-    whole = trained(model_folder, tmp_path / "whole", **changed)
-    resumed = trained(model_folder, tmp_path / "resumed", **changed, resume=str(tmp_path / "whole" / "checkpoint-4"))
-    if "peft" in changed:
-        (file,) = (tmp_path / "whole" / "checkpoint-4" / "state").iterdir()
-        assert all("lora" in name or "score" in name for name in load_file(file))
+    own = {"optimizer_cls_and_kwargs": (torch.optim.Adafactor, {"lr": 1e-2})}
+    whole = trained(model_folder, tmp_path / "whole", **own)
+    resumed = trained(model_folder, tmp_path / "resumed", **own, resume=str(tmp_path / "whole" / "checkpoint-4"))
     assert_same(whole, resumed)
 
 
@@ -144,6 +131,8 @@ def test_adapters_of_any_name_are_saved_as_peft_does_and_resume(model_folder: st
     whole.train()
     resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-4"))
     assert_same(whole, resumed)
+    (state,) = (tmp_path / "whole" / "checkpoint-4" / "state").iterdir()
+    assert all("lora" in name or "score" in name for name in load_file(state))
     resumed.save_model()
     whole.model.save_pretrained(tmp_path / "peft")
     for saved in (tmp_path / "whole" / "checkpoint-6", tmp_path / "resumed"):
