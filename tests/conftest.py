@@ -10,12 +10,12 @@ import os
 from pathlib import Path
 from typing import Any
 
+import places
 import pytest
-import xla_flags
 from hypothesis import settings
 
 # before torch_xla is imported, here or in a process that a test starts
-os.environ.setdefault("XLA_FLAGS", xla_flags.QUICK)
+os.environ.setdefault("XLA_FLAGS", places.QUICK)
 
 settings.register_profile("same", derandomize=True, database=None, deadline=None, max_examples=100)
 settings.register_profile("search", deadline=None, max_examples=1000)  # others in every run: `make test-long`

@@ -6,6 +6,8 @@ import torch_xla.core.xla_model as xm
 import torch_xla.debug.metrics as met
 from transformers import TrainerCallback
 
+from trl_tpu import RewardTrainer
+
 
 class Counts(NamedTuple):
     compiles: int
@@ -35,3 +37,17 @@ class CountAtSteps(TrainerCallback):
 
     def between(self, first: int, last: int) -> Counts:
         return Counts(*(after - before for before, after in zip(self.at[first], self.at[last], strict=True)))
+
+
+class CountSaves(RewardTrainer):
+    """Counts the compiles of each save."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.compiles_of_saves: list[int] = []
+        super().__init__(*args, **kwargs)
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        self.trl_tpu.runtime.step_boundary()
+        before = self.trl_tpu.runtime.compile_count()
+        super()._save_checkpoint(model, trial)
+        self.compiles_of_saves.append(self.trl_tpu.runtime.compile_count() - before)

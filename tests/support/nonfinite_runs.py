@@ -7,6 +7,7 @@ from typing import Any
 import tiny
 import torch
 from datasets import Dataset
+from training import differing, state_of, trained
 
 BATCH = 8
 POISON = "~"
@@ -36,9 +37,7 @@ def pairs_of(steps: int, poisoned: Sequence[int] = (), left_out: Sequence[int] =
 
 def train(*args: Any, **settings: Any) -> Any:
     """Train as `make` says; return the trainer."""
-    trainer = make(*args, **settings)
-    trainer.train()
-    return trainer
+    return trained(make(*args, **settings))
 
 
 def make(
@@ -66,25 +65,8 @@ def make(
     return RewardTrainer(model, args, train_dataset=data, callbacks=list(callbacks))
 
 
-def state_of(trainer: Any) -> dict[str, torch.Tensor]:
-    """Weights and the optimizer's tensors on the host."""
-    from trl_tpu.checkpoint.state_dict import to_host
-
-    optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
-    names = {parameter: name for name, parameter in trainer.model.named_parameters()}
-    tensors = dict(trainer.model.state_dict())
-    for parameter, values in optimizer.state.items():
-        for kind, value in values.items():
-            tensors[f"{names[parameter]} {kind}"] = torch.as_tensor(value if value is not None else -1.0)
-    return to_host(tensors, trainer.trl_tpu.runtime)
-
-
-def differing(first: Any, second: Any) -> list[str]:
-    """Names of weights and optimizer state that are not equal to the bit, in two trainers."""
-    these, those = state_of(first), state_of(second)
-    assert these.keys() == those.keys()
-    return [name for name in these if not torch.equal(these[name].nan_to_num(7.0), those[name].nan_to_num(7.0))]
-
-
 def logged(trainer: Any, name: str) -> list[float]:
     return [logs[name] for logs in trainer.state.log_history if name in logs]
+
+
+__all__ = ["differing", "logged", "make", "pairs_of", "save_model", "state_of", "train"]

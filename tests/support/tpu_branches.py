@@ -1,8 +1,8 @@
-"""Train where accelerate and transformers believe in a TPU: tpu_branches.py FOLDER KIND ...
+"""Train in bfloat16 where accelerate and transformers believe in a TPU: tpu_branches.py FOLDER
 
 They take other branches there than on XLA's CPU; only their question whether there is a TPU is answered otherwise
-here. Each KIND of training trains, saves, resumes, evaluates and predicts; what type everything has then is printed as
-JSON, by kind. Asked for bfloat16, accelerate itself would store all in it there.
+here. The run trains, saves, resumes, evaluates and predicts; what type everything has then is printed as JSON. Asked
+for bfloat16, accelerate itself would store all in it there.
 """
 
 import json
@@ -38,18 +38,12 @@ believe_in_a_tpu(transformers.utils.import_utils)
 
 import torch  # noqa: E402
 import torch_xla  # noqa: E402
-from peft import LoraConfig  # noqa: E402
 from safetensors.torch import load_file  # noqa: E402
 from tiny import made_up_pairs, save_tiny  # noqa: E402
 from torch.nn.modules.module import register_module_forward_hook  # noqa: E402
 
 from trl_tpu import RewardConfig, RewardTrainer  # noqa: E402
 
-KINDS: dict[str, dict[str, Any]] = {  # packed rows and bfloat16 compute unless they say otherwise
-    "full": {},
-    "lora": {},
-    "padded": {"packing": False},
-}
 FINE = 1 + 2**-20  # bfloat16 would make it 1
 
 
@@ -95,7 +89,7 @@ def types_inside(trainer: RewardTrainer) -> dict[str, str]:
     return found
 
 
-def train(folder: Path, kind: str) -> dict[str, Any]:
+def train(folder: Path) -> dict[str, Any]:
     pairs = made_up_pairs(24)
     model = save_tiny(folder / "model", pairs)
 
@@ -110,10 +104,8 @@ def train(folder: Path, kind: str) -> dict[str, Any]:
             report_to="none",
             disable_tqdm=True,
             max_length=32,
-            **KINDS[kind],
         )
-        adapters = LoraConfig(task_type="SEQ_CLS", r=2, target_modules=["q_proj"]) if kind == "lora" else None
-        return RewardTrainer(model, args, train_dataset=pairs, eval_dataset=pairs, peft_config=adapters)
+        return RewardTrainer(model, args, train_dataset=pairs, eval_dataset=pairs)
 
     trainer(2).train()
     resumed = trainer(4)
@@ -153,16 +145,6 @@ def train(folder: Path, kind: str) -> dict[str, Any]:
     }
 
 
-def main(folder: str, *kinds: str) -> None:
-    results = {}
-    for kind in kinds:
-        asked.clear()
-        results[kind] = train(Path(folder, kind), kind) | {
-            "environment": environment(),
-            "asked for a TPU": sorted(set(asked)),
-        }
-    print(json.dumps(results))
-
-
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    found = train(Path(sys.argv[1]))
+    print(json.dumps(found | {"environment": environment(), "asked for a TPU": sorted(set(asked))}))

@@ -2,6 +2,8 @@
 
 from typing import Any
 
+import torch
+
 _TIMED = ("_runtime", "_per_second", "seconds_per_step", "mfu", "memory_gib", "compiled_programs")
 
 
@@ -24,3 +26,23 @@ def logged(trainer: Any) -> list[dict[str, Any]]:
 
 def losses(trainer: Any) -> list[float]:
     return [log["loss"] for log in trainer.state.log_history if "loss" in log]
+
+
+def state_of(trainer: Any) -> dict[str, torch.Tensor]:
+    """Weights and the optimizer's tensors on the host."""
+    from trl_tpu.checkpoint.state_dict import to_host  # imports the trainer
+
+    optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
+    names = {parameter: name for name, parameter in trainer.model.named_parameters()}
+    tensors = dict(trainer.model.state_dict())
+    for parameter, values in optimizer.state.items():
+        for kind, value in values.items():
+            tensors[f"{names[parameter]} {kind}"] = torch.as_tensor(value if value is not None else -1.0)
+    return to_host(tensors, trainer.trl_tpu.runtime)
+
+
+def differing(first: Any, second: Any) -> list[str]:
+    """Names of weights and optimizer state that are not equal to the bit, in two trainers."""
+    these, those = state_of(first), state_of(second)
+    assert these.keys() == those.keys()
+    return [name for name in these if not torch.equal(these[name].nan_to_num(7.0), those[name].nan_to_num(7.0))]

@@ -8,7 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from ahead import AT_ONCE, asked_for
+from chosen import AT_ONCE, chosen
 
 from trl_tpu.plan.compile import WITHOUT_A_TPU
 
@@ -26,7 +26,7 @@ def count_of_kernels(topology: str, rows: int, length: int) -> int:
 
 @pytest.fixture(scope="module")
 def counts(request: pytest.FixtureRequest) -> Iterator[Mapping[tuple[str, int, int], Future[int]]]:
-    asked = asked_for(request, "topology", "rows", "length")
+    asked = chosen(request, "topology", "rows", "length")
     with ThreadPoolExecutor(AT_ONCE) as pool:
         yield {each: pool.submit(count_of_kernels, *each) for each in asked}
 

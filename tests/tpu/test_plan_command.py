@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
-from ahead import AT_ONCE
+from chosen import AT_ONCE
 from places import EXAMPLES, ROOT
 from transformers import AutoConfig
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ahead import AT_ONCE, asked_for
+from chosen import AT_ONCE, chosen
 from places import ROOT
 from transformers import LlamaConfig
 
@@ -87,7 +87,7 @@ def programs(
                 pool.submit(trace_step, request_of(name)),
                 pool.submit(programs_of_a_real_run, request_of(name), tmp_path_factory.mktemp("run")),
             )
-            for (name,) in asked_for(request, "name")
+            for name in chosen(request, "name")
         }
 
 

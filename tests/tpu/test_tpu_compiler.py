@@ -5,11 +5,12 @@ Their memory is compared with the state that the sharding plan gives a chip, and
 
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
-from ahead import AT_ONCE, asked_for
-from tpu_programs import LENGTH, SETTINGS, config_of, lora, trace
+from chosen import AT_ONCE, chosen
+from peft import LoraConfig
+from transformers import LlamaConfig
 
 from trl_tpu.modeling.adapters import add_adapters
 from trl_tpu.modeling.model_shape import model_without_weights
@@ -17,6 +18,7 @@ from trl_tpu.parallel.mesh import parse_mesh
 from trl_tpu.parallel.shard import plan_model
 from trl_tpu.plan.compile import CompiledProgram, TracedProgram, compile_for
 from trl_tpu.plan.layouts import attempt
+from trl_tpu.plan.trace import StepRequest, trace_step
 from trl_tpu.runtime import device_choice as libtpu
 
 CASES = [
@@ -27,6 +29,41 @@ CASES = [
     ("loop, tensor parallel", "v6e:2x4"),
     ("packed, two axes", "v6e:16x16"),
 ]
+
+
+LENGTH = 256
+EXPANDED = {"packed_attention": "expanded"}
+ON_HOST = {"activation_offloading": True}
+SETTINGS: dict[str, tuple[int, dict[str, Any]]] = {
+    "packed": (1, EXPANDED),
+    "long rows": (1, EXPANDED | {"length": 4096}),
+    "padded": (1, {"packing": "false", "remat": "none"}),
+    "adapters, tensor parallel": (8, EXPANDED | {"adapters": True, "mesh": "fsdp=4,tensor=2", "remat": "dots"}),
+    "loop, tensor parallel": (8, EXPANDED | {"scan_layers": True, "mesh": "fsdp=4,tensor=2"} | ON_HOST),
+    "packed, two axes": (256, EXPANDED | {"mesh": "data=4,fsdp=64"}),
+}
+"""How many chips each takes, and arguments of the trainer; "length" is of its rows."""
+
+
+def config_of(name: str) -> LlamaConfig:
+    layers = 2 if "scan_layers" in SETTINGS[name][1] else 1
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    sizes = {"vocab_size": 512, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": layers}
+    return LlamaConfig(num_labels=1, **heads | sizes)
+
+
+def trace(name: str) -> TracedProgram:
+    chips, settings = SETTINGS[name]
+    arguments: dict[str, Any] = {"per_device_train_batch_size": 1} | settings
+    peft = lora() if arguments.pop("adapters", False) else None
+    length = arguments.pop("length", LENGTH)
+    pairs = parse_mesh(arguments.get("mesh", "fsdp=-1"), chips).batch_shards
+    rows = None if settings.get("packing") == "false" else pairs
+    return trace_step(StepRequest(config_of(name), chips, length, rows, arguments, peft))
+
+
+def lora() -> Any:
+    return LoraConfig(r=8, task_type="SEQ_CLS", target_modules="all-linear", modules_to_save=["score"])
 
 
 class Made(NamedTuple):
@@ -41,7 +78,7 @@ def compile_one(traced: Future[TracedProgram], topology: str) -> Made:
 @pytest.fixture(scope="module")
 def programs(request: pytest.FixtureRequest) -> Iterator[Mapping[tuple[str, str], Future[Made]]]:
     """The programs of the cases that are asked for; each is traced once."""
-    asked = asked_for(request, "name", "topology")
+    asked = chosen(request, "name", "topology")
     with ThreadPoolExecutor(AT_ONCE) as pool:
         traced = {name: pool.submit(trace, name) for name in dict.fromkeys(name for name, _ in asked)}
         yield {(name, topology): pool.submit(compile_one, traced[name], topology) for name, topology in asked}

@@ -11,8 +11,8 @@ import torch
 import transformers
 from datasets import Dataset
 from decoders import StayInFloat64
+from judgements import BATCH, by_transformers, load, save_model, settings, solutions
 from peft import AutoPeftModelForTokenClassification, LoraConfig, TaskType
-from stepwise import BATCH, by_transformers, load, save_model, settings, solutions
 from training import logged, losses, trained
 from transformers import AutoTokenizer, DataCollatorForTokenClassification
 

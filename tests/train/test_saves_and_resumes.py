@@ -255,6 +255,12 @@ BEST = {"eval_strategy": "steps", "eval_steps": 2, "load_best_model_at_end": Tru
 BEST |= {"metric_for_best_model": "eval_loss", "greater_is_better": True}
 
 
+def assert_best(trainer: RewardTrainer, checkpoint: Path) -> None:
+    best = load_file(checkpoint / "model.safetensors")
+    assert trainer.trl_tpu.best_model_lost is None
+    assert torch.equal(best["score.weight"], trainer.model.score.weight)
+
+
 def test_the_best_model_is_found_by_another_path(
     model_folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -263,10 +269,8 @@ def test_the_best_model_is_found_by_another_path(
     (tmp_path / "out").rename(tmp_path / "moved")
     (tmp_path / "out").mkdir()
     resumed = trained(model_folder, tmp_path / "moved", **BEST, resume=True)
-    assert resumed.trl_tpu.best_model_lost is None
     assert [path.name for path in (tmp_path / "moved").glob("checkpoint-*")] == ["checkpoint-2"]
-    best = load_file(tmp_path / "moved" / "checkpoint-2" / "model.safetensors")
-    assert torch.equal(best["score.weight"], resumed.model.score.weight)
+    assert_best(resumed, tmp_path / "moved" / "checkpoint-2")
 
 
 def test_the_best_models_config_says_how_large_its_own_rewards_are(model_folder: str, tmp_path: Path) -> None:
@@ -282,23 +286,15 @@ def test_the_best_models_config_says_how_large_its_own_rewards_are(model_folder:
     assert f"mean of {config['mean']:.4g}" in (tmp_path / "README.md").read_text()
 
 
-class Spoils(TrainerCallback):
-    """Flips a bit of a checkpoint after the last step, or removes it."""
-
-    def __init__(self, folder: Path, how: str) -> None:
-        self.folder, self.how = folder, how
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if state.global_step == state.max_steps:
-            weights = self.folder / "checkpoint-2" / "model.safetensors"
-            content = bytearray(weights.read_bytes())
-            content[-2] ^= 0x40
-            weights.write_bytes(content) if self.how == "flipped" else shutil.rmtree(weights.parent)
-
-
 @pytest.mark.parametrize("how", ["flipped", "removed"])
 def test_a_best_model_that_is_damaged_is_not_taken(how: str, model_folder: str, tmp_path: Path) -> None:
-    trainer = trained(model_folder, tmp_path, callbacks=[Spoils(tmp_path, how)], **BEST)
+    def spoil() -> None:
+        weights = tmp_path / "checkpoint-2" / "model.safetensors"
+        content = bytearray(weights.read_bytes())
+        content[-2] ^= 0x40
+        weights.write_bytes(content) if how == "flipped" else shutil.rmtree(weights.parent)
+
+    trainer = trained(model_folder, tmp_path, callbacks=[At("on_step_end", 6, spoil)], **BEST)
     assert trainer.trl_tpu.best_model_lost is not None and "checkpoint-2" in trainer.trl_tpu.best_model_lost
     last = load_file(tmp_path / "checkpoint-6" / "model.safetensors")
     assert torch.equal(last["score.weight"], trainer.model.score.weight)
@@ -319,9 +315,7 @@ def test_the_best_beside_what_is_resumed_is_taken_first(run: RewardTrainer, mode
     trained(model_folder, tmp_path / "one", max_steps=4, **all_stay)
     shutil.copytree(f"{run.args.output_dir}/checkpoint-2", tmp_path / "two" / "checkpoint-2")
     resumed = trained(model_folder, tmp_path / "two", **BEST, resume=str(tmp_path / "one" / "checkpoint-4"))
-    assert resumed.trl_tpu.best_model_lost is None
-    best = load_file(tmp_path / "one" / "checkpoint-2" / "model.safetensors")
-    assert torch.equal(best["score.weight"], resumed.model.score.weight)
+    assert_best(resumed, tmp_path / "one" / "checkpoint-2")
 
 
 # ---- saves that fail

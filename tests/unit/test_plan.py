@@ -8,8 +8,8 @@ from typing import Any
 from unittest.mock import ANY, Mock
 
 import pytest
+from judgements import solutions
 from planned import REFUSAL, compiled, layouts_of, save_config
-from stepwise import solutions
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from trl_tpu.config.reward_config import RewardConfig

@@ -30,8 +30,7 @@ def steps_apart(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Sequence[
 
     def take(runs: Sequence[str]) -> dict[str, Any]:
         out = tmp_path_factory.mktemp("steps") / "out.json"
-        process = apart.run("remat_programs.py", str(out), *runs)
-        assert process.returncode == 0, process.stderr[-4000:]
+        apart.run("remat_programs.py", str(out), *runs)
         return json.loads(out.read_text())
 
     return take

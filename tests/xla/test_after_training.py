@@ -2,7 +2,6 @@
 
 import copy
 import json
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,8 +11,8 @@ import pytest
 import tiny
 import torch
 from peft import LoraConfig
-from places import SUPPORT
 from safetensors.torch import load_file
+from training import losses, trained
 from transformers import AutoModelForSequenceClassification, TrainerCallback
 
 from trl_tpu import RewardTrainer
@@ -39,23 +38,11 @@ def run(
     from trl_tpu import RewardConfig, runtime
 
     folder = tmp_path_factory.mktemp("trained")
-    args = RewardConfig(
-        str(folder / "out"),
-        per_device_train_batch_size=8 // runtime.current().topology().devices,
-        max_steps=2,
-        save_steps=1,
-        bf16=False,
-        report_to="none",
-        disable_tqdm=True,
-    )
-    trainer = RewardTrainer(
-        model_folder,
-        args,
-        train_dataset=tiny.made_up_pairs(16),
-        peft_config=request.param,
-        callbacks=[SavesItself(folder)],
-    )
-    trainer.train()
+    size = 8 // runtime.current().topology().devices
+    settings = {"max_steps": 2, "save_steps": 1, "bf16": False, "report_to": "none", "disable_tqdm": True}
+    args = RewardConfig(str(folder / "out"), per_device_train_batch_size=size, **settings)
+    more = {"peft_config": request.param, "callbacks": [SavesItself(folder)]}
+    trainer = trained(RewardTrainer(model_folder, args, train_dataset=tiny.made_up_pairs(16), **more))
     trainer.save_model(str(folder / "saved"))
     return trainer, folder
 
@@ -85,7 +72,7 @@ def test_an_optimizer_that_was_made_before_is_refused_with_the_fix(
 ) -> None:
     model = AutoModelForSequenceClassification.from_pretrained(model_folder, num_labels=1)
     optimizers = (torch.optim.SGD(model.parameters(), lr=0.1), None)
-    with pytest.raises(UserError, match=r"optimizer_cls_and_kwargs=\(SGD, "):
+    with pytest.raises(UserError, match="optimizer_cls_and_kwargs"):
         RewardTrainer(model, config(), train_dataset=tiny.made_up_pairs(8), optimizers=optimizers)
 
 
@@ -101,13 +88,11 @@ trainer.train()
 
 def test_a_checkpoint_that_trl_wrote_is_resumed(model_folder: str, config: Callable[..., Any], tmp_path: Path) -> None:
     """With TRL's own losses. Tolerance 1e-5: float32 sums in another order over two steps of Adam."""
-    environment = os.environ | {"USE_TORCH_XLA": "0", "PYTHONPATH": str(SUPPORT)}
-    process = apart.python("-c", TRL, model_folder, str(tmp_path / "trl"), environment=environment)
-    assert process.returncode == 0, process.stderr[-4000:]
+    apart.run("-c", TRL, model_folder, str(tmp_path / "trl"), USE_TORCH_XLA="0")
     expected = json.loads((tmp_path / "trl" / "checkpoint-4" / "trainer_state.json").read_text())["log_history"]
     args = config(max_steps=4, logging_steps=1)
     trainer = RewardTrainer(model_folder, args, train_dataset=tiny.made_up_pairs(40))
     trainer.train(resume_from_checkpoint=str(tmp_path / "trl" / "checkpoint-2"))
-    found = [log["loss"] for log in trainer.state.log_history if "loss" in log]
+    found = losses(trainer)
     assert len(found) == 4
     assert found == pytest.approx([log["loss"] for log in expected], abs=1e-5)

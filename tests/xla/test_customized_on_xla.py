@@ -1,16 +1,19 @@
-"""What a user changed in the model is what trains on XLA, with TRL 1.16's losses (tolerance 1e-5)."""
+"""What a user changes holds on XLA: in the model, in methods and in settings, with TRL 1.16's losses (to 1e-5)."""
 
 import json
-import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import apart
 import customized_models as customized
+import every_setting
+import overridden
 import pytest
 import search
+import tiny
 import trl
-from places import SUPPORT
+from training import logged, trained
 
 import trl_tpu
 
@@ -27,9 +30,7 @@ import trl_tpu
     ],
 )
 def test_losses_are_trls(name: str, tmp_path: Path) -> None:
-    environment = os.environ | {"USE_TORCH_XLA": "0"}
-    process = apart.python(str(SUPPORT / "customized_models.py"), name, environment=environment)
-    assert process.returncode == 0, process.stderr[-4000:]
+    process = apart.run("customized_models.py", name, USE_TORCH_XLA="0")
     make = getattr(customized, name)
     trainer, losses = customized.losses(trl_tpu, make(), tmp_path)
     assert losses == pytest.approx(json.loads(process.stdout.splitlines()[-1]), abs=1e-5)
@@ -40,24 +41,18 @@ def test_a_loss_pasted_from_trl_trains(tmp_path: Path) -> None:
     class Pasted(trl_tpu.RewardTrainer):
         compute_loss: Any = trl.RewardTrainer.compute_loss
 
-    logs = []
-    for trainer_class in (Pasted, trl_tpu.RewardTrainer):
-        args = trl_tpu.RewardConfig(str(tmp_path), **customized.SETTINGS | {"max_steps": 2})
-        trainer = trainer_class(
-            customized.plain(), args, train_dataset=customized.PAIRS, processing_class=customized.TOKENIZER
-        )
-        trainer.train()
-        logs.append([entry for entry in trainer.state.log_history if "loss" in entry])
-    for theirs, ours in zip(*logs, strict=True):
+    args = trl_tpu.RewardConfig(str(tmp_path), **customized.SETTINGS | {"max_steps": 2})
+    data = {"train_dataset": customized.PAIRS, "processing_class": customized.TOKENIZER}
+    theirs, ours = (trained(each(customized.plain(), args, **data)) for each in (Pasted, trl_tpu.RewardTrainer))
+    for pasted, own in zip(logged(theirs), logged(ours), strict=True):
         for name in ("loss", "num_tokens", "accuracy", "margin", "max_reward"):
-            assert theirs[name] == pytest.approx(ours[name], abs=1e-5), name
+            assert pasted[name] == pytest.approx(own[name], abs=1e-5), name
 
 
-@pytest.mark.parametrize("afterwards", [False, True])
 def test_a_search_of_hyperparameters_trains_each_trial_as_by_itself(
-    afterwards: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found, alone = search.losses(tmp_path, monkeypatch, afterwards)
+    found, alone = search.losses(tmp_path, monkeypatch, afterwards=True)
     assert found == pytest.approx(alone, abs=1e-6)
 
 
@@ -68,3 +63,31 @@ def test_a_host_has_a_process_that_prints(tmp_path: Path, capsys: pytest.Capture
     )
     trainer.accelerator.print("said")
     assert "said" in capsys.readouterr().out and trainer.accelerator.is_local_main_process
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize("check", every_setting.CHECKS)
+def test_every_setting_is_obeyed_refused_or_listed(check: Callable[[Path], None], tmp_path: Path) -> None:
+    check(tmp_path)
+
+
+def test_an_evaluation_is_of_the_first_batches_of_pairs_that_are_cut(tmp_path: Path) -> None:
+    limits = {"max_length": 12, "truncation_mode": "keep_end", "max_eval_steps": 2, "per_device_eval_batch_size": 4}
+    args = trl_tpu.RewardConfig(str(tmp_path), **customized.SETTINGS | limits)
+    made, tokenizer, pairs = customized.plain(), customized.TOKENIZER, tiny.made_up_pairs(14, seed=3)
+    trainer = trl_tpu.RewardTrainer(
+        made, args, train_dataset=customized.PAIRS, eval_dataset=pairs, processing_class=tokenizer
+    )
+    found, rewards_N2 = trainer.evaluate(), trainer.predict(pairs).predictions
+    columns = (trainer.eval_dataset[:][column] for column in ("chosen_ids", "rejected_ids"))  # type: ignore[index]
+    assert max(len(ids) for column in columns for ids in column) == 12
+    assert found["eval_pairs"] == 8 < len(rewards_N2)
+    assert found["eval_mean_reward"] == pytest.approx(rewards_N2[:8].mean(), abs=1e-6)
+
+
+def test_overrides_are_called_in_every_part_of_a_run(tmp_path: Path) -> None:
+    """As where TRL calls them, but for what a guide lists with the reason."""
+    theirs = overridden.run_apart("trl", tmp_path / "theirs")
+    ours = overridden.run(trl_tpu, tmp_path / "ours")
+    assert ours["losses"] == pytest.approx(theirs["losses"], abs=1e-5)
+    assert overridden.not_called(theirs, ours) <= overridden.listed()

@@ -8,6 +8,7 @@ import pytest
 import tiny
 import transformers.trainer
 from torch.utils.data import DataLoader, RandomSampler
+from training import losses, trained
 
 from trl_tpu import RewardTrainer
 from trl_tpu.data.collators import DataCollatorForPreference
@@ -98,14 +99,14 @@ def test_an_epoch_resumed_in_its_middle_has_the_losses_of_the_whole_one(
     theirs = transformers.trainer.skip_first_batches
     settings = {"num_train_epochs": 1, "logging_steps": 1, "save_strategy": "steps", "save_steps": 2}
 
-    def losses(resume: str | None = None) -> list[float]:
+    def of_epoch(resume: str | None = None) -> list[float]:
         trainer = trainer_class(model_folder, config(**settings), train_dataset=tiny.made_up_pairs(32))
         trainer.train(resume_from_checkpoint=resume)
-        return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+        return losses(trainer)
 
-    whole = losses()
+    whole = of_epoch()
     assert len(whole) == 4
-    assert losses(str(tmp_path / "checkpoint-2")) == pytest.approx(whole, rel=1e-6)
+    assert of_epoch(str(tmp_path / "checkpoint-2")) == pytest.approx(whole, rel=1e-6)
     assert transformers.trainer.skip_first_batches is theirs
 
 
@@ -120,16 +121,15 @@ def test_columns_and_collator_of_the_users_train_as_token_pairs_do(
         def torch_call(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
             return super().torch_call([{key: row[own] for key, own in IDS.items()} for row in examples])
 
-    def losses(trainer_class: type[RewardTrainer], collator: Any, **settings: Any) -> list[float]:
+    def of_steps(trainer_class: type[RewardTrainer], collator: Any, **settings: Any) -> list[float]:
         args = config(max_steps=2, logging_steps=1, **settings)
         trainer = trainer_class(model_folder, args, collator, tiny.made_up_pairs(13))
-        trainer.train()
-        return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+        return losses(trained(trainer))
 
     IDS = {"chosen_ids": "better", "rejected_ids": "worse"}
     given = lambda examples: OwnCollator(0)(examples)  # noqa: E731  # not one that is known
-    own = losses(OwnColumns, given, remove_unused_columns=False)
-    assert own == pytest.approx(losses(RewardTrainer, None, packing=False), abs=1e-6)
+    own = of_steps(OwnColumns, given, remove_unused_columns=False)
+    assert own == pytest.approx(of_steps(RewardTrainer, None, packing=False), abs=1e-6)
 
 
 def test_torchs_own_order_where_that_is_asked_for(config: Callable[..., Any], model_folder: str) -> None:

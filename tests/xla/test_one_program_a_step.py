@@ -1,8 +1,10 @@
 """A training step is one program and one execution, and nothing is read from the device between logs."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import own_loop
 import pytest
 import tiny
 import torch
@@ -93,3 +95,12 @@ def test_what_no_forward_uses_does_not_decay(
     spare = [weight for name, weight in weights.items() if name.endswith("spare")]
     assert len(spare) == 3 and all(weight.eq(1).all() for weight in spare)
     assert counter.between(2, 3).compiles == 0 or settings["packing"]
+
+
+@pytest.mark.eight
+def test_a_loop_of_ones_own_compiles_nothing_more_once_it_has_evaluated(
+    config: Callable[..., Any], model_folder: str, tmp_path: Path
+) -> None:
+    """Two shapes; on one device some batches take several micro-batches."""
+    compiled = own_loop.compare(config, model_folder, tmp_path)
+    assert compiled[4] - compiled[0] <= 1 and len(set(compiled[5:])) == 1

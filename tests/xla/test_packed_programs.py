@@ -10,10 +10,11 @@ import real_pairs
 import tiny
 import torch
 from counters import CountAtSteps, count
+from judgements import STEPS, by_transformers, load, save_model, settings, solutions
 from training import trained
 
 from trl_tpu import RewardTrainer, runtime
-from trl_tpu.data.loader import skip_batches
+from trl_tpu.experimental.prm import PRMTrainer
 from trl_tpu.packing.shapes import RowPlan, RowShape
 
 
@@ -64,24 +65,6 @@ def test_as_many_programs_as_planned_shapes(
     )
 
 
-def test_a_resumed_run_packs_the_same_batches(config: Callable[..., Any], model_folder: str, tmp_path: Path) -> None:
-    """Rows are a function of the batch, and the batch of (seed, epoch, step)."""
-    args = config(packing=True, max_steps=9, save_strategy="steps", save_steps=5)
-    whole = RewardTrainer(model_folder, args, train_dataset=tiny.uneven_pairs(61))
-    loader = whole.get_train_dataloader()
-    loader.set_epoch(0)
-    batches = list(loader.batches)
-    loader.set_epoch(0)  # as the loop does; each pass over the pairs is an epoch of its own
-    resumed = list(skip_batches(loader.batches, 5))
-    assert len(resumed) == len(batches) - 5
-    for one, other in zip(batches[5:], resumed, strict=True):
-        for part, again in zip(one.parts, other.parts, strict=True):
-            tensors = again.tensors()
-            assert all(
-                np.array_equal(tensor, tensors[name], equal_nan=True) for name, tensor in part.tensors().items()
-            )
-
-
 @pytest.mark.parametrize(
     ("source", "count"),
     [("made up", 200), *(pytest.param(each, real_pairs.COUNT, marks=pytest.mark.long) for each in real_pairs.SOURCES)],
@@ -128,3 +111,18 @@ def test_a_script_may_call_what_the_loop_calls_with_a_loaders_batch(
         found.append([loss.item(), predicted.item(), evaluated, *rewards_P2.flatten().tolist()])
     np.testing.assert_allclose(*found, atol=1e-6)
     np.testing.assert_allclose(found[0][:2], found[0][2], atol=1e-6)
+
+
+@pytest.mark.parametrize("packing", [True, False])
+def test_planned_batches_of_process_rewards_are_what_transformers_computes(tmp_path: Path, packing: bool) -> None:
+    model, counter = save_model(tmp_path / "model"), CountAtSteps()
+    data = {"train_dataset": solutions(22), "eval_dataset": solutions(9, seed=1)}
+    given = settings(tmp_path, logging_steps=STEPS, packing=packing)
+    trainer = trained(PRMTrainer(load(model), given, **data, callbacks=[counter]))
+    steps, shapes = counter.between(0, STEPS - 1), trainer.batch_plan.shapes
+    assert shapes is not None and steps.compiles <= shapes and steps.device_to_host == 0
+    rows, held_out = trainer.train_dataset, trainer.eval_dataset
+    losses, evaluated = by_transformers(model, rows, held_out)
+    assert trainer.state.log_history[0]["loss"] == pytest.approx(sum(losses) / STEPS, abs=1e-5)
+    metrics = trainer.evaluate()
+    assert metrics["eval_loss"] == pytest.approx(evaluated, abs=1e-5) and 0 <= metrics["eval_accuracy"] <= 1

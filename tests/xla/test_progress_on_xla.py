@@ -1,4 +1,4 @@
-"""Before a shape is compiled, the bar says which of how many; logs have the rates of plain torch, and programs."""
+"""The bar says which shape of how many is compiled, logs have rates, and unplanned shapes draw a warning."""
 
 import re
 from collections.abc import Callable
@@ -8,6 +8,7 @@ import pytest
 import tiny
 
 from trl_tpu import RewardTrainer
+from trl_tpu.trainer.reward_trainer import DataCollatorForPreference
 
 
 def test_the_bar_says_each_shape_before_it_is_compiled_and_logs_have_the_rates(
@@ -29,3 +30,21 @@ def test_the_bar_says_each_shape_before_it_is_compiled_and_logs_have_the_rates(
     assert 0 < log["pairs_per_second"] < log["tokens_per_second"] and log["model_tflops_per_second"] > 0
     assert log["seconds_per_step"] > 0 and log["compiled_programs"] >= 1
     assert 0.1 < log["memory_gib"] < 100 and "mfu" not in log
+
+
+@pytest.mark.parametrize("logging_steps", [10, 1])
+def test_warns_about_shapes_that_were_not_planned(
+    logging_steps: int, config: Callable[..., Any], model_folder: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also where each step is logged, which runs what it has recorded."""
+    lengths = iter(range(40 + logging_steps, 90, 8))  # programs that no other test has compiled
+
+    def growing(examples: list[dict[str, Any]]) -> dict[str, Any]:
+        """Not one of TRL's collators, so nothing plans its shapes."""
+        return DataCollatorForPreference(0, pad_to_multiple_of=next(lengths))(examples)
+
+    args = config(max_steps=3, logging_steps=logging_steps)
+    RewardTrainer(model_folder, args, growing, train_dataset=tiny.made_up_pairs(32)).train()
+    (warning,) = [record.getMessage() for record in caplog.records if "compiled" in record.getMessage()]
+    assert warning.startswith("Step 3 ")  # where the second shape, the first after warm-up, has been compiled
+    assert all(f"input_ids [16, {length + logging_steps}]" in warning for length in (48, 56))

@@ -10,7 +10,7 @@ import tiny
 import torch
 import torch_xla.debug.metrics as met
 from chosen import chosen
-from training import trained
+from training import losses, trained
 from transformers import TrainerCallback
 
 from trl_tpu import RewardTrainer
@@ -25,7 +25,7 @@ CASES = {
     "llama:packed": {"packed_attention": "expanded"},
     "llama_grouped:packed": {"frozen_parameters": "layernorm|embed_tokens"},
 }
-LONG = ["qwen3:packed", "llama:packed"]
+LONG = ["llama:padded", "qwen3:packed", "llama:packed"]
 every_case = pytest.mark.parametrize(
     "case", [pytest.param(case, marks=[pytest.mark.long] * (case in LONG)) for case in CASES]
 )
@@ -69,20 +69,9 @@ class Watching(TrainerCallback):
         self.names.append({name for name, _ in model.named_parameters()})
 
 
-def losses(trainer: RewardTrainer) -> list[float]:
-    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-
-
 def test_steps_and_evaluations_after_the_first_compile_nothing(config: Callable[..., Any], model_folder: str) -> None:
-    args = config(
-        scan_layers=True,
-        packing=False,
-        pad_to_multiple_of=64,
-        max_steps=2,
-        logging_steps=1,
-        eval_strategy="steps",
-        eval_steps=1,
-    )
+    settings = {"scan_layers": True, "packing": False, "pad_to_multiple_of": 64}
+    args = config(max_steps=2, logging_steps=1, eval_strategy="steps", eval_steps=1, **settings)
     watching = Watching()
     pairs = tiny.made_up_pairs(40)
     trainer = RewardTrainer(

@@ -53,8 +53,7 @@ def large_model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPat
 
 
 def measure(model: str, out: Path, way: str) -> dict[str, int]:
-    process = apart.run("host_memory.py", model, str(out), way)
-    assert process.returncode == 0, process.stderr[-4000:]
+    apart.run("host_memory.py", model, str(out), way)
     return json.loads(out.read_text())
 
 
@@ -76,8 +75,7 @@ def test_the_measure_sees_a_model_that_is_on_the_host(large_model: str, tmp_path
 
 @pytest.fixture(scope="module")
 def tokenizer() -> PreTrainedTokenizerFast:
-    pairs = tiny.made_up_pairs(200)
-    return tiny.tiny_tokenizer(pairs)
+    return tiny.tiny_tokenizer(tiny.made_up_pairs(200))
 
 
 @pytest.fixture(params=["llama in bfloat16", "experts one by one"])

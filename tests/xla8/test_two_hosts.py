@@ -59,10 +59,6 @@ def test_the_first_host_alone_logs_and_writes_and_its_metrics_decide(
     assert [host["whose metrics"] for host in hosts] == [0, 0]
 
 
-def test_a_request_to_stop_that_comes_with_a_log_is_heard_on_both(tmp_path: Path) -> None:
-    assert [host["steps"] for host in printed(start(tmp_path, "stop after a log"))] == [4, 4]
-
-
 def test_a_sigterm_to_one_host_is_obeyed_by_both(tmp_path: Path) -> None:
     """It comes while both evaluate, which neither ends; both save, and ask to be started again."""
     start(tmp_path, "SIGTERM", status=75)
@@ -74,7 +70,7 @@ def test_a_sigterm_to_one_host_is_obeyed_by_both(tmp_path: Path) -> None:
 def test_hosts_with_different_data_both_refuse_to_start(tmp_path: Path) -> None:
     """Instead of waiting for one another."""
     for process in start(tmp_path, "other data", status=1):
-        assert "All hosts must train the same run, but training data is" in process.stderr
+        assert "training data" in process.stderr
 
 
 def test_what_is_saved_from_several_hosts_is_whole(hosts: list[dict[str, Any]], folder: Path) -> None:
@@ -85,10 +81,12 @@ def test_what_is_saved_from_several_hosts_is_whole(hosts: list[dict[str, Any]], 
     assert hosts[0]["rewards"] == pytest.approx(hosts[1]["rewards"], abs=1e-6)
 
 
-def test_both_hosts_resume_from_the_same_checkpoint(hosts: list[dict[str, Any]], folder: Path) -> None:
+def test_both_hosts_resume_from_the_same_checkpoint_and_stop_together_after_a_log(
+    hosts: list[dict[str, Any]], folder: Path
+) -> None:
     resumed = printed(start(folder, "resume"))
-    assert [host["steps"] for host in resumed] == [8, 8]
-    assert [host["logged"] for host in resumed] == [[6, 8, 8, 8], []]  # from step 4 on; then training, then evaluation
+    assert [host["steps"] for host in resumed] == [6, 6]
+    assert [host["logged"] for host in resumed] == [[6, 6, 6], []]  # from step 4 on; then training, then evaluation
     assert resumed[0]["rewards"] == pytest.approx(resumed[1]["rewards"], abs=1e-6)
 
 
