@@ -8,14 +8,13 @@ are in the host's memory too, so they are taken off.
 
 import gc
 import json
-import re
 import sys
 import time
 from pathlib import Path
 
 import torch
 import torch_xla
-from allocator import give_back_at_once
+from allocator import give_back_at_once, private_bytes
 from transformers.utils import logging
 
 from trl_tpu.modeling.load import load_model
@@ -23,12 +22,6 @@ from trl_tpu.parallel.mesh import parse_mesh
 from trl_tpu.parallel.shard import place_model, plan_model
 from trl_tpu.runtime import PartitionSpec, current
 from trl_tpu.runtime.xla import XlaRuntime
-
-
-def private_bytes() -> int:
-    """What this process has allocated; files that it maps are not in it."""
-    status = Path("/proc/self/status").read_text(encoding="utf-8")
-    return int(re.search(r"RssAnon:\s+(\d+) kB", status)[1]) * 1024  # type: ignore[index]
 
 
 class Measured(XlaRuntime):

@@ -1,23 +1,30 @@
-"""One of two processes of plain torch: two_processes.py MODEL FOLDER [RANK]
+"""One of two processes of plain torch, or one alone: two_processes.py MODEL FOLDER [RANK]
 
-With RANK it tells itself what torchrun would tell it.
-
-Train without a stop; then with one, in the middle between two logs, after which training goes on from the checkpoint.
+With RANK it tells itself what torchrun would tell it. Each way to train is gone with the same pairs in a batch,
+however many processes share it, and what it gave is written to FOLDER. Two processes also train as TRL, are stopped
+and go on.
 """
 
 import json
+import os
 import shutil
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import tiny
 import torch
+import trl
 from apart import become_rank
-from stopping import At, sigterm
-from training import logged, trained, untimed
+from datasets import Dataset
+from judgements import form_in
+from stopping import At, later, sigterm
+from training import logged, losses, trained, untimed
 from transformers import TrainerCallback
 
+import trl_tpu
 from trl_tpu import RewardConfig, RewardTrainer
 from trl_tpu.checkpoint.manifest import find_faults
 from trl_tpu.checkpoint.run_folder import RemoteRun
@@ -25,22 +32,83 @@ from trl_tpu.errors import UserError
 from trl_tpu.training import stopping as agreement
 from trl_tpu.training.stopping import Unfinished
 
+COMMON: dict[str, Any] = {"max_steps": 6, "learning_rate": 1e-3, "bf16": False, "use_cpu": True}
+COMMON |= {"report_to": "none", "disable_tqdm": True}
 SETTINGS: dict[str, Any] = {
-    "max_steps": 6,
-    "total_batch_size": 4,
-    "per_device_eval_batch_size": 2,
-    "max_eval_steps": 2,
-    "logging_steps": 4,
-    "save_steps": 2,
-    "learning_rate": 1e-3,
-    "eval_strategy": "steps",
-    "eval_steps": 3,
-    "load_best_model_at_end": False,
-    "bf16": False,
-    "report_to": "none",
-    "disable_tqdm": True,
-    "use_cpu": True,
+    **COMMON,
+    **{"total_batch_size": 4, "per_device_eval_batch_size": 2, "max_eval_steps": 2, "logging_steps": 4},
+    **{"save_steps": 2, "eval_strategy": "steps", "eval_steps": 3, "load_best_model_at_end": False},
 }
+WAYS: dict[str, tuple[Callable[[Dataset], Any], dict[str, Any]]] = {
+    "eager": (lambda pairs: pairs, {"model_init_kwargs": {"attn_implementation": "eager"}}),
+    "padded": (
+        lambda pairs: pairs,
+        {"packing": False, "accelerator_config": {"even_batches": False, "dispatch_batches": True}},
+    ),
+    "grouped": (
+        lambda pairs: pairs.map(lambda _, row: {"prompt": f"Count on from {row % 7}:"}, with_indices=True),
+        {"group_by_prompt": True},
+    ),
+    "attributes": (lambda rows: rows, {}),
+    "streams": (lambda pairs: pairs.to_iterable_dataset(), {"logging_steps": 2}),  # not at the end of an epoch
+    # files of unequal lengths, which accelerate would deal out; in epochs of other orders
+    "padded streams": (
+        lambda pairs: pairs.to_iterable_dataset(num_shards=3).shuffle(seed=1, buffer_size=5),
+        {"packing": False},
+    ),
+}
+
+
+def arguments(package: Any, out: Path, **settings: Any) -> Any:
+    each = 4 // int(os.environ.get("WORLD_SIZE", "1"))
+    batch = {"per_device_train_batch_size": each, "per_device_eval_batch_size": each}
+    return package.RewardConfig(str(out), **batch | COMMON | {"logging_steps": 1, "optim": "adamw_torch"} | settings)
+
+
+def go(model: str, out: Path, way: str) -> dict[str, Any]:
+    """Train two epochs of three steps and evaluate after each, once more from within one of them; and predict."""
+    shape, settings = WAYS[way]
+    form = form_in(way)
+    pairs = form.rows(44)
+    train, held_out, test = (shape(pairs.select(rows)) for rows in (range(24), range(24, 37), range(37, 44)))
+
+    def make() -> RewardTrainer:
+        more = {"gradient_accumulation_steps": 2, "save_steps": 2, "eval_strategy": "epoch"}
+        args = arguments(trl_tpu, out, **more, **settings, **form.settings)
+        return RewardTrainer(form.model(model), args, train_dataset=train, eval_dataset=held_out)
+
+    whole, resumed = make(), make()
+    whole.train()
+    resumed.train(resume_from_checkpoint=str(out / f"checkpoint-{4 if way == 'grouped' else 2}"))
+    predicted = resumed.predict(test)
+    return {
+        "packed": whole.batch_plan.packed,
+        "logged": logged(whole),
+        "resumed": logged(resumed),
+        "test": untimed(predicted.metrics or {}),
+        "predictions": predicted.predictions.tolist(),  # type: ignore[union-attr]
+    }
+
+
+def of_13_pairs(package: Any, model: str, out: Path) -> list[float]:
+    """Train 13 pairs, of which the last batch of an epoch has too few."""
+    args = arguments(package, out, save_strategy="no")
+    trainer = trained(package.RewardTrainer(model, args, train_dataset=tiny.made_up_pairs(13)))
+    return losses(trainer)
+
+
+def after_a_time_limit(model: str, out: Path, told: bool) -> str:
+    """Stop by a time limit, whereupon this process may be told to end; return how training ended."""
+    args = arguments(trl_tpu, out, training_time_limit="1h", save_strategy="no")
+    trainer = RewardTrainer(model, args, train_dataset=tiny.made_up_pairs(24))
+    trainer.add_callback(At("on_train_end", 0, sigterm if told else lambda: None))
+    with pytest.MonkeyPatch.context() as patch:
+        trainer.add_callback(At("on_step_begin", 1, later(patch, 3600)))
+        try:
+            trainer.train()
+        except Unfinished as unfinished:
+            return unfinished.reason
+    return "stopped by " + str(trainer.stopped_by)
 
 
 def make_trainer(model: str, folder: Path | str, *callbacks: TrainerCallback, **settings: Any) -> RewardTrainer:
@@ -108,11 +176,12 @@ def check_a_run_at_a_url(model: str, url: str, first: bool) -> None:
         assert "checkpoint-7" in str(error), error
 
 
-def main(model: str, folder: Path) -> None:
-    of_13_pairs = evaluated(model, folder / "evaluated")
+def stopped_and_resumed(model: str, folder: Path, first: bool) -> dict[str, Any]:
+    """Train without a stop; then with one, in the middle between two logs, and go on from the checkpoint.
+
+    The other process alone is told to stop, before an evaluation, which is left out.
+    """
     whole = trained(make_trainer(model, folder / "whole"))
-    first = whole.args.process_index == 0
-    # the other process alone is told to stop, before an evaluation, which is left out
     stopped = make_trainer(model, folder / "stopped", *([] if first else [At("on_step_begin", 2, sigterm)]))
     try:
         stopped.train()
@@ -121,17 +190,28 @@ def main(model: str, folder: Path) -> None:
         assert unfinished.checkpoint == str(folder / "stopped" / "checkpoint-3"), unfinished
         assert (folder / "stopped" / "checkpoint-3" / "manifest.json").is_file()  # also where it is not written
     resumed = trained(make_trainer(model, folder / "stopped"), resume=True)
-    check_a_stop_where_nothing_is_due(model, folder / "quiet", told=not first)
-    check_a_run_at_a_url(model, f"file://{folder}/url", first)
     equal = all(map(torch.equal, whole.model.parameters(), resumed.model.parameters()))
     after = [log for log in logged(whole) if log["step"] > 3]
-    found = {"equal": equal, "whole": after, "resumed": logged(resumed), "evaluated": of_13_pairs}
-    (folder / f"{whole.args.process_index}.json").write_text(json.dumps(found))
+    return {"equal": equal, "whole": after, "resumed": logged(resumed)}
+
+
+def main(model: str, folder: Path) -> None:
+    rank = os.environ.get("RANK", "alone")
+    found: dict[str, Any] = {way: go(model, folder / way, way) for way in WAYS}
+    found["evaluated"] = evaluated(model, folder / "evaluated")
+    if rank != "alone":
+        found |= {package.__name__: of_13_pairs(package, model, folder / "13") for package in (trl, trl_tpu)}
+        found["a time limit"] = after_a_time_limit(model, folder / "limit", told=False)
+        found["a time limit and a SIGTERM"] = after_a_time_limit(model, folder / "both", told=rank == "1")
+        found |= stopped_and_resumed(model, folder, first=rank == "0")
+        check_a_stop_where_nothing_is_due(model, folder / "quiet", told=rank == "1")
+        check_a_run_at_a_url(model, f"file://{folder}/url", first=rank == "0")
+    (folder / f"{rank}.json").write_text(json.dumps(found))
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
     model_folder, out, *without_torchrun = sys.argv[1:]
-    for rank in without_torchrun:
-        become_rank(rank, "2")
+    for each in without_torchrun:
+        become_rank(each, "2")
     main(model_folder, Path(out))
