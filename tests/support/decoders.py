@@ -21,7 +21,7 @@ from trl_tpu.packing.shapes import RowPlan, RowShape
 
 PAD = 0
 VOCAB = 32
-TINY = {
+TINY: dict[str, Any] = {
     "vocab_size": VOCAB,
     "hidden_size": 16,
     "intermediate_size": 24,
