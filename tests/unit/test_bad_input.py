@@ -26,6 +26,10 @@ def flags(**values: Any) -> Spoil:
     return lambda job: job.flags.update({name: str(value) for name, value in values.items()})
 
 
+def without(name: str) -> Spoil:
+    return lambda job: job.flags.pop(name)
+
+
 def config(text: str) -> Spoil:
     """A YAML file, and none of the flags that it names."""
 
@@ -46,6 +50,7 @@ def file(name: str, content: bytes) -> Spoil:
     """Another data file instead."""
 
     def spoil(job: Job) -> None:
+        (job.folder / name).parent.mkdir(exist_ok=True)
         (job.folder / name).write_bytes(content)
         job.flags["dataset_name"] = f"{job.folder}/{name}"
 
@@ -124,10 +129,17 @@ CASES = {
     "a mixture without a path": Case(config("datasets: [{pth: x}]"), ["`datasets`", "'pth'"]),
     "no such sharding plan": Case(flags(sharding_plan="{folder}/p.yaml"), ["DIR/p.yaml"]),
     "a stream without an end": Case(flags(dataset_streaming="true", max_steps=-1), ["max_steps", "-1"]),
+    "no model": Case(without("model_name_or_path"), ["`--model_name_or_path`"]),
+    "no dataset": Case(without("dataset_name"), ["`datasets`", "`dataset_name`"]),
+    "evaluation without a split": Case(flags(do_eval="true"), ["split 'test'", "'train'"]),
     "adapters for nothing": Case(flags(use_peft="true", lora_target_modules="x"), ["No modules", "--lo"]),
     # data
     "no such file": Case(flags(dataset_name="{folder}/no.jsonl"), ["DIR/no.jsonl"]),
     "an empty folder of data": Case(empty_folder("dataset_name"), ["DIR/empty", ".jsonl"]),
+    "a file of another kind": Case(file("d.xyz", b"a"), ["DIR/d.xyz", ".jsonl"]),
+    "a broken line of a folder": Case(
+        both(file("data/train.jsonl", b"{}\n{"), flags(dataset_name="{folder}/data")), ["data/train.jsonl", "line 2"]
+    ),
     "a broken line": Case(third_line(b'{"chosen": "a", "rej'), ["DIR/pairs.jsonl", "line 3: ", "column 17"]),
     "a broken line of a stream": Case(
         both(third_line(b"{"), flags(dataset_streaming="true")), ["DIR/pairs.jsonl", "line 3: "]

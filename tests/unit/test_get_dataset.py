@@ -91,7 +91,7 @@ def test_names_of_files_are_no_patterns(streaming: bool, tmp_path: Path, monkeyp
 
 
 def test_a_slice_of_a_file_and_a_broken_line_of_a_compressed_one(tmp_path: Path) -> None:
-    """Other broken files are in the table of `bad_data_cases`."""
+    """Other broken files are in the table of `test_bad_input.py`."""
     path = jsonl(tmp_path / "d.jsonl", ROWS)
     mixture = DatasetMixtureConfig([DatasetConfig(str(path), split="train[:30%]")])
     assert get_dataset(mixture)["train"].to_list() == ROWS[:3]
