@@ -130,14 +130,7 @@ def test_flags_and_model_init_kwargs_are_merged() -> None:
 
 def test_a_dry_run_trains_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--model_name_or_path", "synthetic:tiny", "--dataset_name", "synthetic:numbers", "--report_to", "none"]
-    words += [
-        "--num_train_epochs",
-        "1.5",
-        "--per_device_train_batch_size",
-        "128",
-        "--gradient_accumulation_steps",
-        "2",
-    ]
+    words += ["--num_train_epochs=1.5", "--per_device_train_batch_size=128", "--gradient_accumulation_steps=2"]
     reward.run([*words, "--output_dir", str(tmp_path / "run"), "--dry_run", "--push_to_hub"])
     shown = capsys.readouterr().out
     assert "Which is " in shown and "Batches of " in shown and "\n12 steps" in shown

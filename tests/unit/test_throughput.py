@@ -27,13 +27,8 @@ from trl_tpu.runtime import current
 from trl_tpu.runtime.native import Runtime
 from trl_tpu.training.statistics import StepCounts, StepStatistics
 
-SIZES = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "vocab_size": 64,
-}
+SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4}
+SIZES |= {"vocab_size": 64}
 GROUPED = {"num_key_value_heads": 2, "head_dim": 8}
 
 
