@@ -1,16 +1,14 @@
 """Hosts that are threads of this process, which meet as processes do."""
 
 import threading
-from functools import partial
 from typing import Any
-from unittest.mock import create_autospec
 
 from trl_tpu.runtime import Topology
 from trl_tpu.runtime.native import Runtime
 
 
 class Meeting:
-    """Stands for the runtimes of hosts in threads: each gets what all gave."""
+    """Where hosts in threads exchange values: each gets what all gave."""
 
     def __init__(self, hosts: int) -> None:
         self.hosts, self._given = hosts, [None] * hosts
@@ -26,13 +24,19 @@ class Meeting:
         self._barrier.wait()
         return given
 
-    def topology(self, index: int) -> Topology:
-        """Return what the host ``index`` is."""
-        return Topology(4, 1, index, self.hosts, "made up")
 
-    def of(self, index: int) -> Any:
-        """Return what decisions need of a runtime."""
-        runtime = create_autospec(Runtime, instance=True)
-        runtime.topology.return_value = self.topology(index)
-        runtime.all_gather_object.side_effect = partial(self.gather, index)
-        return runtime
+class Host(Runtime):
+    """A host of a mesh, in a thread; its threads that save meet apart from those that train."""
+
+    is_spmd = True
+
+    def __init__(self, index: int, training: Meeting, saving: Meeting | None = None) -> None:
+        self.index, self.count, self.is_first_of_host = index, training.hosts, True
+        self._training, self._saving = training, saving
+
+    def topology(self) -> Topology:
+        return Topology(4, 1, self.index, self.count, "made up")
+
+    def all_gather_object(self, value: Any, while_saving: bool = False) -> list[Any]:
+        meeting = self._saving if while_saving and self._saving else self._training
+        return meeting.gather(self.index, value)

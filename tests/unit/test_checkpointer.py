@@ -12,7 +12,7 @@ import saving
 import tiny
 import torch
 from fsspec.implementations.memory import MemoryFile, MemoryFileSystem
-from meeting import Meeting
+from meeting import Host, Meeting
 from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoModelForSequenceClassification
@@ -24,7 +24,6 @@ from trl_tpu.checkpoint.run_folder import RemoteRun, RunFolder
 from trl_tpu.checkpoint.state_dict import older_weights
 from trl_tpu.errors import UserError
 from trl_tpu.modeling.outputs import RewardScale, set_scale
-from trl_tpu.runtime import Topology
 from trl_tpu.runtime.native import Runtime
 
 
@@ -112,22 +111,6 @@ def test_an_older_checkpoint_that_cannot_be_deleted_is_no_failed_save(
         checkpointer.save(contents(step))
     checkpointer.wait()
     assert checkpointer.failed == [] and find_faults(tmp_path / "checkpoint-3") == []
-
-
-class Host(Runtime):
-    """A host of a mesh, in a thread; its threads that save meet apart from those that train."""
-
-    is_spmd = True
-
-    def __init__(self, index: int, training: Meeting, saving: Meeting) -> None:
-        self.index, self.count, self.is_first_of_host = index, training.hosts, True
-        self._training, self._saving = training, saving
-
-    def topology(self) -> Topology:
-        return self._training.topology(self.index)
-
-    def all_gather_object(self, value: Any, while_saving: bool = False) -> list[Any]:
-        return (self._saving if while_saving else self._training).gather(self.index, value)
 
 
 def fail_once(store: RemoteRun, method: str, *_: Any) -> None:

@@ -1,7 +1,6 @@
 """Datasets load by Hub id, folder, file or synthetic name, alone or mixed, and broken ones say where."""
 
 import gzip
-import json
 import math
 from pathlib import Path
 from typing import Any
@@ -9,6 +8,7 @@ from typing import Any
 import datasets
 import pytest
 import trl
+from scored_files import write as jsonl
 
 from trl_tpu.scripts import utils
 from trl_tpu.scripts.utils import DatasetConfig, DatasetMixtureConfig, ScriptArguments, get_dataset, load_named_dataset
@@ -21,29 +21,19 @@ def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
 
 
-def jsonl(path: Path, rows: list[dict[str, Any]]) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
-
-
 def folder(tmp_path: Path, name: str, size: int) -> Path:
     jsonl(tmp_path / name / "train.jsonl", [{"prompt": f"{name}{i}", "index": i} for i in range(size)])
     return tmp_path / name
 
 
-def write(path: Path, rows: list[dict[str, Any]]) -> None:
-    dataset, name = datasets.Dataset.from_list(rows), path.name
+def write(path: Path) -> None:
+    dataset, name = datasets.Dataset.from_list(ROWS), path.name
     if ".parquet" in name:
         dataset.to_parquet(path)
-    elif ".csv" in name or ".tsv" in name:
+    elif "sv" in name:
         dataset.to_csv(path, sep="\t" if ".tsv" in name else ",")
-    elif name == "array.json":
-        path.write_text(json.dumps(rows, indent=1))
-    elif name.endswith(".gz"):
-        path.write_bytes(gzip.compress("\n".join(json.dumps(row) for row in rows).encode()))
     else:
-        jsonl(path, rows)
+        dataset.to_json(path, lines=name != "array.json", compression="gzip" if name.endswith(".gz") else None)
 
 
 @pytest.mark.parametrize(
@@ -51,7 +41,7 @@ def write(path: Path, rows: list[dict[str, Any]]) -> None:
 )
 @pytest.mark.parametrize("streaming", [False, True])
 def test_one_local_file_is_a_dataset_with_the_split_train(name: str, streaming: bool, tmp_path: Path) -> None:
-    write(tmp_path / name, ROWS)
+    write(tmp_path / name)
     splits = load_named_dataset(ScriptArguments(dataset_name=str(tmp_path / name), dataset_streaming=streaming))
     assert list(splits) == ["train"] and list(splits["train"]) == ROWS
     mixture = DatasetMixtureConfig([DatasetConfig(str(tmp_path / name), columns=["chosen"])], streaming=streaming)

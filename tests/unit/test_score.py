@@ -85,23 +85,18 @@ def test_a_row_that_cannot_be_scored_is_named_and_the_others_are_scored(
 
 
 def test_rows_of_two_forms_are_refused(good_model: Path, tmp_path: Path, refused: Callable[..., str]) -> None:
-    pair = {"chosen": "a", "rejected": "b"}
-    both = write(tmp_path / "both.jsonl", [{**pair, "completions": ["a", "b"], "scores": [1, 2]}])
+    model, pair = str(good_model), {"chosen": "a", "rejected": "b"}
+    several: dict[str, Any] = pair | {"completions": ["a", "b"], "scores": [1, 2]}
+    both = write(tmp_path / "both.jsonl", [several])
     assert "completions, scores" in refused(*words(good_model, both))
     assert "`mean` and `std`" in refused(*words(good_model, both), "--standardize")
-    scored = {"reward_chosen": 1.0, "reward_rejected": 0.0, "completions": ["a", "b"], "scores": [1, 2], **pair}
     with pytest.raises(UserError, match="completions, scores"):
-        read_scored(write(tmp_path / "scored.jsonl", [scored]))
-    best, prompted, plain = (
-        list(trl_tpu.score(str(good_model), rows, best_of_n=of_n))[-1]
-        for rows, of_n in (
-            ([{**pair, "completions": ["a", "b"], "scores": [1, 2]}], True),
-            ([{**pair, "prompt": "p"}, {**pair, "prompt": None}], False),
-            ([pair], False),
-        )
-    )
+        read_scored(write(tmp_path / "scored.jsonl", [several | {"reward_chosen": 1.0, "reward_rejected": 0.0}]))
+    (best,) = trl_tpu.score(model, [several], best_of_n=True)
     assert best["completion"] in ("a", "b")
-    assert prompted["reward_chosen"] == pytest.approx(plain["reward_chosen"]) and prompted["not_scored"] is None
+    *_, without_prompt = trl_tpu.score(model, [pair | {"prompt": "p"}, pair | {"prompt": None}])
+    (plain,) = trl_tpu.score(model, [pair])
+    assert without_prompt["reward_chosen"] == pytest.approx(plain["reward_chosen"])
 
 
 def test_half_a_character_in_a_text_is_refused(good_model: Path, tmp_path: Path, refused: Callable[..., str]) -> None:

@@ -15,7 +15,7 @@ import pytest
 from accelerate import Accelerator
 from hypothesis import given
 from hypothesis import strategies as st
-from meeting import Meeting
+from meeting import Host, Meeting
 from transformers import TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import DefaultFlowCallback
 
@@ -109,7 +109,7 @@ def decide_together(
     args = TrainingArguments("out", use_cpu=True, report_to="none", logging_steps=10, save_strategy="no")
 
     def run(index: int) -> list[Any]:
-        agreed = HostAgreement(meeting.of(index), create_autospec(Accelerator, instance=True, num_processes=1))
+        agreed = HostAgreement(Host(index, meeting), create_autospec(Accelerator, instance=True, num_processes=1))
         agreed.start(0)
         state, decided = TrainerState(max_steps=steps, logging_steps=args.logging_steps), []
         for step in range(1, steps + 1):
