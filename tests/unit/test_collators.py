@@ -95,20 +95,6 @@ def test_a_users_collator_is_given_trls_columns_and_those_of_the_data(
     assert given == [expected] * 2
 
 
-@pytest.mark.parametrize(
-    ("row", "expected"),
-    [
-        (PAIR_ROW, {"answers": [[1, 2], [3]], "margin": 1.0}),
-        (RANKING_ROW, {"answers": [[1], [2], [3]], "grades": [1.0, 2.0, 3.0]}),
-        (SOLUTION_ROW, {"answers": [[1, 2, 3]], "step_ends": [0, 2], "grades": [1.0, 0.0]}),
-        *[(row, row) for row in ({"answers": [[1], [2]], "margin": 1.0}, {"answers": [[1]], "grades": [0.5]})],
-    ],
-)
-def test_rows_are_read_in_one_schema_without_other_columns(row: dict[str, Any], expected: dict[str, Any]) -> None:
-    found = read_row(row)
-    assert {name: list(value) if name == "step_ends" else value for name, value in found.items()} == expected
-
-
 def test_old_margins_of_one_number_in_a_list_stay_one_a_pair() -> None:
     rows = [old_columns(PAIR_ROW | {"margin": [margin]}) for margin in (0.5, -1.0)]
     assert OLD(rows)["margin"].tolist() == [0.5, -1.0]

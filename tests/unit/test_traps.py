@@ -165,19 +165,15 @@ def test_nulls_that_arrow_adds_to_tools_and_their_calls_are_not_rendered() -> No
     def function(name: str, **values: Any) -> dict[str, Any]:
         return {"type": "function", "function": {"name": name, **values}}
 
-    def call(name: str, **arguments: Any) -> dict[str, Any]:
-        return assistant("") | {"tool_calls": [function(name, arguments=arguments)]}
-
-    def tool(name: str, **properties: Any) -> dict[str, Any]:
-        return function(name, parameters={"type": "object", "properties": properties})
-
-    tools = [tool("f", x={"type": "integer"}), tool("g", y={"type": "string", "enum": ["s"]}), tool("h")]
-    calls = [call("f", x=1), call("g", y={"deep": "s"}), call("h")]
+    properties = {"f": {"x": {"type": "integer"}}, "g": {"y": {"type": "string", "enum": ["s"]}}, "h": {}}
+    tools = [function(name, parameters={"properties": each}) for name, each in properties.items()]
+    calls = [function("f", arguments={"x": 1}), function("g", arguments={"y": {"deep": "s"}}), function("h")]
+    said = {"role": "tool", "name": "f", "content": "1"}
     rows = [
-        {"chosen": [user("q"), each, {"role": "tool", "name": "f", "content": "1"}, assistant("yes")],
-         "rejected": [user("q"), assistant("no")], "tools": tools[place:]}
-        for place, each in enumerate(calls)
-    ]  # fmt: skip
+        {"chosen": [user("q"), assistant("") | {"tool_calls": [call]}, said, YES], "rejected": [user("q"), NO]}
+        | {"tools": tools[place:]}
+        for place, call in enumerate(calls)
+    ]
     original, tokenizer = copy.deepcopy(rows), tiny_tokenizer()
     tokenizer.chat_template = (
         "{{ tools | tojson }}{% for m in messages %}{{ m.role }}{% if m.name is defined %}{{ m.name }}{% endif %}"
