@@ -101,10 +101,8 @@ BAD_SETTINGS: list[tuple[str, dict[str, Any]]] = [
     ("gradient_checkpointing=True", {"remat": "none", "activation_checkpointing": True}),
     ("use_reentrant", {"remat": "dots", "gradient_checkpointing_kwargs": {"use_reentrant": True}}),
     ("scan_layers", {"scan_layers": True}),
-    *[
-        ("train_sampling_strategy", {"group_by_prompt": True, "train_sampling_strategy": strategy})
-        for strategy in ("sequential", "group_by_length", "batch_rebalance")
-    ],
+    ("train_sampling_strategy", {"group_by_prompt": True, "train_sampling_strategy": "sequential"}),
+    ("train_sampling_strategy", {"group_by_prompt": True, "train_sampling_strategy": "group_by_length"}),
 ]
 
 
