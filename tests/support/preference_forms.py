@@ -1,7 +1,6 @@
 """A tiny tokenizer and model, and preference rows of every form that TRL's reward trainer takes."""
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -86,7 +85,3 @@ def rows_of_every_form() -> dict[str, list[dict[str, Any]]]:
         ],
     }
     return {name: [{**row, "margin": i / 2} for i, row in enumerate(rows)] for name, rows in forms.items()}
-
-
-def stream(rows: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    yield from rows

@@ -5,7 +5,7 @@ from functools import partial
 from typing import Any
 
 from datasets import Dataset, IterableDataset
-from preference_forms import stream, tiny_tokenizer
+from preference_forms import tiny_tokenizer
 
 from trl_tpu.data.measure import NO_LABEL
 from trl_tpu.data.tokenize import prepare_preference_dataset
@@ -32,6 +32,6 @@ def dataset_of(pairs: Iterable[Any], **more: list[Any]) -> Dataset:
 def prepare(data: Any, tokenizer: Any = None, streaming: bool = False, **settings: Any) -> Any:
     """Prepare a dataset, or a list of rows, for training."""
     if isinstance(data, list):
-        data = IterableDataset.from_generator(partial(stream, data)) if streaming else Dataset.from_list(data)
+        data = IterableDataset.from_generator(partial(iter, data)) if streaming else Dataset.from_list(data)
     defaults: dict[str, Any] = {"num_embeddings": 100_000, "max_length": None, "num_proc": None, "name": "train"}
     return prepare_preference_dataset(data, tokenizer or tiny_tokenizer(), **defaults | settings)
