@@ -149,25 +149,24 @@ def test_the_old_columns_are_trl_0_23s(form: str, caplog: pytest.LogCaptureFixtu
     assert ("`prompt`" in caplog.text) == ("implicit" not in form)  # which is left out
 
 
-def each_message(written: str) -> str:
+def of_each(written: str) -> str:
     return f"{{% for message in messages %}}{{{{ message['role'] }}}}: {written};{{% endfor %}}"
 
 
+TEXT = "{{ message['content'] }}"
 PARTS = "{% for part in message['content'] %}<{{ part['text'] }}>{% endfor %}"
 AFTER_USER = "{% if messages[0]['role'] != 'user' %}{{ raise_exception('no') }}{% endif %}"
 READS_TEXT = {
-    "prints what it gets": "{{ message['content'] }}",
+    "prints what it gets": TEXT,
     "trims it": "{{ message['content'] | trim }}",
     "adds it to a text": "{{ 'x' + message['content'] }}",
     "asks it as only texts can": "{{ message['content'].split('</think>')[-1] }}",
-    "leaves out what is no text": "{% if message['content'] is string %}{{ message['content'] }}{% endif %}",
-    "begins with a user": AFTER_USER + "{{ message['content'] }}",
+    "leaves out what is no text": "{% if message['content'] is string %}" + TEXT + "{% endif %}",
+    "begins with a user": AFTER_USER + TEXT,
 }
 READS_PARTS = {
     "parts": PARTS,
-    "parts and text": READS_TEXT["leaves out what is no text"].replace(
-        "{% endif %}", "{% else %}" + PARTS + "{% endif %}"
-    ),
+    "parts and text": "{% if message['content'] is string %}" + TEXT + "{% else %}" + PARTS + "{% endif %}",
     "parts after a user": AFTER_USER + PARTS,
     "JSON": "{{ message['content'] | tojson }}",
 }
@@ -177,48 +176,50 @@ def in_parts(*texts: str) -> list[dict[str, str]]:
     return [{"type": "text", "text": text} for text in texts]
 
 
-def pair_of(*contents: Any) -> Dataset:
-    """A pair of a conversation and its repetition: a user's message, an assistant's, and so on."""
+def dialogue_of(*contents: Any) -> list[dict[str, Any]]:
+    """A user's message, an assistant's, and so on."""
     roles = ["user", "assistant"] * len(contents)
-    dialogue = [{"role": role, "content": content} for role, content in zip(roles, contents, strict=False)]
-    return Dataset.from_list([{"chosen": dialogue, "rejected": dialogue * 2}])
+    return [{"role": role, "content": content} for role, content in zip(roles, contents, strict=False)]
+
+
+def speaking(template: str) -> Any:
+    tokenizer = tiny_tokenizer(bos_token="<|begin|>")
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def rendered(template: str, *contents: Any) -> str:
+    """The text that is trained on."""
+    dialogue, tokenizer = dialogue_of(*contents), speaking(template)
+    (row,) = prepare(Dataset.from_list([{"chosen": dialogue, "rejected": dialogue * 2}]), tokenizer)
+    return tokenizer.decode(row["chosen_ids"])
 
 
 @pytest.mark.parametrize("template", READS_TEXT.values(), ids=READS_TEXT)
 def test_parts_of_text_are_joined_where_the_template_reads_text(template: str) -> None:
-    tokenizer = tiny_tokenizer()
-    tokenizer.chat_template = each_message(template)
-    joined = prepare(pair_of("Hello", "you"), tokenizer)["chosen_ids"][0]
-    assert "Hello" in tokenizer.decode(joined)
-    assert prepare(pair_of(in_parts("Hel", "lo"), in_parts("you")), tokenizer)["chosen_ids"][0] == joined
-    silent = prepare(pair_of(in_parts("Hello"), in_parts()), tokenizer)["chosen_ids"][0]
-    assert silent == prepare(pair_of("Hello", ""), tokenizer)["chosen_ids"][0]
+    joined = rendered(of_each(template), "Hello", "you")
+    assert "Hello" in joined == rendered(of_each(template), in_parts("Hel", "lo"), in_parts("you"))
+    assert rendered(of_each(template), in_parts("Hello"), in_parts()) == rendered(of_each(template), "Hello", "")
 
 
 @pytest.mark.parametrize("template", READS_PARTS.values(), ids=READS_PARTS)
 def test_a_template_that_reads_parts_gets_them(template: str) -> None:
-    tokenizer = tiny_tokenizer()
-    tokenizer.chat_template = each_message(template)
-    pair = pair_of(in_parts("Hel", "lo"), in_parts("you"))
-    expected: Any = tokenizer.apply_chat_template(pair[0]["chosen"], tokenize=False)
+    contents = in_parts("Hel", "lo"), in_parts("you")
+    expected = speaking(of_each(template)).apply_chat_template(dialogue_of(*contents), tokenize=False)
     assert "Hel" in expected and "Hello" not in expected and "'Hel'" not in expected
-    assert tokenizer.decode(prepare(pair, tokenizer)["chosen_ids"][0]) == expected
+    assert rendered(of_each(template), *contents) == expected
 
 
 @pytest.mark.parametrize("name", ["llama3", "phi3", "qwen2_5_vl", "qwen3", "smolvlm", "llava_next"])
 def test_published_templates_write_text_and_parts_alike(name: str) -> None:
-    tokenizer = tiny_tokenizer(bos_token="<|begin|>")
-    tokenizer.chat_template = (Path(trl.__file__).parent / "chat_templates" / f"{name}.jinja").read_text()
-    text, parts = (
-        tokenizer.decode(prepare(pair, tokenizer)["chosen_ids"][0])
-        for pair in (pair_of("Hello", "you"), pair_of(in_parts("Hello"), in_parts("you")))
-    )
-    assert text == parts and "Hello" in text and "you" in text and "{'" not in text
+    template = (Path(trl.__file__).parent / "chat_templates" / f"{name}.jinja").read_text()
+    text = rendered(template, "Hello", "you")
+    assert text == rendered(template, in_parts("Hello"), in_parts("you"))
+    assert "Hello" in text and "you" in text and "{'" not in text
 
 
 def test_what_other_rows_give_the_template_is_not_given_as_none() -> None:
-    tokenizer = tiny_tokenizer()
-    tokenizer.chat_template = "{% if mute is not defined %}{{ messages[-1]['content'] }}{% endif %}{{ shout }}"
+    tokenizer = speaking("{% if mute is not defined %}{{ messages[-1]['content'] }}{% endif %}{{ shout }}")
     pair = {"chosen": [assistant("a")], "rejected": [assistant("b")]}
     rows = [pair | {"chat_template_kwargs": words} for words in ({"shout": "A"}, {"mute": True, "shout": "B"})]
     assert [tokenizer.decode(ids) for ids in prepare(rows, tokenizer)["chosen_ids"]] == ["aA", "B"]
