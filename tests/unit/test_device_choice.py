@@ -85,10 +85,9 @@ assert transformers.utils.is_torch_xla_available() and accelerate.utils.is_torch
 
 @needs_torch_xla
 def test_other_libraries_choose_the_same() -> None:
-    """The device that torch_xla names by itself is not asked for."""
+    """The device that torch_xla names by itself is not asked for; one that is, the tests of PyTorch/XLA have."""
     first = "import sys, trl_tpu; assert 'torch' not in sys.modules"
     assert run(f"{first}\n{SAY}").splitlines()[-1] == "native False"
-    assert run(f"{BEFORE}\n{SAY}", PJRT_DEVICE="CPU").splitlines()[-1] == "xla True"
     named = "import os; assert os.environ['PJRT_DEVICE'] == 'CPU'"
     assert run(f"{BEFORE}\n{named}\n{SAY}", transformers_first=True).splitlines()[-1] == "native False"
 

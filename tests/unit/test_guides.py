@@ -135,11 +135,9 @@ def check_flags(words: list[str]) -> None:
     assert not unknown, f"trl-tpu {command} has no {unknown}"
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [name for name in NAMES if any(block.runs for block in pages.blocks(ROOT / name))])
 def test_the_blocks_of_a_page_run_in_order(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = [block for block in pages.blocks(ROOT / name) if block.runs]
-    if not found:
-        pytest.skip("it has none")
     monkeypatch.chdir(checkout(tmp_path))
     monkeypatch.setattr(synthetic, "TRAIN_NUMBER_PAIRS", 16)
     monkeypatch.setattr(synthetic, "TEST_NUMBER_PAIRS", 4)

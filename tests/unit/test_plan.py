@@ -24,7 +24,7 @@ from trl_tpu.plan.layouts import Attempt, Layout, attempt, depths_of, extend, re
 from trl_tpu.plan.trace import StepRequest
 from trl_tpu.runtime import Remat
 from trl_tpu.runtime.native import Runtime
-from trl_tpu.scripts import plan
+from trl_tpu.scripts import plan, synthetic
 
 WORDS = ["--report_to", "none", "--topology", "v6e:1x1"]
 
@@ -91,6 +91,7 @@ def traced(monkeypatch: pytest.MonkeyPatch) -> list[StepRequest]:
         requests.append(request)
         return TracedProgram(b"", (), (), 1)
 
+    monkeypatch.setattr(synthetic, "TRAIN_NUMBER_PAIRS", 64)  # fewer rows to tokenize
     monkeypatch.setattr(plan, "missing", lambda: None)
     monkeypatch.setattr(layouts, "trace_step", trace)
     monkeypatch.setattr(layouts, "compile_for", lambda traced, topology: CompiledProgram(1, 1, 1, 1))
