@@ -14,6 +14,7 @@ from typing import Any
 import peft
 import tiny
 import torch
+import training
 from torch import nn
 from transformers import LlamaForSequenceClassification, PreTrainedModel
 from transformers.modeling_outputs import SequenceClassifierOutput
@@ -107,16 +108,8 @@ def dynamic_rope() -> PreTrainedModel:
 READ_PADDING = (normalized_head, prompt_tuning)
 #: Those that are not padded to planned lengths: of the others long dialogues change the positions of all.
 KEEP_LENGTHS = (*READ_PADDING, longrope, dynamic_rope)
-SETTINGS: dict[str, Any] = {
-    "report_to": "none",
-    "save_strategy": "no",
-    "disable_tqdm": True,
-    "logging_steps": 1,
-    "max_steps": 3,
-    "bf16": False,
-    "learning_rate": 1e-3,
-    "gradient_checkpointing": False,
-}
+SETTINGS: dict[str, Any] = training.QUIET | {"save_strategy": "no", "logging_steps": 1, "max_steps": 3}
+SETTINGS |= {"learning_rate": 1e-3, "gradient_checkpointing": False}
 
 
 def losses(
@@ -127,7 +120,7 @@ def losses(
     trainer = package.RewardTrainer(model, args, train_dataset=PAIRS, processing_class=TOKENIZER)
     prepare(trainer)
     trainer.train()
-    return trainer, [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    return trainer, training.losses(trainer)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from typing import Any
 import tiny
 import torch
 from datasets import Dataset
-from training import trained
+from training import QUIET, trained
 from transformers import (
     AutoConfig,
     AutoModelForSequenceClassification,
@@ -113,11 +113,9 @@ def load(model: str, **kwargs: Any) -> Any:
 
 
 def settings(out: Path, **more: Any) -> PRMConfig:
-    given: dict[str, Any] = {
-        "report_to": "none", "disable_tqdm": True, "save_strategy": "no", "logging_steps": 1, "max_steps": STEPS,
-        "per_device_train_batch_size": BATCH, "learning_rate": 1e-3, "lr_scheduler_type": "constant", "bf16": False,
-        "train_sampling_strategy": "sequential",
-    }  # fmt: skip
+    given = QUIET | {"save_strategy": "no", "logging_steps": 1, "max_steps": STEPS, "learning_rate": 1e-3}
+    given |= {"per_device_train_batch_size": BATCH, "lr_scheduler_type": "constant"}
+    given |= {"train_sampling_strategy": "sequential"}
     return PRMConfig(str(out), **given | more)
 
 

@@ -27,7 +27,7 @@ import torch  # noqa: E402
 from families import family  # noqa: E402
 from judgements import FORMS, form_in  # noqa: E402
 from tiny import made_up_pairs, tiny_tokenizer  # noqa: E402
-from training import untimed  # noqa: E402
+from training import QUIET, untimed  # noqa: E402
 from transformers import TrainerCallback, TrainerState  # noqa: E402
 
 from trl_tpu import RewardTrainer, runtime  # noqa: E402
@@ -130,18 +130,8 @@ class Walking(TrainerCallback):
 def train(name: str, mesh: str, variant: str, folder: str) -> dict[str, Any]:
     tokenizer, form = tiny_tokenizer(made_up_pairs(200)["chosen"], vocab_size=320), form_in(variant)
     settings = VARIANTS[variant] | form.settings
-    args = form.config(
-        folder,
-        mesh=mesh,
-        bf16=False,
-        learning_rate=1e-3,
-        max_steps=STEPS,
-        logging_steps=STEPS // 2,
-        report_to="none",
-        save_strategy="no",
-        disable_tqdm=True,
-        **settings,
-    )
+    settings |= QUIET | {"mesh": mesh, "max_steps": STEPS, "logging_steps": STEPS // 2, "save_strategy": "no"}
+    args = form.config(folder, learning_rate=1e-3, **settings)
     args.per_device_train_batch_size = PAIRS // settings.get("gradient_accumulation_steps", 1)
     args.per_device_train_batch_size //= args.mesh_shape.batch_shards
     args.per_device_eval_batch_size = PAIRS // args.mesh_shape.batch_shards

@@ -7,7 +7,7 @@ from typing import Any
 import tiny
 import torch
 from datasets import Dataset
-from training import differing, state_of, trained
+from training import QUIET, differing, state_of, trained
 
 BATCH = 8
 POISON = "~"
@@ -55,10 +55,9 @@ def make(
     from trl_tpu.runtime import current
 
     taken = steps - len(left_out)
-    defaults = {"max_steps": taken, "logging_steps": taken, "save_strategy": "no", "report_to": "none"}
+    defaults = QUIET | {"max_steps": taken, "logging_steps": taken, "save_strategy": "no"}
     defaults |= {"per_device_train_batch_size": BATCH // current().topology().devices, "max_shapes": 1}
     defaults |= {"learning_rate": 1e-3, "lr_scheduler_type": "constant", "train_sampling_strategy": "sequential"}
-    defaults |= {"bf16": False, "disable_tqdm": True}
     args = RewardConfig(str(out), **(defaults | settings))
     accumulation = args.gradient_accumulation_steps
     data = pairs_of(steps, poisoned, left_out, accumulation) if dataset is None else dataset

@@ -18,15 +18,14 @@ from typing import Any
 import apart
 import tiny
 from places import EXAMPLES
+from training import QUIET
 from transformers import Trainer
 
 PAIRS = tiny.made_up_pairs(24)
 TOKENIZER = tiny.tiny_tokenizer(PAIRS)
-SETTINGS: dict[str, Any] = {
-    **{"max_steps": 4, "per_device_train_batch_size": 4, "learning_rate": 1e-3, "bf16": False, "optim": "adamw_torch"},
-    **{"logging_steps": 1, "eval_strategy": "steps", "eval_steps": 2, "save_steps": 2, "load_best_model_at_end": True},
-    **{"report_to": "none", "disable_tqdm": True},
-}
+SETTINGS = QUIET | {"max_steps": 4, "per_device_train_batch_size": 4, "learning_rate": 1e-3, "optim": "adamw_torch"}
+SETTINGS |= {"logging_steps": 1, "eval_strategy": "steps", "eval_steps": 2, "save_steps": 2}
+SETTINGS |= {"load_best_model_at_end": True}
 
 
 def overriding(base: type, mark: Callable[[str, bool], None]) -> type:

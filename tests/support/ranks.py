@@ -14,26 +14,16 @@ import torch
 from accelerate import PartialState
 from apart import become_rank
 from peft import LoraConfig
-from training import logged, trained
+from training import QUIET, logged, trained
 from transformers import AutoModelForSequenceClassification, TrainerCallback
 from transformers.distributed import DistributedConfig
 
 from trl_tpu.errors import UserError
 from trl_tpu.runtime import Runtime, choice, current, replace
 
-SETTINGS: dict[str, Any] = {
-    "max_steps": 8,
-    "total_batch_size": 8,
-    "per_device_eval_batch_size": 1,
-    "logging_steps": 1,
-    "learning_rate": 1e-4,
-    "max_grad_norm": 0.5,  # below the norms that there are
-    "save_strategy": "no",
-    "eval_strategy": "epoch",
-    "bf16": False,
-    "report_to": "none",
-    "disable_tqdm": True,
-}
+SETTINGS: dict[str, Any] = QUIET | {"max_steps": 8, "total_batch_size": 8, "per_device_eval_batch_size": 1}
+SETTINGS |= {"logging_steps": 1, "learning_rate": 1e-4, "save_strategy": "no", "eval_strategy": "epoch"}
+SETTINGS |= {"max_grad_norm": 0.5}  # below the norms that there are
 LORA: dict[str, Any] = {"task_type": "SEQ_CLS", "r": 4, "target_modules": ["q_proj", "up_proj"]}
 #: What each of several processes does, by its name: how many there are, what one process alone does, and the mesh.
 #: On TorchTPU they are those whose names begin with "planned".

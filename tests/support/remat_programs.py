@@ -12,6 +12,7 @@ from typing import Any
 from families import family
 from layouts import DUMPS
 from tiny import made_up_pairs, tiny_tokenizer
+from training import QUIET
 
 from trl_tpu import RewardConfig, RewardTrainer
 from trl_tpu.checkpoint.state_dict import to_host
@@ -25,19 +26,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
 def step(name: str, variant: str, settings: dict[str, Any], folder: str) -> dict[str, Any]:
     """The loss, the gradients (what a step at rate 1 takes off), and the matrix products of the optimised program."""
     tokenizer = tiny_tokenizer(made_up_pairs(200)["chosen"], vocab_size=320)
-    args = RewardConfig(
-        folder,
-        **({"bf16": False} | VARIANTS[variant] | settings),
-        optim="sgd",
-        lr_scheduler_type="constant",
-        learning_rate=1.0,
-        max_grad_norm=0.0,
-        max_steps=1,
-        logging_steps=1,
-        report_to="none",
-        save_strategy="no",
-        disable_tqdm=True,
-    )
+    plain = {"optim": "sgd", "lr_scheduler_type": "constant", "learning_rate": 1.0, "max_grad_norm": 0.0}
+    plain |= {"max_steps": 1, "logging_steps": 1, "save_strategy": "no"}
+    args = RewardConfig(folder, **QUIET | VARIANTS[variant] | plain | settings)
     args.per_device_train_batch_size = 16 // args.mesh_shape.batch_shards
     peft_config = None
     if name.endswith("_lora"):

@@ -17,23 +17,15 @@ import tiny
 import torch
 from apart import become_rank
 from peft import LoraConfig
+from training import QUIET
 from transformers import TrainerCallback
 
 import trl_tpu
 from trl_tpu.runtime import choice
 
-SETTINGS: dict[str, Any] = {
-    "max_steps": 6,
-    "total_batch_size": 8,
-    "learning_rate": 1e-4,
-    "lr_scheduler_type": "constant",
-    "logging_steps": 1,
-    "save_steps": 2,
-    "bf16": False,
-    "report_to": "none",
-    "disable_tqdm": True,
-    "use_cpu": choice().name == "native" and torch.accelerator.is_available(),  # else the config decides
-}
+SETTINGS: dict[str, Any] = QUIET | {"max_steps": 6, "total_batch_size": 8, "logging_steps": 1, "save_steps": 2}
+SETTINGS |= {"learning_rate": 1e-4, "lr_scheduler_type": "constant"}
+SETTINGS |= {"use_cpu": choice().name == "native" and torch.accelerator.is_available()}  # else the config decides
 
 
 class Told(TrainerCallback):

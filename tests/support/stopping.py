@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import tiny
+from training import QUIET
 from transformers import TrainerCallback
 
 from trl_tpu import RewardConfig, RewardTrainer
@@ -49,8 +50,7 @@ def make_trainer(model: str, out: Path, *callbacks: TrainerCallback, **settings:
 
     each = 8 // current().topology().devices
     defaults: dict[str, Any] = {"per_device_train_batch_size": each, "per_device_eval_batch_size": each}
-    defaults |= {"num_train_epochs": 2, "learning_rate": 1e-3, "bf16": False, "logging_steps": 1}
-    defaults |= {"save_strategy": "no", "report_to": "none", "disable_tqdm": True}
-    args, pairs = RewardConfig(str(out), **(defaults | settings)), tiny.made_up_pairs(40)
+    defaults |= QUIET | {"num_train_epochs": 2, "learning_rate": 1e-3, "logging_steps": 1, "save_strategy": "no"}
+    args, pairs = RewardConfig(str(out), **defaults | settings), tiny.made_up_pairs(40)
     train, held_out = pairs.select(range(24)), pairs.select(range(24, 40))
     return RewardTrainer(model, args, train_dataset=train, eval_dataset=held_out, callbacks=list(callbacks))

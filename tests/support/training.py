@@ -4,6 +4,8 @@ from typing import Any
 
 import torch
 
+#: Settings of most runs: float32, and nothing printed or tracked.
+QUIET: dict[str, Any] = {"bf16": False, "report_to": "none", "disable_tqdm": True}
 _TIMED = ("_runtime", "_per_second", "seconds_per_step", "mfu", "memory_gib", "compiled_programs")
 
 

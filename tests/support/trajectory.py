@@ -21,16 +21,9 @@ from typing import Any
 import torch
 from datasets import Dataset
 from torch.utils.data import SequentialSampler
+from training import QUIET
 
-DEFAULTS: dict[str, Any] = {
-    "bf16": False,
-    "learning_rate": 3e-4,
-    "warmup_steps": 5,
-    "logging_steps": 1,
-    "report_to": "none",
-    "save_strategy": "no",
-    "disable_tqdm": True,
-}
+DEFAULTS = QUIET | {"learning_rate": 3e-4, "warmup_steps": 5, "logging_steps": 1, "save_strategy": "no"}
 
 
 def six_overrides(package: Any) -> type:

@@ -21,7 +21,7 @@ from apart import become_rank
 from datasets import Dataset
 from judgements import form_in
 from stopping import At, later, sigterm
-from training import logged, losses, trained, untimed
+from training import QUIET, logged, losses, trained, untimed
 from transformers import TrainerCallback
 
 import trl_tpu
@@ -32,8 +32,7 @@ from trl_tpu.errors import UserError
 from trl_tpu.training import stopping as agreement
 from trl_tpu.training.stopping import Unfinished
 
-COMMON: dict[str, Any] = {"max_steps": 6, "learning_rate": 1e-3, "bf16": False, "use_cpu": True}
-COMMON |= {"report_to": "none", "disable_tqdm": True}
+COMMON = QUIET | {"max_steps": 6, "learning_rate": 1e-3, "use_cpu": True}
 SETTINGS: dict[str, Any] = {
     **COMMON,
     **{"total_batch_size": 4, "per_device_eval_batch_size": 2, "max_eval_steps": 2, "logging_steps": 4},

@@ -141,10 +141,7 @@ def test_nothing_grows_with_the_square_of_the_length(
 
 @pytest.mark.parametrize(("name", "topology"), [("loop, tensor parallel", "v6e:2x4")])
 def test_a_program_fits_in_what_the_plan_says_and_not_in_less(
-    name: str,
-    topology: str,
-    programs: Mapping[tuple[str, str], Future[Made]],
-    monkeypatch: pytest.MonkeyPatch,
+    name: str, topology: str, programs: Mapping[tuple[str, str], Future[Made]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The statistics that jax hands on say more of temporary memory.
 

@@ -9,6 +9,7 @@ import tiny
 import torch
 from judgements import NAMES, WEIGHTS, graded
 from peft import AutoPeftModelForSequenceClassification, LoraConfig
+from training import QUIET
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from trl_tpu import RewardConfig, RewardTrainer, score
@@ -22,11 +23,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def trained(model: str, out: Path, peft_config: Any = None, data: Any = None, **settings: Any) -> RewardTrainer:
-    defaults: dict[str, Any] = {
-        "report_to": "none", "disable_tqdm": True, "save_strategy": "no", "max_steps": 4, "learning_rate": 1e-3,
-        "per_device_train_batch_size": 5, "bf16": False, "ties": "skip", "attributes": NAMES,
-        "attribute_weights": WEIGHTS,
-    }  # fmt: skip
+    defaults = QUIET | {"save_strategy": "no", "max_steps": 4, "learning_rate": 1e-3, "ties": "skip"}
+    defaults |= {"per_device_train_batch_size": 5, "attributes": NAMES, "attribute_weights": WEIGHTS}
     args, data = RewardConfig(str(out), **defaults | settings), data or graded(23)
     trainer = RewardTrainer(model, args, train_dataset=data, eval_dataset=graded(7, seed=3), peft_config=peft_config)
     trainer.train()
@@ -70,7 +68,7 @@ def test_training_that_goes_on_matches_attributes_by_name(model: str, tmp_path: 
     tokenizer = first.processing_class
     names = [NAMES[2], NAMES[0], NAMES[1]]
     auto: Any = AutoModelForSequenceClassification if lora is None else AutoPeftModelForSequenceClassification
-    settings: dict[str, Any] = {"report_to": "none", "bf16": False, "ties": "skip", "disable_tqdm": True}
+    settings = QUIET | {"ties": "skip"}
     settings |= {"attributes": names, "attribute_loss_weights": [3.0, 1.0, 2.0]}
     args = RewardConfig(str(tmp_path / "again"), **settings)
     for given in (folder, auto.from_pretrained(folder, num_labels=3)):

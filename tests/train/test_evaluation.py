@@ -342,11 +342,7 @@ def test_a_checkpoint_has_the_verdict_of_the_evaluation_before_it_and_each_datas
 
 def test_a_column_that_cannot_group_is_named_before_anything_is_loaded(tmp_path: Path) -> None:
     many = Dataset.from_list([row | {"origin": number} for number, row in enumerate(labeled(201))])
-    cases: list[tuple[Any, str]] = [
-        (labeled(4), "origin"),
-        (many, "201"),
-        (many.to_iterable_dataset(), "eval_by"),
-    ]
+    cases: list[tuple[Any, str]] = [(labeled(4), "origin"), (many, "201"), (many.to_iterable_dataset(), "eval_by")]
     for eval_dataset, message in cases:
         with pytest.raises(UserError, match=message):
             make_trainer("no-such-model", tmp_path, eval_dataset, eval_by="origin")

@@ -44,8 +44,7 @@ class Spoil(TrainerCallback):
 
 
 @pytest.mark.parametrize(
-    ("optim", "packing", "accumulation"),
-    [("adamw_torch", True, 2), ("adamw_torch", False, 1), ("adafactor", True, 1)],
+    ("optim", "packing", "accumulation"), [("adamw_torch", True, 2), ("adamw_torch", False, 1), ("adafactor", True, 1)]
 )
 def test_weights_and_state_are_those_of_a_run_without_the_steps(
     train: Callable[..., RewardTrainer], optim: str, packing: bool, accumulation: int

@@ -14,7 +14,7 @@ import tiny
 import torch
 from datasets import Dataset
 from torch.nn.functional import logsigmoid
-from training import losses, trained
+from training import QUIET, losses, trained
 from transformers import (
     EvalPrediction,
     LlamaForSequenceClassification,
@@ -59,14 +59,14 @@ def old(made: Old) -> Old:
     return made._replace(model=copy.deepcopy(made.model), tokenizer=copy.deepcopy(made.tokenizer))
 
 
-QUIET: dict[str, Any] = {"report_to": "none", "save_strategy": "no", "disable_tqdm": True, "logging_steps": 1}
 RATE = 1e-2
+OFTEN = QUIET | {"save_strategy": "no", "logging_steps": 1}
 FULL_BATCH: dict[str, Any] = {"per_device_train_batch_size": 12, "learning_rate": RATE}
 FULL_BATCH["lr_scheduler_type"] = "constant"
 
 
 def config(folder: Path, **settings: Any) -> RewardConfig:
-    return RewardConfig(str(folder), **({"bf16": False} | QUIET | settings))
+    return RewardConfig(str(folder), **OFTEN | settings)
 
 
 def rewards_alone(model: LlamaForSequenceClassification, pairs: Dataset) -> torch.Tensor:
@@ -175,7 +175,7 @@ def test_a_plain_training_arguments_keeps_all_its_settings(old: Old, tmp_path: P
     class ScriptTrainingArguments(TrainingArguments):
         their_own: str = "kept"
 
-    args = ScriptTrainingArguments(str(tmp_path), max_steps=2, seed=7, their_own="mine", **QUIET, **FULL_BATCH)
+    args = ScriptTrainingArguments(str(tmp_path), max_steps=2, seed=7, their_own="mine", **OFTEN, **FULL_BATCH)
     before = copy.deepcopy(args.to_dict())
     expected = losses_of_hand_made_loop(old, steps=2)
     trainer = trained(RewardTrainer(model=old.model, args=args, tokenizer=old.tokenizer, train_dataset=old.pairs))

@@ -11,7 +11,7 @@ import tiny
 from datasets import Dataset
 from judgements import FORMS
 from tiny import made_up_rankings as rankings
-from training import losses, untimed
+from training import QUIET, losses, untimed
 from transformers import AutoTokenizer
 
 from trl_tpu import RewardConfig, RewardTrainer
@@ -37,10 +37,8 @@ def trained(
     model: str, out: Path, form: str = "ranked", kind: type = RewardTrainer, data: Any = None, **more: Any
 ) -> RewardTrainer:
     own, rows = FORMS[form], data or FORMS[form].rows(30)
-    settings: dict[str, Any] = {
-        "report_to": "none", "disable_tqdm": True, "save_strategy": "no", "logging_steps": 1, "max_steps": 6,
-        "per_device_train_batch_size": 5, "learning_rate": 1e-3, "bf16": False,
-    }  # fmt: skip
+    settings = QUIET | {"save_strategy": "no", "logging_steps": 1, "max_steps": 6, "learning_rate": 1e-3}
+    settings |= {"per_device_train_batch_size": 5}
     args = RewardConfig(str(out), **settings | own.settings | more)
     given = {"train_dataset": rows.select(range(23)) if data is None else data, "eval_dataset": rows.select(range(7))}
     tokenizer = AutoTokenizer.from_pretrained(model)

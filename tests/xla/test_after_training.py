@@ -52,9 +52,7 @@ def assert_same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) ->
 
 
 @pytest.mark.eight
-def test_save_pretrained_writes_what_the_trainer_saves_and_copies_are_whole(
-    run: tuple[RewardTrainer, Path],
-) -> None:
+def test_save_pretrained_writes_what_the_trainer_saves_and_copies_are_whole(run: tuple[RewardTrainer, Path]) -> None:
     trainer, folder = run
     is_lora = trainer.model.__class__.__name__.startswith("Peft")
     name = "adapter_model.safetensors" if is_lora else "model.safetensors"

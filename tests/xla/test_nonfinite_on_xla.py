@@ -14,10 +14,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     return runs.save_model(tmp_path_factory.mktemp("model"))
 
 
-@pytest.mark.parametrize(
-    ("packing", "accumulation"),
-    [pytest.param(True, 2, marks=pytest.mark.eight), (False, 1)],
-)
+@pytest.mark.parametrize(("packing", "accumulation"), [pytest.param(True, 2, marks=pytest.mark.eight), (False, 1)])
 def test_skipped_steps_leave_weights_and_moments_as_they_were(
     folder: str, tmp_path: Path, packing: bool, accumulation: int
 ) -> None:

@@ -16,10 +16,7 @@ from trl_tpu import RewardTrainer
 from trl_tpu.packing.shapes import RowPlan, RowShape
 
 
-@pytest.mark.parametrize(
-    ("packing", "accumulation"),
-    [pytest.param(True, 3, marks=pytest.mark.eight), (False, 1)],
-)
+@pytest.mark.parametrize(("packing", "accumulation"), [pytest.param(True, 3, marks=pytest.mark.eight), (False, 1)])
 def test_counters_over_10_steps(
     config: Callable[..., Any], model_folder: str, packing: bool, accumulation: int
 ) -> None:

@@ -39,11 +39,7 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> Any:
     ],
 )
 def test_splash_attention_equals_plain_attention(
-    length: int,
-    size: int,
-    window: int | None,
-    softcap: float | None,
-    monkeypatch: pytest.MonkeyPatch,
+    length: int, size: int, window: int | None, softcap: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Outputs and gradients, with segments, grouped heads, and lengths and heads that are padded."""
     splash = interpreted(monkeypatch)
