@@ -1,7 +1,6 @@
 """What runs the scripts of `old_scripts/`, written after those that TRL shipped, and what their data is.
 
-Of each only the import line is another. TRL 1.16 runs none of them but `token_pairs`, which trains on the tokens that
-the others make.
+Of each only the import line is another. TRL 1.16 runs none of them, but trains on the tokens that they make.
 """
 
 import json
@@ -50,12 +49,15 @@ def prepare(folder: Path) -> None:
         rows[f"{TOKENS}-{name}"] = ids
     for name, each in rows.items():
         (folder / name).mkdir(parents=True)
-        Dataset.from_list(each).to_json(folder / name / "train.jsonl")
+        (folder / name / "model").symlink_to(folder / MODEL)  # where `trajectory` looks for it
+        Dataset.from_list(each).to_json(folder / name / ("pairs.jsonl" if TOKENS in name else "train.jsonl"))
 
 
 def losses_of_trl(folder: Path, data: str) -> list[float]:
-    words = [MODEL, f"{TOKENS}-{data}", "out"]
-    return losses(folder, folder / f"trl-{data}", "token_pairs", words, USE_TORCH_XLA="0")
+    settings = {"num_train_epochs": 1, "per_device_train_batch_size": 8, "learning_rate": 1e-3, "warmup_steps": 0}
+    runs, out = {data: settings | {"max_length": None, "data": f"{TOKENS}-{data}"}}, folder / f"trl-{data}.json"
+    apart.run("trajectory.py", "trl", str(folder), str(out), json.dumps(runs), USE_TORCH_XLA="0")
+    return [log["loss"] for log in json.loads(out.read_text())[data] if "loss" in log]
 
 
 def losses(folder: Path, out: Path, script: str, words: list[str], **variables: str) -> list[float]:

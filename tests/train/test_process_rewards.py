@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from trl_tpu.scripts.export import run as export_run
 from trl_tpu.scripts.report import run as report_run
 from trl_tpu.scripts.score import run as score_run
 
+Make = Callable[..., PRMTrainer]
 HEAD = "base_model.model.score.modules_to_save.default.weight"
 
 
@@ -43,6 +45,17 @@ class OwnLoss(PRMTrainer):
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return save_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def make(model: str, tmp_path: Path) -> Make:
+    """Makes a trainer of rows, with these settings."""
+
+    def make(rows: Any, eval_dataset: Any = None, **more: Any) -> PRMTrainer:
+        data = rows if isinstance(rows, Dataset) else Dataset.from_list(rows)
+        return PRMTrainer(load(model), settings(tmp_path, **more), train_dataset=data, eval_dataset=eval_dataset)
+
+    return make
 
 
 def run_of(model: str, out: Path, kind: type[PRMTrainer] = PRMTrainer, **more: Any) -> Any:
@@ -102,14 +115,13 @@ def test_a_resumed_run_is_the_same_run(model: str, tmp_path: Path) -> None:
     assert "AutoModelForTokenClassification" in (tmp_path / "README.md").read_text()
 
 
-def test_solutions_without_labels_count_nothing(model: str, tmp_path: Path) -> None:
-    cut = PRMTrainer(load(model), settings(tmp_path, max_length=14), train_dataset=solutions(22)).train_dataset
+def test_solutions_without_labels_count_nothing(make: Make, model: str) -> None:
+    cut = make(solutions(22), max_length=14).train_dataset
     assert max(map(len, cut["input_ids"])) == 14 and set(cut[21]["labels"]) == {-100}
     rows = Dataset.from_list([cut[21] if place % 3 == 1 else cut[place] for place in range(12)])
     expected, _ = by_transformers(model, rows, rows)
     for packing in (False, True):
-        trainer = PRMTrainer(load(model), settings(tmp_path, packing=packing, max_steps=3), train_dataset=rows)
-        trainer.train()
+        trainer = trained(make(rows, packing=packing, max_steps=3))
         assert losses(trainer) == pytest.approx(expected, abs=1e-6)
 
 
@@ -185,56 +197,47 @@ BAD: list[tuple[dict[str, Any], dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("good", "change"), BAD)
-def test_a_bad_row_is_named(model: str, tmp_path: Path, good: dict[str, Any], change: dict[str, Any]) -> None:
-    rows = Dataset.from_list([good, good | change])
+def test_a_bad_row_is_named(make: Make, good: dict[str, Any], change: dict[str, Any]) -> None:
     with pytest.raises(UserError, match=rf"Row 1 .*{next(iter(change))}"):
-        PRMTrainer(load(model), settings(tmp_path), train_dataset=rows)
+        make([good, good | change])
 
 
-def test_labels_that_truncation_removes_are_counted(
-    model: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    rows = Dataset.from_list([GOOD, GOOD | {"completions": ["one", "two three four five six seven"]}, GOOD])
-    whole = PRMTrainer(load(model), settings(tmp_path), train_dataset=rows)
+def test_labels_that_truncation_removes_are_counted(make: Make, caplog: pytest.LogCaptureFixture) -> None:
+    rows = [GOOD, GOOD | {"completions": ["one", "two three four five six seven"]}, GOOD]
+    unlabeled = Dataset.from_list([{"input_ids": [5, 6], "labels": [-100, -100]}])
+    length = len(make(rows).train_dataset[0]["input_ids"])
     assert "labels" not in caplog.text
-    length = len(whole.train_dataset[0]["input_ids"])
-    PRMTrainer(load(model), settings(tmp_path, max_length=length), train_dataset=rows)
+    make(rows, max_length=length)
     assert "1 of 6 labels" in caplog.text and "row 1" in caplog.text
     with pytest.raises(UserError, match="max_length"):
-        PRMTrainer(load(model), settings(tmp_path, max_length=1), train_dataset=rows)
+        make(rows, max_length=1)
     with pytest.raises(UserError, match="label"):
-        unlabeled = Dataset.from_list([{"input_ids": [5, 6], "labels": [-100, -100]}])
-        PRMTrainer(load(model), settings(tmp_path), train_dataset=unlabeled)
-    PRMTrainer(load(model), settings(tmp_path), train_dataset=rows, eval_dataset=unlabeled)
+        make(unlabeled)
+    make(rows, unlabeled)
     assert "eval dataset" in caplog.text
     caplog.clear()
-    last_only = settings(tmp_path, train_on_last_step_only=True)
-    PRMTrainer(load(model), last_only, train_dataset=rows, eval_dataset=rows)
+    make(rows, Dataset.from_list(rows), train_on_last_step_only=True)
     assert "labels" not in caplog.text
 
 
-def test_a_step_without_tokens_is_named(model: str, tmp_path: Path) -> None:
-    rows = Dataset.from_list([GOOD | {"completions": ["one", ""]}])
+def test_a_step_without_tokens_is_named(make: Make) -> None:
+    rows = [GOOD | {"completions": ["one", ""]}]
     with pytest.raises(UserError, match=r"Row 0 .*completions\[1\].*step_separator"):
-        PRMTrainer(load(model), settings(tmp_path, step_separator=""), train_dataset=rows)
-    steps = PRMTrainer(load(model), settings(tmp_path), train_dataset=rows).train_dataset[0]
-    assert [label for label in steps["labels"] if label != -100] == [1, 0]
+        make(rows, step_separator="")
+    assert [label for label in make(rows).train_dataset[0]["labels"] if label != -100] == [1, 0]
 
 
-def test_extra_columns_change_no_solution(model: str, tmp_path: Path) -> None:
+def test_extra_columns_change_no_solution(make: Make) -> None:
     row = GOOD | {"labels": [True, False]}
     extra = {"chosen": "a", "rejected": "b", "scores": [1.0, 2.0], "input_ids": [1], "answer_ids": [[1]], "grades": 1}
     tokens = {"chosen_ids": [1], "rejected_ids": [2], "margin": 1.0}
-    made = [
-        PRMTrainer(load(model), settings(tmp_path), train_dataset=Dataset.from_list([each])).train_dataset[:]
-        for each in (row, row | extra | tokens)
-    ]
-    assert made[0] == made[1]
-    again = Dataset.from_list([{key: value[0] for key, value in made[0].items()} | tokens])
-    assert PRMTrainer(load(model), settings(tmp_path), train_dataset=again).train_dataset[:] == made[0]
+    plain, more = (make([each]).train_dataset[:] for each in (row, row | extra | tokens))
+    assert plain == more
+    again = [{key: value[0] for key, value in plain.items()} | tokens]
+    assert make(again).train_dataset[:] == plain
 
 
-def test_what_is_for_pairs_is_refused(model: str, tmp_path: Path) -> None:
+def test_what_is_for_pairs_is_refused(make: Make, model: str, tmp_path: Path) -> None:
     for name, value in {"margin_scale": 0.5, "step_separator": None}.items():
         with pytest.raises(UserError, match=name):
             settings(tmp_path, **{name: value})
@@ -244,7 +247,7 @@ def test_what_is_for_pairs_is_refused(model: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="PRMConfig"):
         PRMTrainer(load(model), RewardConfig(str(tmp_path)), train_dataset=solutions(2))
     with pytest.raises(UserError, match="Row 0 .* `labels`"):
-        PRMTrainer(load(model), settings(tmp_path), train_dataset=solutions(2).remove_columns("labels"))
+        make(solutions(2).remove_columns("labels"))
 
 
 def test_adapters_train_alike_packed_and_padded(model: str, tmp_path: Path) -> None:
