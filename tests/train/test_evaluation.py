@@ -21,7 +21,7 @@ from trl_tpu.config.reward_config import METRICS
 from trl_tpu.errors import UserError
 from trl_tpu.evaluation.judge import check_eval_by
 from trl_tpu.report.page import read_run
-from trl_tpu.training.evaluated import EvaluatedPairs
+from trl_tpu.trainer.evaluation import EvaluatedPairs
 
 
 def make_trainer(

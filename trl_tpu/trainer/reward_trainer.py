@@ -5,13 +5,11 @@ import logging
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import cache, partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, TypeAlias, cast
+from typing import Any, TypeAlias
 
-import numpy as np
 import torch
 from accelerate.utils import set_seed
 from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
@@ -24,21 +22,18 @@ from transformers import (
     Trainer,
     TrainerCallback,
 )
-from transformers.trainer_pt_utils import find_batch_size
-from transformers.trainer_utils import EvalLoopOutput, denumpify_detensorize
 from transformers.utils import CONFIG_NAME
 
 from .. import runtime
 from ..config.reward_config import RewardConfig
-from ..data.batch import Batch, CollatedBatch, apart, tensors_in
+from ..data.batch import Batch
 from ..data.chat_templates import date_written
-from ..data.collators import NO_LABEL, TABLE, DataCollatorForPreference, batch_of_pairs, batches_in
-from ..data.comparisons import Labels
+from ..data.collators import DataCollatorForPreference, batches_in
 from ..data.loader import prompts_in_training
 from ..data.measure import COLUMNS, PAIR, form_of
 from ..data.old_pairs import _tokenize
 from ..errors import UserTypeError
-from ..evaluation.judge import RewardSums, check_best_metric, check_eval_by, judge, sums_of, sums_on_host
+from ..evaluation.judge import RewardSums, check_best_metric, check_eval_by, sums_of
 from ..modeling.adapters import complete_config, is_peft_model, without_adapters
 from ..modeling.build import (
     build_dataset,
@@ -49,7 +44,6 @@ from ..modeling.build import (
     first_chat,
     in_order_of,
 )
-from ..modeling.forward import rewards_in
 from ..modeling.load import warn_of_unscored_eos
 from ..modeling.losses import Loss
 from ..modeling.model_shape import work_of_a_pair
@@ -58,11 +52,10 @@ from ..packing.shapes import RowPlan
 from ..report.model_card import is_generated, make_model_card
 from ..report.page import write_verdicts
 from ..training.batch_plan import BatchPlan
-from ..training.device_trainer import DeviceTrainer, write_card
-from ..training.evaluated import EvaluatedPairs, losses_of, named, prediction_of
-from ..training.statistics import AddedMetrics, StepStatistics, scale_of
+from ..training.device_trainer import write_card
+from ..training.statistics import AddedMetrics, StepStatistics
 from ..training.step import StepResult, training_step
-from ..training.stopping import EvaluationCutShort
+from .evaluation import ORDER_PAIRS, EvaluatingTrainer
 from .legacy import has_old_order, upgrade_args, upgrade_processing_class, uses_old_columns
 from .utils import get_config_model_id
 
@@ -76,7 +69,7 @@ EvalDataset: TypeAlias = (
 )
 
 
-class RewardTrainer(DeviceTrainer):
+class RewardTrainer(EvaluatingTrainer):
     """Trains a reward model on pairs of a chosen and a rejected dialogue.
 
     The arguments are those of `trl.RewardTrainer`, in its order; `model_init` and the old names come last.
@@ -174,7 +167,7 @@ class RewardTrainer(DeviceTrainer):
         eval_rows = None if eval_dataset is None else self._prepared(eval_dataset, "eval")
         warn_of_unscored_eos(own_tokenizer, first_answers(train_rows))
         measures_more = compute_metrics is not None or not all(map(_is_transformers, callbacks or ()))
-        if not measures_more and all(map(self._is_own, (*_READ_BATCHES, *_ORDER_PAIRS, *_MEASURE))):
+        if not measures_more and all(map(self._is_own, (*_READ_BATCHES, *ORDER_PAIRS, *_MEASURE))):
             check_best_metric(args, eval_rows)
         plan.prepare(train_rows, eval_rows)
         super().__init__(
@@ -290,206 +283,6 @@ class RewardTrainer(DeviceTrainer):
         metrics = RewardSums.read(*self.trl_tpu.runtime.fetch(sums)).metrics()
         return metrics | {"num_tokens": statistics.num_tokens + statistics.read().tokens}
 
-    # ---- evaluation
-
-    def prediction_step(
-        self,
-        model: nn.Module,
-        inputs: dict[str, Any],
-        prediction_loss_only: bool,
-        ignore_keys: list[str] | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-        """Return the loss, the rewards [P, 2] and labels [P], zeros, of a batch; in the old API the rewards' softmax.
-
-        Of rankings the rewards are [P, K], NaN where there is no answer, and the labels are the grades; of several
-        attributes both are [P, A, K]. Of steps there are logits of both labels, [P, K, 2], that of 0 being 0, and
-        labels, -100 where there is no step. There are no rewards if a `compute_loss` of the user's returns beside the
-        loss something that `rewards_in` cannot read.
-        """
-        loss, result = self._evaluated_step(model, inputs)
-        if prediction_loss_only or result is None:
-            return loss, None, None
-        return loss, *self._predictions(result)
-
-    def _evaluated_step(self, model: nn.Module, inputs: dict[str, Any]) -> tuple[torch.Tensor, StepResult | None]:
-        """Return the loss of a batch, and what was computed of it; None where only the loss is known."""
-        inputs = self._prepare_inputs(inputs)
-        for part in apart(inputs):
-            self.trl_tpu.recompiles.see(tensors_in(part), evaluates=True)
-        with torch.no_grad(), self.compute_loss_context_manager():
-            if self._is_own("compute_loss"):
-                result = self.trl_tpu.last_step = self._step(model, inputs).detach()
-                return result.loss, result
-            self.trl_tpu.last_step = None
-            loss, outputs = self.compute_loss(model, inputs, return_outputs=True)
-        loss, own, ours = loss.detach(), None, self.trl_tpu.last_step
-        # not a batch of the user's own making
-        if isinstance(inputs, Mapping) and {"input_ids", "input_ids_chosen"} & {*inputs}:
-            (own,) = self._batches_in(inputs)
-        rewards_SA = rewards_in(outputs, own)
-        if rewards_SA is None:
-            return loss, ours
-        batch = own or batch_of_pairs(len(rewards_SA) // 2, rewards_SA.device)
-        losses_P = loss.mean() * batch.table.row_weight_P
-        if ours is not None:  # per row, as processes fill the last batch up; a subclass may return another loss
-            losses_P = torch.where(loss == ours.loss, ours.losses_P, losses_P)
-        result = StepResult(loss, losses_P, rewards_SA, batch.rows.tokens_S, batch.table)
-        self.trl_tpu.last_step = result
-        return loss, result
-
-    def _predictions(self, result: StepResult) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the predictions and the labels of a batch, see `prediction_step`."""
-        rewards, table = result.rewards_by_row, result.table
-        grade = table.grade_SA.unflatten(0, (-1, table.answers)).transpose(1, 2).reshape(rewards.shape)
-        if table.has_baseline:
-            logits_PK2 = torch.stack([torch.zeros_like(rewards), rewards], dim=-1)
-            return logits_PK2, torch.where(grade.isnan(), NO_LABEL, grade.nan_to_num()).long()
-        if table.are_rankings:
-            return torch.where(grade.isnan(), torch.nan, rewards), grade.nan_to_num()
-        labels_P = torch.zeros(len(rewards), dtype=torch.long, device=rewards.device)
-        return rewards.softmax(-1) if self.use_reward_data_collator else rewards, labels_P
-
-    def evaluation_loop(
-        self,
-        dataloader: Any,
-        description: str,
-        prediction_loss_only: bool | None = None,
-        ignore_keys: list[str] | None = None,
-        metric_key_prefix: str = "eval",
-    ) -> EvalLoopOutput:
-        """Evaluate all batches.
-
-        Raises:
-            EvaluationCutShort: At the end of a step, when a process has been told to end.
-        """
-        ours, args = self.trl_tpu, self.args
-        compute_metrics: Any = self.compute_metrics
-        self.callback_handler.eval_dataloader = dataloader
-        model = self._model_to_evaluate()
-        pairs = EvaluatedPairs(ours.runtime, self.accelerator, args.eval_accumulation_steps)
-        with_losses = "loss" in args.include_for_metrics
-        metrics: dict[str, Any] = {}
-
-        def of_last_batch(is_last: bool) -> Any:
-            ours.runtime.step_boundary()
-            prediction = prediction_of(pairs.fetch(first=-1), with_losses)
-            return {} if prediction is None else compute_metrics(prediction, compute_result=is_last)
-
-        measures_batches = args.batch_eval_metrics and compute_metrics is not None
-        gradients = torch.is_grad_enabled()
-        # a loader takes one of training's random numbers, which it must not where an evaluation is left out; and what
-        # XLA lays out over its devices can be no inference tensor
-        with torch.inference_mode(False), torch.set_grad_enabled(gradients), torch.random.fork_rng(devices=[]):
-            for inputs in dataloader:
-                if measures_batches and len(pairs):  # a stream says only now that the batch before was not the last
-                    of_last_batch(is_last=False)
-                is_planned = ours.batch_plan.plans_shapes and isinstance(inputs, CollatedBatch)
-                pairs.add(*self._evaluated_batch(model, inputs, ignore_keys), is_planned)
-                self.control = self.callback_handler.on_prediction_step(args, self.state, self.control)
-                may_stop, told = ours.preemption.cuts_evaluations_short, ours.preemption.told_to_stop
-                if may_stop and ours.agreement.any_in_evaluation(len(pairs), told):
-                    raise EvaluationCutShort
-        ours.runtime.step_boundary()
-        ours.recompiles.settle()
-        found = pairs.fetch()
-        prediction = prediction_of(found, with_losses)
-        if compute_metrics is not None and prediction is None and found:
-            logger.warning("compute_metrics is not called: evaluation gave no predictions, or no labels.")
-        elif compute_metrics is not None and prediction is not None:
-            metrics = of_last_batch(is_last=True) if measures_batches else compute_metrics(prediction)
-        # what is stopped, saved or kept because of a metric has to be the same in every process
-        own = self._measure(found, metric_key_prefix, getattr(dataloader, "evaluated_dataset", None))
-        if description == "Evaluation" and args.max_eval_steps is not None:
-            own["pairs"] = len(next(iter(found.values()), ()))
-        metrics = ours.agreement.all_gather_object(denumpify_detensorize(own | metrics))[0]
-        prefix = f"{metric_key_prefix}_"
-        empty = np.zeros((0, 2), dtype=np.float32)
-        predictions, labels = (prediction.predictions, prediction.label_ids) if prediction else (empty, empty[:, 0])
-        return EvalLoopOutput(
-            predictions=predictions,
-            label_ids=labels,
-            metrics={key if key.startswith(prefix) else prefix + key: value for key, value in metrics.items()},
-            num_samples=len(next(iter(found.values()), ())),
-        )
-
-    def _model_to_evaluate(self) -> nn.Module:
-        """Return the model, cast if that was asked for outside training; the optimizer may have a mode too."""
-        args, optimizer = self.args, cast(Any, self.optimizer)
-        model: nn.Module = self.model
-        if not self.is_in_train and (args.fp16_full_eval or args.bf16_full_eval):
-            model = model.to(dtype=torch.float16 if args.fp16_full_eval else torch.bfloat16, device=args.device)
-        model.eval()
-        if hasattr(optimizer, "eval"):
-            optimizer.eval()
-        return model
-
-    def _evaluated_batch(
-        self, model: nn.Module, inputs: dict[str, Any], ignore_keys: list[str] | None
-    ) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-        """Evaluate a batch: return what is known of each row of the data, and which rows are real, [P]."""
-        loss_only = self.args.prediction_loss_only
-        if self._is_own("prediction_step"):
-            loss, result = self._evaluated_step(model, inputs)
-            predictions, labels = (None, None) if loss_only or result is None else self._predictions(result)
-        else:
-            self.trl_tpu.last_step = None  # which a prediction step of the user's may leave, calling our loss
-            loss, predictions, labels = self.prediction_step(model, inputs, loss_only, ignore_keys)
-            result = self.trl_tpu.last_step
-        if predictions is not None and self.preprocess_logits_for_metrics is not None:
-            predictions = self.preprocess_logits_for_metrics(predictions, labels)  # type: ignore[arg-type]
-        found = named("predictions", predictions) | named("labels", labels)
-        if result is None:
-            rows = len(next(iter(found.values()))) if found else find_batch_size(inputs) or 1
-            own: Any = inputs.get(TABLE) if isinstance(inputs, Mapping) else None
-            is_real_P = torch.ones(rows, dtype=torch.bool, device=self.args.device)
-            if isinstance(own, Batch):
-                is_real_P = own.is_there_P()
-            found |= {} if loss is None else {"losses": loss.mean().expand(rows)}
-            return found, is_real_P
-        table = result.table
-        self.trl_tpu.labels = Labels(np.zeros(0), None, table.are_rankings, table.has_baseline)
-        found |= {"rewards": result.rewards_by_row, "weight": table.row_weight_P}
-        found["grade"] = table.grade_SA.unflatten(0, (-1, table.answers)).transpose(1, 2)
-        if loss is not None:
-            is_ours = loss.mean() == result.loss.mean()
-            found["losses"] = torch.where(is_ours, result.losses_P, loss.mean() * table.row_weight_P)
-        return found, result.is_there_P
-
-    def _measure(self, found: dict[str, torch.Tensor], prefix: str, dataset: Any) -> dict[str, Any]:
-        """Return the metrics of an evaluation of ``dataset``, and keep the verdict on it.
-
-        Args:
-            found: From `EvaluatedPairs.fetch`.
-            prefix: Of the metrics' names.
-            dataset: Prepared; None for a loader of the user's own.
-        """
-        ours, args = self.trl_tpu, self.args
-        own: dict[str, Any] = {"loss": float(losses_of(found).mean())} if "losses" in found else {}
-        if (tokens := ours.statistics.tokens_so_far()) or not self.state.global_step:
-            own["num_tokens"] = tokens  # which a loss of the user's does not count
-        if "rewards" not in found:
-            return own
-        labels = replace(ours.labels, grade_PAK=found["grade"].numpy())
-        rewards_NAK = found["rewards"].reshape(labels.grade_PAK.shape)
-        sums = sums_on_host(rewards_NAK, labels, ours.statistics.attribute_weights)
-        own |= sums.metrics()
-        if prefix.startswith("eval"):  # and not a prediction
-            ours.statistics.evaluated = scale_of(sums, "the evaluation set")
-        rows = self._rows_in_order(dataset, len(rewards_NAK))
-        if (verdict := judge(rewards_NAK, labels, rows, args.eval_by, args.attributes or ())) is not None:
-            verdict = replace(verdict, prompts_in_training=ours.seen.get(id(dataset), ()))
-            ours.statistics.verdicts[prefix] = verdict
-            own |= verdict.metrics()
-        return own
-
-    def _rows_in_order(self, dataset: Any, count: int) -> Any:
-        """Return ``dataset`` if an evaluation was on its first ``count`` rows, in order; None if that is unknown."""
-        in_order = all(map(self._is_own, _ORDER_PAIRS)) and self.args.train_sampling_strategy != "group_by_length"
-        if not in_order or not isinstance(dataset, Dataset) or count > len(dataset):
-            return None
-        is_part = self.args.dataloader_drop_last or self.args.max_eval_steps is not None
-        return dataset if count == len(dataset) or is_part else None
-
     # ---- data
 
     def _prepare_dataset(self, dataset: Any, processing_class: Any, args: RewardConfig, dataset_name: str) -> Any:
@@ -567,9 +360,8 @@ _READ_BATCHES = (
     *("get_train_dataloader", "get_eval_dataloader", "get_test_dataloader"),
     *("_track_num_input_tokens", "_prepare_context_parallel_inputs"),
 )
-_ORDER_PAIRS = ("get_eval_dataloader", "get_test_dataloader", "_get_eval_sampler")
 _MEASURE = ("evaluate", "_evaluate", "_determine_best_metric", "log")
-_OWN = {name: getattr(RewardTrainer, name) for name in (*_READ_BATCHES, *_ORDER_PAIRS, *_MEASURE, "_prepare_dataset")}
+_OWN = {name: getattr(RewardTrainer, name) for name in (*_READ_BATCHES, *ORDER_PAIRS, *_MEASURE, "_prepare_dataset")}
 
 
 def _may_be_on_the_hub(name: str) -> bool:
