@@ -28,7 +28,7 @@ from tiny import made_up_pairs, save_tiny  # noqa: E402
 from transformers import TrainerCallback  # noqa: E402
 
 from trl_tpu import RewardConfig, RewardTrainer, runtime  # noqa: E402
-from trl_tpu.checkpoint.manifest import find_faults  # noqa: E402
+from trl_tpu.checkpoint.folders import find_faults  # noqa: E402
 
 
 class Own(TrainerCallback):

@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from trl_tpu import RewardTrainer
-from trl_tpu.checkpoint.manifest import find_faults
+from trl_tpu.checkpoint.folders import find_faults
 
 FILES = ("saved.txt", "later.txt")
 

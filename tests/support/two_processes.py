@@ -26,8 +26,7 @@ from transformers import TrainerCallback
 
 import trl_tpu
 from trl_tpu import RewardConfig, RewardTrainer
-from trl_tpu.checkpoint.manifest import find_faults
-from trl_tpu.checkpoint.run_folder import RemoteRun
+from trl_tpu.checkpoint.folders import RemoteRun, find_faults
 from trl_tpu.errors import UserError
 from trl_tpu.training import stopping as agreement
 from trl_tpu.training.stopping import Unfinished

@@ -13,8 +13,7 @@ import pytest
 import saving
 
 from trl_tpu.checkpoint.checkpointer import CheckpointLoader
-from trl_tpu.checkpoint.manifest import MANIFEST_FILE, describe_files, files_in, find_faults, publish
-from trl_tpu.checkpoint.run_folder import RunFolder
+from trl_tpu.checkpoint.folders import MANIFEST_FILE, RunFolder, describe_files, files_in, find_faults, publish
 from trl_tpu.errors import UserError
 from trl_tpu.runtime.native import Runtime
 

@@ -14,7 +14,7 @@ from training import trained
 from transformers import TrainerCallback
 
 from trl_tpu import RewardTrainer
-from trl_tpu.checkpoint.manifest import STAGING_FOLDER
+from trl_tpu.checkpoint.folders import STAGING_FOLDER
 
 
 @pytest.fixture(scope="module")

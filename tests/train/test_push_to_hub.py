@@ -18,7 +18,7 @@ from places import EXAMPLES, ROOT
 from safetensors.torch import load, load_file
 
 import trl_tpu
-from trl_tpu.checkpoint.manifest import find_faults
+from trl_tpu.checkpoint.folders import find_faults
 
 EXAMPLE = EXAMPLES / "reward_modeling.py"
 Run = Callable[..., subprocess.CompletedProcess[str]]

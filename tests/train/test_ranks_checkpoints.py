@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from trl_tpu.checkpoint.manifest import find_faults
+from trl_tpu.checkpoint.folders import find_faults
 from trl_tpu.scripts import export
 
 XLA = 0  # in the place of a number of processes: one, that leads eight devices

@@ -25,9 +25,8 @@ from stopping import At
 from transformers import AutoModelForSequenceClassification, TrainerCallback
 
 from trl_tpu import RewardConfig, RewardTrainer, score
-from trl_tpu.checkpoint import manifest
-from trl_tpu.checkpoint.manifest import MANIFEST_FILE, describe_files, files_in, find_faults, publish
-from trl_tpu.checkpoint.run_folder import RemoteRun
+from trl_tpu.checkpoint import folders
+from trl_tpu.checkpoint.folders import MANIFEST_FILE, RemoteRun, describe_files, files_in, find_faults, publish
 from trl_tpu.errors import BEST_LOST, NOT_SAVED, UserError
 from trl_tpu.scripts import reward, synthetic
 from trl_tpu.training import components
@@ -597,7 +596,7 @@ def test_the_commands_status_tells_what_was_lost(status: int, tmp_path: Path, mo
     words = ["--model_name_or_path", "synthetic:tiny", "--dataset_name", "synthetic:numbers", "--report_to", "none"]
     words += ["--output_dir", str(tmp_path), "--max_steps", "2", "--save_steps", "2", "--eval_steps", "2"]
     if status == NOT_SAVED:
-        monkeypatch.setattr(manifest, "publish", lambda *_: os.mkdir(tmp_path))  # which exists
+        monkeypatch.setattr(folders, "publish", lambda *_: os.mkdir(tmp_path))  # which exists
     else:
         lose = lambda trainer: setattr(trainer.trl_tpu, "best_model_lost", "gone")  # noqa: E731
         monkeypatch.setattr(RewardTrainer, "_load_best_model", lose)

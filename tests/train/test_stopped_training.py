@@ -16,7 +16,7 @@ from places import SUPPORT
 from stopping import STEPS, At, later, make_trainer, sigterm
 from training import logged, trained
 
-from trl_tpu.checkpoint.manifest import STAGING_FOLDER
+from trl_tpu.checkpoint.folders import STAGING_FOLDER
 from trl_tpu.cli import main as command
 from trl_tpu.errors import NOT_SAVED, UNFINISHED
 from trl_tpu.scripts import reward

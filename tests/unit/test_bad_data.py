@@ -13,7 +13,7 @@ from datasets import Dataset, Features, Value
 from preference_forms import assistant, tiny_tokenizer, user
 from tokenized import prepare
 
-from trl_tpu.data.old_pairs import old_columns
+from trl_tpu.data.collators import old_columns
 from trl_tpu.data.row_formats import Rankings
 from trl_tpu.errors import UserError
 

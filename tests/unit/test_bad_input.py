@@ -16,7 +16,7 @@ from bad_input import PAIR, Job
 from safetensors.torch import load_file, save_file
 
 from trl_tpu import cli
-from trl_tpu.checkpoint.run_folder import RUN_FILE
+from trl_tpu.checkpoint.folders import RUN_FILE
 
 Spoil = Callable[[Job], Any]
 

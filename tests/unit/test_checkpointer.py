@@ -19,8 +19,7 @@ from transformers import AutoModelForSequenceClassification
 
 from trl_tpu.checkpoint import run_folder, state_dict
 from trl_tpu.checkpoint.checkpointer import Checkpointer, Contents
-from trl_tpu.checkpoint.manifest import MANIFEST_FILE, find_faults
-from trl_tpu.checkpoint.run_folder import RemoteRun, RunFolder
+from trl_tpu.checkpoint.folders import MANIFEST_FILE, RemoteRun, RunFolder, find_faults
 from trl_tpu.checkpoint.state_dict import older_weights
 from trl_tpu.errors import UserError
 from trl_tpu.modeling.outputs import RewardScale, set_scale

@@ -14,11 +14,11 @@ from trl_tpu.data.collators import (
     DictCollator,
     RewardDataCollatorWithPadding,
     batches_in,
+    old_columns,
     read_dict,
 )
 from trl_tpu.data.comparisons import ComparisonRule
 from trl_tpu.data.measure import OLD_KEYS, PAIR, read_row
-from trl_tpu.data.old_pairs import old_columns
 from trl_tpu.errors import UserError
 
 PAD = 0

@@ -32,7 +32,7 @@ from transformers import (
 
 from trl_tpu import RewardConfig, RewardTrainer, cli
 from trl_tpu.checkpoint.export import export_checkpoint
-from trl_tpu.checkpoint.manifest import describe_files, files_in, publish
+from trl_tpu.checkpoint.folders import describe_files, files_in, publish
 from trl_tpu.checkpoint.state_dict import trained_weights
 from trl_tpu.errors import UserError
 from trl_tpu.modeling.outputs import write_old_names

@@ -14,8 +14,7 @@ from trl_tpu.data.batch import scored
 from trl_tpu.data.measure import measure
 from trl_tpu.packing.pack import pack_unpadded
 from trl_tpu.packing.planned import pack
-from trl_tpu.packing.shapes import plan_rows
-from trl_tpu.training.batch_plan import bucket_lengths
+from trl_tpu.packing.shapes import bucket_lengths, plan_rows
 
 
 @settings(max_examples=30)

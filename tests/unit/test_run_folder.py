@@ -11,8 +11,16 @@ import apart
 import fsspec
 import pytest
 
-from trl_tpu.checkpoint.manifest import MANIFEST_FILE, STAGING_FOLDER, describe_files, files_in, publish
-from trl_tpu.checkpoint.run_folder import RUN_FILE, RemoteRun, RunFolder
+from trl_tpu.checkpoint.folders import (
+    MANIFEST_FILE,
+    RUN_FILE,
+    STAGING_FOLDER,
+    RemoteRun,
+    RunFolder,
+    describe_files,
+    files_in,
+    publish,
+)
 from trl_tpu.config.reward_config import private_folder
 from trl_tpu.errors import UserError
 

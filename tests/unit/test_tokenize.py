@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from preference_forms import assistant, rows_of_every_form, tiny_model, tiny_tokenizer
 from tokenized import prepare
 
+from trl_tpu.data.collators import old_columns
 from trl_tpu.data.measure import PAIR
-from trl_tpu.data.old_pairs import old_columns
 
 FORMS = rows_of_every_form()
 

@@ -30,8 +30,8 @@ from ..errors import UserError
 from ..modeling.layers import by_layer
 from ..parallel.shard import mesh_of
 from ..runtime import Runtime
-from . import manifest, state_dict
-from .run_folder import RunFolder, local_copy
+from . import folders, state_dict
+from .folders import RunFolder, local_copy
 
 logger = logging.getLogger(__name__)
 
@@ -101,7 +101,7 @@ class Contents:
     @property
     def staging(self) -> Path:
         """The folder in which it is written."""
-        return manifest.staging_of(self.run.path / self.name)
+        return folders.staging_of(self.run.path / self.name)
 
 
 class Checkpointer:
@@ -209,7 +209,7 @@ class Checkpointer:
             if remote is not None:
                 # files of a run on another mesh would be read with these
                 self._together(lambda: remote.delete(contents.name), by_writer=True)
-                self._together(lambda: remote.put(staging, manifest.files_in(staging), contents.name))
+                self._together(lambda: remote.put(staging, folders.files_in(staging), contents.name))
             # the manifest comes last, and no host goes on before the checkpoint is there
             self._together(lambda: self._publish(contents, described), by_writer=True)
         except Exception as error:
@@ -223,25 +223,25 @@ class Checkpointer:
         if state:
             state_dict.write_state(state, contents.staging / state_dict.STATE_FOLDER, self._runtime)
 
-    def _describe_files(self, contents: Contents) -> manifest.Files:
+    def _describe_files(self, contents: Contents) -> folders.Files:
         """Return sizes and checksums of all hosts' files; of this host's if each seals its own disk."""
-        names = manifest.files_in(contents.staging)  # every host has written its files
+        names = folders.files_in(contents.staging)  # every host has written its files
         if self._shares_disk:
             topology = self._runtime.topology()
             names = names[topology.process_index :: topology.process_count]
-        described: manifest.Files = self._together(lambda: manifest.describe_files(contents.staging, names))
+        described: folders.Files = self._together(lambda: folders.describe_files(contents.staging, names))
         if not self._shares_disk and contents.run.remote is None:
             return described
         return {name: file for part in self._gather(described) for name, file in part.items()}
 
-    def _publish(self, contents: Contents, files: manifest.Files) -> None:
+    def _publish(self, contents: Contents, files: folders.Files) -> None:
         """Make the checkpoint visible, and only then delete older ones."""
         run, staging = contents.run, contents.staging
         if run.remote is None:
-            manifest.publish(staging, run.path / contents.name, files)
+            folders.publish(staging, run.path / contents.name, files)
         else:
-            manifest.seal(staging, files)
-            run.remote.put(staging, [manifest.MANIFEST_FILE], contents.name)
+            folders.seal(staging, files)
+            run.remote.put(staging, [folders.MANIFEST_FILE], contents.name)
         run.rotate(self._limit, {contents.name, contents.best or contents.name})
 
     def _gather(self, value: Any) -> list[Any]:
@@ -267,7 +267,7 @@ class Checkpointer:
 
     def _clean_up(self, contents: Contents) -> None:
         if self._makes_folder(contents):  # also when the disk is full
-            manifest.discard(contents.staging)
+            folders.discard(contents.staging)
 
 
 # ---- loading
@@ -417,7 +417,7 @@ class CheckpointLoader:
 
     def _check_given(self, folder: str) -> None:
         """Reject a damaged checkpoint that was named. One of another trainer has no manifest and may pass."""
-        if manifest.is_ours(folder):
+        if folders.is_ours(folder):
             if faults := self._faults(folder):
                 raise UserError(
                     f"The checkpoint {folder} is damaged: {'; '.join(faults)}. "
@@ -434,7 +434,7 @@ class CheckpointLoader:
     def _faults(self, folder: str) -> list[str]:
         """Return a checkpoint's faults; processes that share it each look at a part of its files."""
         share = (self._processes.index, self._processes.count) if self._shares_disk else (0, 1)
-        return sum(self._processes.all_gather_object(manifest.find_faults(folder, share)), [])
+        return sum(self._processes.all_gather_object(folders.find_faults(folder, share)), [])
 
     def _local(self, checkpoint: str) -> str:
         """Return a folder of this host with the files of a checkpoint, which may be at a URL.

@@ -38,8 +38,7 @@ from ..modeling.outputs import (
     write_outputs,
 )
 from ..runtime.native import Runtime
-from .manifest import MANIFEST_FILE, STAGING_FOLDER, fill_aside, find_faults
-from .run_folder import local_copy
+from .folders import MANIFEST_FILE, STAGING_FOLDER, fill_aside, find_faults, local_copy
 from .state_dict import STATE_FOLDER, WEIGHT_PREFIX, read_weights, reader_of
 
 MODEL_FILES = ("model.safetensors", "model.safetensors.index.json")

@@ -104,7 +104,7 @@ def tensors_in(inputs: Mapping[str, Any]) -> Mapping[str, Any]:
     return parts[0].tensors() if parts else inputs
 
 
-# ---- TRL's dict
+# ---- making batches
 
 
 Example = Mapping[str, Any]

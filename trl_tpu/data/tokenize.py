@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerBase
 from ..errors import UserError
 from . import checks
 from .checks import RAW_COLUMNS
+from .collators import old_margin, read_old_row, render_old
 from .formats import apply_template, convert_row, template_arguments
 from .measure import (
     ANSWERS,
@@ -32,7 +33,6 @@ from .measure import (
     select,
     tables_of,
 )
-from .old_pairs import old_margin, read_old_row, render_old
 from .row_formats import Pairs, Rankings, is_ranking
 from .traps import TRAPS, find_traps, warn, warn_of_traps
 

@@ -377,3 +377,15 @@ def least_work(works_CB: np.ndarray, largest_work: float, count: int) -> list[in
         chosen.append(int(np.minimum(works_CB, best_B).sum(axis=1).argmin()))
         best_B = np.minimum(best_B, works_CB[chosen[-1]])
     return chosen
+
+
+def bucket_lengths(longest: int, max_lengths: int = 4, multiple: int = 64) -> tuple[int, ...]:
+    """Return a few row lengths that cover every batch: the longest, rounded up to ``multiple``, and successive halves.
+
+    >>> bucket_lengths(1000)
+    (128, 256, 512, 1024)
+    >>> bucket_lengths(30)
+    (64,)
+    """
+    halves = (round_up(longest, 2**halvings) // 2**halvings for halvings in range(max_lengths))
+    return tuple(sorted({round_up(length, multiple) for length in halves}))

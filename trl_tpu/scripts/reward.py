@@ -19,7 +19,7 @@ import pyarrow as pa
 from datasets.exceptions import DatasetGenerationError
 from safetensors import SafetensorError
 
-from trl_tpu.checkpoint.run_folder import RemoteRun, RunFolder
+from trl_tpu.checkpoint.folders import RemoteRun, RunFolder
 from trl_tpu.config.reward_config import RewardConfig, help_from_docstring
 from trl_tpu.data.measure import read_row
 from trl_tpu.errors import BEST_LOST, NOT_SAVED, UNFINISHED, UserError

@@ -28,10 +28,9 @@ from .. import runtime
 from ..config.reward_config import RewardConfig
 from ..data.batch import Batch
 from ..data.chat_templates import date_written
-from ..data.collators import DataCollatorForPreference, batches_in
+from ..data.collators import DataCollatorForPreference, _tokenize, batches_in
 from ..data.loader import prompts_in_training
 from ..data.measure import COLUMNS, PAIR, form_of
-from ..data.old_pairs import _tokenize
 from ..errors import UserTypeError
 from ..evaluation.judge import RewardSums, check_best_metric, check_eval_by, sums_of
 from ..modeling.adapters import complete_config, is_peft_model, without_adapters
@@ -45,16 +44,15 @@ from ..modeling.build import (
     in_order_of,
 )
 from ..modeling.load import warn_of_unscored_eos
-from ..modeling.losses import Loss
 from ..modeling.model_shape import work_of_a_pair
 from ..modeling.outputs import BASE_CONFIG, Outputs, set_scale
 from ..packing.shapes import RowPlan
 from ..report.model_card import is_generated, make_model_card
 from ..report.page import write_verdicts
 from ..training.batch_plan import BatchPlan
-from ..training.device_trainer import write_card
+from ..training.saving import write_card
 from ..training.statistics import AddedMetrics, StepStatistics
-from ..training.step import StepResult, training_step
+from ..training.step import Loss, StepResult, training_step
 from .evaluation import ORDER_PAIRS, EvaluatingTrainer
 from .legacy import has_old_order, upgrade_args, upgrade_processing_class, uses_old_columns
 from .utils import get_config_model_id

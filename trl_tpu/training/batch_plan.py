@@ -16,20 +16,20 @@ from ..config.reward_config import RewardConfig
 from ..data.batch import BatchCollator, Part
 from ..data.collators import DataCollatorForPreference, DictCollator, RewardDataCollatorWithPadding
 from ..data.comparisons import ComparisonRule
-from ..data.loader import sizes_by_prompt
+from ..data.loader import plan_rows_of, sizes_by_prompt
 from ..data.measure import PAIR, SOLUTION, has_form, is_prepared, measure
 from ..errors import UserError
 from ..modeling.adapters import without_adapters
 from ..modeling.forward import PackingImpossible
 from ..modeling.layers import find_layers
-from ..modeling.losses import TIES
 from ..modeling.model_shape import position_groups
 from ..modeling.packability import check_unmodified, make_packable, reads_padding
 from ..modeling.static_shapes import ExpansionImpossible, fit_to_device, use_expanded_attention
 from ..packing.pack import pack_unpadded, pad
 from ..packing.planned import pack
-from ..packing.shapes import RowPlan, attention_crossover_length, plan_rows, round_up
+from ..packing.shapes import RowPlan, attention_crossover_length, bucket_lengths, round_up
 from ..runtime import Runtime
+from .step import TIES
 
 logger = logging.getLogger(__name__)
 
@@ -39,51 +39,6 @@ _COLLATORS = (DataCollatorForPreference, RewardDataCollatorWithPadding, DataColl
 
 # below this, a mask for each query and key costs less than moving every layer's queries, keys and values
 LONG_ROW = 2048
-
-
-def plan_rows_of(
-    dataset: Dataset,
-    hidden_size: int,
-    pairs: int,
-    shards: int,
-    args: RewardConfig,
-    expands: bool = False,
-    multiple: int = 32,
-    sizes_N: np.ndarray | None = None,
-) -> RowPlan:
-    """Plan the rows in which batches of ``pairs`` pairs of ``dataset`` are packed.
-
-    Args:
-        expands: Whether attention reads rows of whole sequences: then what all sequences share takes room in each.
-        multiple: Lengths are multiples of this.
-        sizes_N: From `sizes_by_prompt`, instead of sizes that are the pairs' own.
-
-    Raises:
-        UserError: For too short a `row_length`.
-    """
-    measured = measure(dataset)
-    return plan_rows(
-        measured.lengths.sizes_P if sizes_N is None else sizes_N,
-        pairs,
-        shards,
-        max_shapes=args.max_shapes,
-        shared_prefix=0 if expands else measured.shared_prefix,
-        attention_crossover_length=attention_crossover_length(hidden_size),
-        multiple=multiple,
-        row_length=args.row_length,
-    )
-
-
-def bucket_lengths(longest: int, max_lengths: int = 4, multiple: int = 64) -> tuple[int, ...]:
-    """Return a few row lengths that cover every batch: the longest, rounded up to ``multiple``, and successive halves.
-
-    >>> bucket_lengths(1000)
-    (128, 256, 512, 1024)
-    >>> bucket_lengths(30)
-    (64,)
-    """
-    halves = (round_up(longest, 2**halvings) // 2**halvings for halvings in range(max_lengths))
-    return tuple(sorted({round_up(length, multiple) for length in halves}))
 
 
 class BatchPlan:

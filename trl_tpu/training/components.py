@@ -11,26 +11,18 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 from torch import nn
-from transformers import PreTrainedModel, TrainerState
-from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME, TRAINING_ARGS_NAME
-from transformers.trainer_callback import ExportableState
 
-from ..checkpoint.checkpointer import Checkpointer, CheckpointLoader, Contents, together
-from ..checkpoint.run_folder import RemoteRun, RunFolder
-from ..checkpoint.state_dict import PROGRESS_FILE, optimizer_numbers, whole_weights
+from ..checkpoint.checkpointer import Checkpointer, CheckpointLoader
+from ..checkpoint.folders import RemoteRun, RunFolder
 from ..config.reward_config import RewardConfig
 from ..data.measure import is_prepared, measure
 from ..errors import UserError
-from ..modeling.adapters import complete_config, save_adapter_config
-from ..modeling.losses import Loss
-from ..parallel.shard import saves_what_it_is_given
-from ..report.model_card import add_card
 from ..runtime import current
 from .batch_plan import BatchPlan
-from .optimizer import StepState, bare
+from .optimizer import StepState
 from .progress import RecompileGuard
 from .statistics import StepStatistics
-from .step import StepResult
+from .step import Loss, StepResult
 from .stopping import HostAgreement, Preemption, Unfinished
 
 _SETTINGS = (
@@ -103,79 +95,6 @@ def keeps_state(accelerator: Accelerator) -> bool:
 def is_users(method: Any) -> bool:
     """Return whether a trainer's method was written by a user: not by this package or transformers."""
     return getattr(method, "__module__", "").partition(".")[0] not in (__package__.partition(".")[0], "transformers")
-
-
-def contents_of(trainer: Any, run: RunFolder) -> Contents:
-    """Return the contents of a checkpoint of the current step of ``trainer``, a `DeviceTrainer`."""
-    state, args = trainer.state, trainer.args
-    if state.best_global_step:
-        best = run.path / f"checkpoint-{state.best_global_step}"
-        if best.is_dir() or state.best_global_step == state.global_step:
-            state.best_model_checkpoint = str(best)
-    return Contents(
-        name=f"checkpoint-{state.global_step}",
-        run=run,
-        describe=partial(_describe, trainer),
-        model=trainer.model if keeps_state(trainer.accelerator) else None,
-        optimizer=None if args.save_only_model else bare(trainer.optimizer),
-        best=None if state.best_model_checkpoint is None else Path(state.best_model_checkpoint).name,
-    )
-
-
-def _describe(trainer: Any, folder: Path) -> None:
-    """Write a checkpoint's small files. All ranks take part.
-
-    A rank that raises before a collective leaves the others waiting in it, so errors are exchanged before each.
-    """
-    args, model, runtime, path = trainer.args, trainer.model, trainer.trl_tpu.runtime, str(folder)
-    ours, writes, has_state = keeps_state(trainer.accelerator), args.should_save, not args.save_only_model
-    all_gather_object, random_states = trainer.trl_tpu.agreement.all_gather_object, []
-    if has_state:
-        sums = trainer.trl_tpu.statistics.state(trainer._tr_loss) if ours else []
-        save = trainer._save_rng_state if writes or args.world_size > 1 else None  # hosts of a mesh have the writer's
-        own_states = together(lambda: _write_random_states(save, folder), all_gather_object)
-        if trainer.trl_tpu.remote is not None and args.world_size > 1:
-            random_states = all_gather_object(own_states)  # the writer uploads them
-    if not ours or is_users(trainer.save_model) or is_users(trainer._save):
-        together(lambda: trainer.save_model(path, _internal_call=True), all_gather_object)
-    else:
-        are_gathered = runtime.topology().process_count > 1 and args.save_only_model
-        weights = whole_weights(model, runtime, keeps=writes) if are_gathered else {}
-        if writes and (weights or isinstance(model, PreTrainedModel)):
-            with saves_what_it_is_given(model):
-                trainer._save(path, weights)
-        elif writes:
-            save_adapter_config(model, trainer.processing_class, path)
-            torch.save(args, folder / TRAINING_ARGS_NAME)
-    if has_state and not ours:
-        trainer._save_optimizer_and_scheduler(path)
-    elif has_state and writes:
-        numbers = optimizer_numbers(bare(trainer.optimizer), model)
-        progress = {"processes": sums, "logged_step": trainer._globalstep_last_logged, "optimizer": numbers}
-        batches = {"batches": trainer.trl_tpu.batch_plan.layout, "order": trainer.trl_tpu.order}
-        # floats come back to the bit
-        (folder / PROGRESS_FILE).write_text(json.dumps(progress | batches), encoding="utf-8")
-        torch.save(trainer.lr_scheduler.state_dict(), folder / SCHEDULER_NAME)  # type: ignore[union-attr]
-    if has_state:
-        trainer._save_scaler(path)
-    if writes:
-        complete_config(model, path)
-        add_card(folder, folder, Path(args.output_dir))
-        for states in random_states:
-            for name, state in states.items():
-                (folder / name).write_bytes(state)
-        preemption = trainer.trl_tpu.preemption
-        exporting = [*trainer.callback_handler.callbacks, trainer.control, *[preemption] * bool(preemption.stopped_by)]
-        exporting = [each for each in exporting if isinstance(each, ExportableState)]
-        trainer.state.stateful_callbacks = TrainerState(stateful_callbacks=exporting).stateful_callbacks
-        trainer.state.save_to_json(str(folder / TRAINER_STATE_NAME))
-
-
-def _write_random_states(save: Callable[[str], None] | None, folder: Path) -> dict[str, bytes]:
-    """Write this rank's random states, and return the contents of such files in the folder, by name."""
-    if save is not None:
-        save(str(folder))
-    return {path.name: path.read_bytes() for path in folder.glob("rng_state*.pth")}
 
 
 class Components:

@@ -41,15 +41,12 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils.data import RandomSampler
-from transformers import PreTrainedModel, ProgressCallback, Trainer, TrainerCallback, get_scheduler
-from transformers.trainer_utils import HubStrategy, has_length
+from transformers import ProgressCallback, get_scheduler
+from transformers.trainer_utils import has_length
 
-from ..checkpoint.checkpointer import together
-from ..checkpoint.manifest import files_in, fill_aside, is_ours
-from ..checkpoint.run_folder import RemoteRun, RunFolder
-from ..checkpoint.state_dict import give_weights_on_host, older_weights, whole_weights
+from ..checkpoint.folders import RunFolder
+from ..checkpoint.state_dict import give_weights_on_host
 from ..config.checks import check_final_rate
-from ..config.reward_config import RewardConfig, is_url, private_folder
 from ..data.batch import apart, tensors_in
 from ..data.loader import (
     ByPrompt,
@@ -64,7 +61,6 @@ from ..data.loader import (
     training_order,
 )
 from ..errors import UserError
-from ..modeling.adapters import complete_config
 from ..parallel.mesh import BATCH_AXES
 from ..parallel.shard import (
     ShardReport,
@@ -73,23 +69,22 @@ from ..parallel.shard import (
     place_model,
     plan_model,
     reshard,
-    saves_what_it_is_given,
     spread_model,
     whole,
 )
-from ..report.model_card import add_card
 from ..runtime import choice, current
 from .batch_plan import BatchPlan
-from .components import Components, check_alike, contents_of, describe_run, is_users, keeps_state, order_of_pairs
+from .components import Components
 from .optimizer import bare
 from .progress import Progress
+from .saving import SavingTrainer
 from .statistics import StepCounts, StepStatistics
 from .stopping import SIGTERM, EvaluationCutShort, StepCallback
 
 logger = logging.getLogger(__name__)
 
 
-class DeviceTrainer(Trainer):
+class DeviceTrainer(SavingTrainer):
     """A Trainer whose every step is one program on the device, and whose checkpoints are complete or invisible.
 
     It knows batches by their shapes and what its steps measure by its sums: not what they are of.
@@ -97,10 +92,6 @@ class DeviceTrainer(Trainer):
     What this package adds is in `trl_tpu` and in private methods: a subclass may use any other public name.
     """
 
-    args: RewardConfig
-    model: PreTrainedModel  # or one of peft, which hands its attributes on
-    trl_tpu: Components
-    """What this package adds."""
     shard_report: ShardReport | None = None
     stopped_by: str | None = None
     """What ended the last `train()` before its end: "training_time_limit" or "SIGTERM"; else None."""
@@ -122,23 +113,9 @@ class DeviceTrainer(Trainer):
             current().activations_on_host() if offloads else contextlib.nullcontext()
         )
 
-    def __getattr__(self, name: str) -> Any:
-        if name == "trl_tpu":
-            raise UserError(f"{type(self).__name__} skips RewardTrainer's constructor: call `super().__init__(...)`.")
-        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-
     @property
     def _accumulates(self) -> bool:
         return self.args.gradient_accumulation_steps > 1
-
-    @property
-    def _shards_model(self) -> bool:
-        return current().shards_model
-
-    @property
-    def _batch_parts(self) -> int:
-        """How many parts of a batch different processes compute."""
-        return self.accelerator.num_processes // current().copies
 
     def describe(self) -> str:
         """Return what trains where, for the start of a log: runtime, mesh, what is sharded, batches and shapes."""
@@ -190,20 +167,6 @@ class DeviceTrainer(Trainer):
         if preemption.told_to_stop:  # after the last step, where we do not save: it does what it does without us
             ours.at_late_sigterm()
         return output
-
-    def _checkpoint_of(self, run: RunFolder, resume: str | bool | None) -> str | None:
-        """Find the checkpoint to go on from, and make the folder its run's; a new run's, where there is none."""
-        ours, all_gather_object = self.trl_tpu, self.trl_tpu.agreement.all_gather_object
-        ours.order = order_of_pairs(self.args, self._batch_parts, self.train_dataset)
-        if ours.agreement.count > self.accelerator.num_processes:  # hosts of a mesh, which accelerate does not count
-            own = ours.order | describe_run(self.args, self.eval_dataset, resume)
-            check_alike(all_gather_object(own))
-        together(run.claim, all_gather_object)
-        checkpoint = ours.checkpoints.find(resume, run, ours.batch_plan.layout, ours.order)
-        step = ours.checkpoints.state().global_step
-        bases = {each.base_model_name_or_path or "" for each in getattr(self.model, "peft_config", {}).values()} - {""}
-        together(lambda: run.begin(ours.checkpoints.place, step, bases), all_gather_object)
-        return checkpoint
 
     def _begin(self) -> None:
         """Begin to count, or go on counting: the model and all state are ready for the first step."""
@@ -495,118 +458,6 @@ class DeviceTrainer(Trainer):
             weights = f"in checkpoint-{self.state.global_step}" if saved else "not saved, as the log says"
         raise FloatingPointError(ours.statistics.explain_stop(first, last, rows, weights))
 
-    # ---- checkpoints
-
-    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Write the model, or its adapters, as safetensors with config and tokenizer beside it.
-
-        A folder has all of its files afterwards or, where there is no room for them, what it had before.
-        """
-        runtime, folder = self.trl_tpu.runtime, str(output_dir or self.args.output_dir)
-        remote = self.trl_tpu.remote if folder == str(self.args.output_dir) else None
-        if is_url(folder):
-            folder, remote = private_folder(folder), RemoteRun(folder)
-
-        def write() -> None:
-            weights = None
-            if self._shards_model:
-                weights = whole_weights(self.model, runtime, keeps=self.args.should_save)
-            if not self.args.should_save:
-                if weights is None:  # accelerate's FSDP and DeepSpeed gather them
-                    super(DeviceTrainer, self).save_model(folder, _internal_call=True)
-                return
-            Path(folder).mkdir(parents=True, exist_ok=True)
-            with fill_aside(Path(folder)) as staging:
-                with saves_what_it_is_given(self.model):
-                    if weights is not None:
-                        self._save(str(staging), weights)
-                    else:
-                        super(DeviceTrainer, self).save_model(str(staging), _internal_call=True)
-                complete_config(self.model, staging)
-                write_card(self.create_model_card)
-                add_card(staging, Path(folder), Path(str(self.args.output_dir)))
-                names = files_in(staging)
-                if remote is not None:
-                    remote.put(staging, names)
-                    remote.delete_files(older_weights(remote.names(), names))
-                for name in older_weights([path.name for path in Path(folder).iterdir()], names):
-                    Path(folder, name).unlink()
-
-        # the other hosts wait here, since they may read it next
-        together(write, runtime.all_gather_object)
-        if self.args.push_to_hub and not _internal_call:
-            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
-
-    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        """Save a checkpoint beside training: see `trl_tpu.checkpoint.checkpointer`."""
-        if self.hp_search_backend is None and trial is None:
-            self.store_flos()
-        write_card(self.create_model_card)
-        ours = self.trl_tpu
-        ours.checkpointer.wait()  # the best one so far may be on its way
-        contents = contents_of(self, ours.run_folder)
-        ours.checkpointer.save(contents)
-        ours.preemption.note_save(self.state.global_step)
-        final = contents.run.path / contents.name
-        watch = [type(each).on_save is not TrainerCallback.on_save for each in self.callback_handler.callbacks]
-        if self.args.push_to_hub or is_users(self._save_checkpoint) or any(watch):
-            ours.checkpointer.wait()  # they look for the folder
-        if self.args.push_to_hub and any(final.glob("*.safetensors")):
-            self._report_pushes()
-            self._push_from_checkpoint(str(final))
-        elif self.args.push_to_hub and self.args.hub_strategy != HubStrategy.END:
-            logger.warning("%s is not pushed: it has no model's files here. The model is, at the end.", contents.place)
-
-    def _report_pushes(self) -> None:
-        """Say which uploads beside training failed, whose errors transformers drops."""
-        jobs: list[Any] = getattr(getattr(self, "push_in_progress", None), "jobs", [])
-        for job in [job for job in jobs if job.done()]:
-            jobs.remove(job)
-            if not job.cancelled() and (error := job.exception()) is not None:
-                logger.error("An upload to %s FAILED, the repository is as before: %s", self.hub_model_id, error)
-
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        if not self.trl_tpu.checkpoints.load_weights(self.model, resume_from_checkpoint):
-            super()._load_from_checkpoint(resume_from_checkpoint, model)
-
-    def _load_best_model(self) -> None:
-        ours, best = self.trl_tpu, str(self.state.best_model_checkpoint)
-        if ours.preemption.stopped_by == SIGTERM:
-            return
-        if not keeps_state(self.accelerator) or (ours.remote is None and Path(best).is_dir() and not is_ours(best)):
-            super()._load_best_model()
-            return
-        folder, faults = ours.checkpoints.find_best(best, ours.run_folder)
-        if faults:
-            ours.best_model_lost = f"{best}: {'; '.join(faults)}"
-            logger.error("The best model is LOST, and the last one is in its place: %s.", ours.best_model_lost)
-        elif ours.checkpoints.load_weights(self.model, folder):
-            ours.statistics.note_best(self.model, folder)
-            logger.info("Loaded the best model, from %s (score: %s).", best, self.state.best_metric)
-        else:  # it has no state of ours, but a model's files
-            self.state.best_model_checkpoint = folder
-            super()._load_best_model()
-            self.state.best_model_checkpoint = best
-        ours.agreement.all_gather_object(None)  # ranks of a host may share a copy, which the first removes
-
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        if checkpoint is None:
-            return
-        with self.trl_tpu.step_state.one_by_one():
-            ours = keeps_state(self.accelerator) and self.trl_tpu.checkpoints.load_optimizer(
-                self.model, bare(self.optimizer), self.lr_scheduler, checkpoint
-            )
-            if not ours:
-                super()._load_optimizer_and_scheduler(checkpoint)
-
-    def _load_rng_state(self, checkpoint: str | None) -> None:
-        try:
-            super()._load_rng_state(checkpoint)
-        except KeyError as error:
-            if error.args != (self.args.device.type,):
-                raise
-            logger.warning("%s has no random numbers of this device, which start anew.", checkpoint)
-
     # ---- after the last step
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
@@ -643,11 +494,3 @@ class DeviceTrainer(Trainer):
             total = self._total_loss_scalar + open_loss
             self._tr_loss = statistics.loss_sum()
             self._total_loss_scalar = total * steps / finite if finite > 0 else float("nan")
-
-
-def write_card(create_model_card: Callable[..., None], **names: Any) -> None:
-    """Write a trainer's model card; where that fails, the model is saved, or its save says more."""
-    try:
-        create_model_card(**names)
-    except OSError as error:
-        logger.error("The model card could not be written: %s", error)

@@ -1,0 +1,260 @@
+"""What a run writes and reads: models, checkpoints, and pushes to the Hub."""
+
+import json
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainerState
+from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME, TRAINING_ARGS_NAME
+from transformers.trainer_callback import ExportableState
+from transformers.trainer_utils import HubStrategy
+
+from ..checkpoint.checkpointer import Contents, together
+from ..checkpoint.folders import RemoteRun, RunFolder, files_in, fill_aside, is_ours
+from ..checkpoint.state_dict import PROGRESS_FILE, older_weights, optimizer_numbers, whole_weights
+from ..config.reward_config import RewardConfig, is_url, private_folder
+from ..errors import UserError
+from ..modeling.adapters import complete_config, save_adapter_config
+from ..parallel.shard import (
+    saves_what_it_is_given,
+)
+from ..report.model_card import add_card
+from ..runtime import current
+from .components import Components, check_alike, describe_run, is_users, keeps_state, order_of_pairs
+from .optimizer import bare
+from .stopping import SIGTERM
+
+logger = logging.getLogger(__name__)
+
+
+class SavingTrainer(Trainer):
+    """A Trainer whose checkpoints are complete or invisible, and whose saved models are whole.
+
+    The overrides are listed in `trl_tpu.training.device_trainer`.
+    """
+
+    args: RewardConfig
+    model: PreTrainedModel  # or one of peft, which hands its attributes on
+    trl_tpu: Components
+    """What this package adds."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "trl_tpu":
+            raise UserError(f"{type(self).__name__} skips RewardTrainer's constructor: call `super().__init__(...)`.")
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    @property
+    def _shards_model(self) -> bool:
+        return current().shards_model
+
+    @property
+    def _batch_parts(self) -> int:
+        """How many parts of a batch different processes compute."""
+        return self.accelerator.num_processes // current().copies
+
+    def _checkpoint_of(self, run: RunFolder, resume: str | bool | None) -> str | None:
+        """Find the checkpoint to go on from, and make the folder its run's; a new run's, where there is none."""
+        ours, all_gather_object = self.trl_tpu, self.trl_tpu.agreement.all_gather_object
+        ours.order = order_of_pairs(self.args, self._batch_parts, self.train_dataset)
+        if ours.agreement.count > self.accelerator.num_processes:  # hosts of a mesh, which accelerate does not count
+            own = ours.order | describe_run(self.args, self.eval_dataset, resume)
+            check_alike(all_gather_object(own))
+        together(run.claim, all_gather_object)
+        checkpoint = ours.checkpoints.find(resume, run, ours.batch_plan.layout, ours.order)
+        step = ours.checkpoints.state().global_step
+        bases = {each.base_model_name_or_path or "" for each in getattr(self.model, "peft_config", {}).values()} - {""}
+        together(lambda: run.begin(ours.checkpoints.place, step, bases), all_gather_object)
+        return checkpoint
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Write the model, or its adapters, as safetensors with config and tokenizer beside it.
+
+        A folder has all of its files afterwards or, where there is no room for them, what it had before.
+        """
+        runtime, folder = self.trl_tpu.runtime, str(output_dir or self.args.output_dir)
+        remote = self.trl_tpu.remote if folder == str(self.args.output_dir) else None
+        if is_url(folder):
+            folder, remote = private_folder(folder), RemoteRun(folder)
+
+        def write() -> None:
+            weights = None
+            if self._shards_model:
+                weights = whole_weights(self.model, runtime, keeps=self.args.should_save)
+            if not self.args.should_save:
+                if weights is None:  # accelerate's FSDP and DeepSpeed gather them
+                    super(SavingTrainer, self).save_model(folder, _internal_call=True)
+                return
+            Path(folder).mkdir(parents=True, exist_ok=True)
+            with fill_aside(Path(folder)) as staging:
+                with saves_what_it_is_given(self.model):
+                    if weights is not None:
+                        self._save(str(staging), weights)
+                    else:
+                        super(SavingTrainer, self).save_model(str(staging), _internal_call=True)
+                complete_config(self.model, staging)
+                write_card(self.create_model_card)
+                add_card(staging, Path(folder), Path(str(self.args.output_dir)))
+                names = files_in(staging)
+                if remote is not None:
+                    remote.put(staging, names)
+                    remote.delete_files(older_weights(remote.names(), names))
+                for name in older_weights([path.name for path in Path(folder).iterdir()], names):
+                    Path(folder, name).unlink()
+
+        # the other hosts wait here, since they may read it next
+        together(write, runtime.all_gather_object)
+        if self.args.push_to_hub and not _internal_call:
+            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        """Save a checkpoint beside training: see `trl_tpu.checkpoint.checkpointer`."""
+        if self.hp_search_backend is None and trial is None:
+            self.store_flos()
+        write_card(self.create_model_card)
+        ours = self.trl_tpu
+        ours.checkpointer.wait()  # the best one so far may be on its way
+        contents = self._contents(ours.run_folder)
+        ours.checkpointer.save(contents)
+        ours.preemption.note_save(self.state.global_step)
+        final = contents.run.path / contents.name
+        watch = [type(each).on_save is not TrainerCallback.on_save for each in self.callback_handler.callbacks]
+        if self.args.push_to_hub or is_users(self._save_checkpoint) or any(watch):
+            ours.checkpointer.wait()  # they look for the folder
+        if self.args.push_to_hub and any(final.glob("*.safetensors")):
+            self._report_pushes()
+            self._push_from_checkpoint(str(final))
+        elif self.args.push_to_hub and self.args.hub_strategy != HubStrategy.END:
+            logger.warning("%s is not pushed: it has no model's files here. The model is, at the end.", contents.place)
+
+    def _report_pushes(self) -> None:
+        """Say which uploads beside training failed, whose errors transformers drops."""
+        jobs: list[Any] = getattr(getattr(self, "push_in_progress", None), "jobs", [])
+        for job in [job for job in jobs if job.done()]:
+            jobs.remove(job)
+            if not job.cancelled() and (error := job.exception()) is not None:
+                logger.error("An upload to %s FAILED, the repository is as before: %s", self.hub_model_id, error)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        if not self.trl_tpu.checkpoints.load_weights(self.model, resume_from_checkpoint):
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_best_model(self) -> None:
+        ours, best = self.trl_tpu, str(self.state.best_model_checkpoint)
+        if ours.preemption.stopped_by == SIGTERM:
+            return
+        if not keeps_state(self.accelerator) or (ours.remote is None and Path(best).is_dir() and not is_ours(best)):
+            super()._load_best_model()
+            return
+        folder, faults = ours.checkpoints.find_best(best, ours.run_folder)
+        if faults:
+            ours.best_model_lost = f"{best}: {'; '.join(faults)}"
+            logger.error("The best model is LOST, and the last one is in its place: %s.", ours.best_model_lost)
+        elif ours.checkpoints.load_weights(self.model, folder):
+            ours.statistics.note_best(self.model, folder)
+            logger.info("Loaded the best model, from %s (score: %s).", best, self.state.best_metric)
+        else:  # it has no state of ours, but a model's files
+            self.state.best_model_checkpoint = folder
+            super()._load_best_model()
+            self.state.best_model_checkpoint = best
+        ours.agreement.all_gather_object(None)  # ranks of a host may share a copy, which the first removes
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None:
+            return
+        with self.trl_tpu.step_state.one_by_one():
+            ours = keeps_state(self.accelerator) and self.trl_tpu.checkpoints.load_optimizer(
+                self.model, bare(self.optimizer), self.lr_scheduler, checkpoint
+            )
+            if not ours:
+                super()._load_optimizer_and_scheduler(checkpoint)
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        try:
+            super()._load_rng_state(checkpoint)
+        except KeyError as error:
+            if error.args != (self.args.device.type,):
+                raise
+            logger.warning("%s has no random numbers of this device, which start anew.", checkpoint)
+
+    def _contents(self, run: RunFolder) -> Contents:
+        """Return the contents of a checkpoint of the current step."""
+        state, args = self.state, self.args
+        if state.best_global_step:
+            best = run.path / f"checkpoint-{state.best_global_step}"
+            if best.is_dir() or state.best_global_step == state.global_step:
+                state.best_model_checkpoint = str(best)
+        return Contents(
+            name=f"checkpoint-{state.global_step}",
+            run=run,
+            describe=self._describe,
+            model=self.model if keeps_state(self.accelerator) else None,
+            optimizer=None if args.save_only_model else bare(self.optimizer),
+            best=None if state.best_model_checkpoint is None else Path(state.best_model_checkpoint).name,
+        )
+
+    def _describe(self, folder: Path) -> None:
+        """Write a checkpoint's small files. All ranks take part.
+
+        A rank that raises before a collective leaves the others waiting in it, so errors are exchanged before each.
+        """
+        args, model, runtime, path = self.args, self.model, self.trl_tpu.runtime, str(folder)
+        ours, writes, has_state = keeps_state(self.accelerator), args.should_save, not args.save_only_model
+        all_gather_object, random_states = self.trl_tpu.agreement.all_gather_object, []
+        if has_state:
+            sums = self.trl_tpu.statistics.state(self._tr_loss) if ours else []
+            save = self._save_rng_state if writes or args.world_size > 1 else None  # hosts of a mesh have the writer's
+            own_states = together(lambda: _write_random_states(save, folder), all_gather_object)
+            if self.trl_tpu.remote is not None and args.world_size > 1:
+                random_states = all_gather_object(own_states)  # the writer uploads them
+        if not ours or is_users(self.save_model) or is_users(self._save):
+            together(lambda: self.save_model(path, _internal_call=True), all_gather_object)
+        else:
+            are_gathered = runtime.topology().process_count > 1 and args.save_only_model
+            weights = whole_weights(model, runtime, keeps=writes) if are_gathered else {}
+            if writes and (weights or isinstance(model, PreTrainedModel)):
+                with saves_what_it_is_given(model):
+                    self._save(path, weights)
+            elif writes:
+                save_adapter_config(model, self.processing_class, path)
+                torch.save(args, folder / TRAINING_ARGS_NAME)
+        if has_state and not ours:
+            self._save_optimizer_and_scheduler(path)
+        elif has_state and writes:
+            numbers = optimizer_numbers(bare(self.optimizer), model)
+            progress = {"processes": sums, "logged_step": self._globalstep_last_logged, "optimizer": numbers}
+            batches = {"batches": self.trl_tpu.batch_plan.layout, "order": self.trl_tpu.order}
+            # floats come back to the bit
+            (folder / PROGRESS_FILE).write_text(json.dumps(progress | batches), encoding="utf-8")
+            torch.save(self.lr_scheduler.state_dict(), folder / SCHEDULER_NAME)  # type: ignore[union-attr]
+        if has_state:
+            self._save_scaler(path)
+        if writes:
+            complete_config(model, path)
+            add_card(folder, folder, Path(str(args.output_dir)))
+            for states in random_states:
+                for name, state in states.items():
+                    (folder / name).write_bytes(state)
+            preemption = self.trl_tpu.preemption
+            exporting = [*self.callback_handler.callbacks, self.control, *[preemption] * bool(preemption.stopped_by)]
+            exporting = [each for each in exporting if isinstance(each, ExportableState)]
+            self.state.stateful_callbacks = TrainerState(stateful_callbacks=exporting).stateful_callbacks
+            self.state.save_to_json(str(folder / TRAINER_STATE_NAME))
+
+
+def _write_random_states(save: Callable[[str], None] | None, folder: Path) -> dict[str, bytes]:
+    """Write this rank's random states, and return the contents of such files in the folder, by name."""
+    if save is not None:
+        save(str(folder))
+    return {path.name: path.read_bytes() for path in folder.glob("rng_state*.pth")}
+
+
+def write_card(create_model_card: Callable[..., None], **names: Any) -> None:
+    """Write a trainer's model card; where that fails, the model is saved, or its save says more."""
+    try:
+        create_model_card(**names)
+    except OSError as error:
+        logger.error("The model card could not be written: %s", error)
