@@ -14,7 +14,7 @@ from preference_forms import assistant, tiny_tokenizer, user
 from tokenized import prepare
 
 from trl_tpu.data.collators import old_columns
-from trl_tpu.data.row_formats import Rankings
+from trl_tpu.data.rankings import Rankings
 from trl_tpu.errors import UserError
 
 GOOD = {"chosen": "good", "rejected": "bad"}

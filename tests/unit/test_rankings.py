@@ -16,7 +16,7 @@ from transformers import LlamaConfig
 from trl_tpu.data.batch import scored
 from trl_tpu.data.comparisons import Labels
 from trl_tpu.data.measure import PAIR, form_of, measure, read_row
-from trl_tpu.data.row_formats import Rankings
+from trl_tpu.data.rankings import Rankings
 from trl_tpu.evaluation.judge import Evaluation, NothingCompared, judge_rows, padded, sums_on_host
 from trl_tpu.modeling.outputs import Outputs, write_outputs
 from trl_tpu.packing.pack import pack_unpadded

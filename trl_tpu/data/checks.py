@@ -18,6 +18,8 @@ from .measure import OLD_KEYS, PAIR, TOKENS, form_of
 
 logger = logging.getLogger(__name__)
 
+Row = Mapping[str, Any]
+
 RAW_COLUMNS = ("chosen", "rejected")
 _OPTIONAL_COLUMNS = ("prompt", "margin", "chosen_probability", "tools", "chat_template_kwargs")
 _RENDERING_SECONDS = 20.0  # for one dialogue, which takes milliseconds
@@ -310,3 +312,57 @@ def check_margin(value: Any, where: str) -> None:
             f"{where} is {value!r}. Every `margin` must be a finite number, since it is subtracted from the pair's "
             "reward margin in the loss: fill it with 0, or drop the row or the column."
         )
+
+
+# ---- pairs
+
+
+class Pairs:
+    """A chosen and a rejected answer, perhaps with a `margin` or a `chosen_probability`.
+
+    Other kinds of rows have the same methods.
+    """
+
+    columns = PAIR
+    """The columns that tokenizing makes."""
+    has_traps = True
+    """Whether raw rows are looked through for traps."""
+
+    def raw_answers(self, row: Row, where: str) -> dict[str, Any]:
+        """Check a raw row, and return its answers by their places in it.
+
+        Args:
+            where: How errors begin, see `row_of`.
+        """
+        answers = {column: row[column] for column in RAW_COLUMNS}
+        check_raw_row(row, answers, where)
+        return answers
+
+    def dialogue(self, row: Row, answer: Any, tokenizer: Any) -> Any:
+        """Return the text or the messages that are tokenized: an answer of a checked raw row, after its prompt."""
+        return row.get("prompt", answer[:0]) + with_eos(answer, tokenizer)
+
+    def tokenized(self, row: Row, ids_K: list[list[int]], where: str) -> dict[str, Any]:
+        """Return the columns of a checked raw row whose answers have these token ids."""
+        return dict(zip(PAIR, ids_K, strict=True))
+
+    def check_labels(self, row: Row, where: str) -> None:
+        """Check the labels of a row of `measure.read_row`.
+
+        Raises:
+            UserError: The margin is not a finite number, or the probability not one from 0 to 1.
+        """
+        if "margin" in row:
+            check_margin(row["margin"], f"{where}: `margin`")
+        value = row.get("chosen_probability", 0)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
+            raise UserError(
+                f"{where}: `chosen_probability` is {value!r}; it must be how likely the chosen answer is the better "
+                "one, 0 to 1. Correct or remove such rows, or drop the column."
+            )
+
+
+def with_eos(dialogue: Any, processing_class: Any) -> Any:
+    """Put the end-of-sequence token after a text that does not end with it; messages stay as they are."""
+    eos = processing_class.eos_token or ""
+    return dialogue + eos if isinstance(dialogue, str) and not dialogue.endswith(eos) else dialogue

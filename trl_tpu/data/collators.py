@@ -20,10 +20,9 @@ from ..packing.shapes import round_up
 from . import checks
 from .batch import Batch, Example, Part, micro_batch, parts_of, scored
 from .chat_templates import maybe_apply_chat_template
-from .checks import RAW_COLUMNS
+from .checks import RAW_COLUMNS, Pairs, Row
 from .comparisons import ComparisonRule, compare, pairs_of
 from .measure import NO_LABEL, OLD_KEYS, PAIR, form_of, read_row
-from .row_formats import Row
 
 Collate = Callable[[list[Any]], dict[str, Any]]
 
@@ -283,10 +282,10 @@ def read_old_row(row: Row, index: int, num_embeddings: int, name: str) -> dict[s
                 f"that count, got {mask!r:.80}."
             )
         answers[new] = list(ids[kept[0] : kept[-1] + 1])
-    return answers | old_margin(row, index, name)
+    return answers | old_margin(row, checks.row_of(index, name))
 
 
-def old_margin(row: Row, index: int, name: str) -> dict[str, float]:
+def old_margin(row: Row, where: str) -> dict[str, float]:
     """Return the margin, if any, of a row for TRL up to 0.23, which may be a list of one number.
 
     Raises:
@@ -296,15 +295,28 @@ def old_margin(row: Row, index: int, name: str) -> dict[str, float]:
         return {}
     margin = np.asarray(row["margin"])
     margin = margin[0] if margin.shape == (1,) else margin
-    checks.check_margin(margin, checks.row_of(index, name, "margin"))
+    checks.check_margin(margin, f"{where}: `margin`")
     return {"margin": float(margin)}
 
 
-def render_old(row: dict[str, Any], where: str, processing_class: PreTrainedTokenizerBase) -> dict[str, Any]:
-    """Return a raw row's two texts as TRL up to 0.23 tokenized them: without the prompt."""
-    with checks.rendering(where):
-        rendered = maybe_apply_chat_template(row, processing_class)
-    return {column: rendered[column] for column in RAW_COLUMNS}
+@dataclass(frozen=True)
+class OldPairs(Pairs):
+    """Raw pairs that are tokenized as in TRL up to 0.23: without the prompt and an added end-of-sequence token."""
+
+    tokenizer: PreTrainedTokenizerBase
+    has_traps = False
+
+    def raw_answers(self, row: Row, where: str) -> dict[str, Any]:
+        super().raw_answers(row, where)
+        with checks.rendering(where):
+            rendered = maybe_apply_chat_template(dict(row), self.tokenizer)
+        return {column: rendered[column] for column in RAW_COLUMNS}
+
+    def dialogue(self, row: Row, answer: Any, tokenizer: Any) -> Any:
+        return answer
+
+    def tokenized(self, row: Row, ids_K: list[list[int]], where: str) -> dict[str, Any]:
+        return super().tokenized(row, ids_K, where) | old_margin(row, where)
 
 
 def _tokenize(batch: Row, tokenizer: PreTrainedTokenizerBase) -> dict[str, list[list[int]]]:

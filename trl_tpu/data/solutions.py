@@ -9,8 +9,8 @@ from transformers import PreTrainedTokenizerBase
 
 from ..errors import UserError
 from . import checks
+from .checks import Row
 from .measure import NO_LABEL, SOLUTION, STEP_ENDS, read_table, tables_of
-from .row_formats import Row
 from .tokenize import keep_fitting, map_rows
 from .traps import TRAPS, find_traps
 

@@ -16,8 +16,8 @@ from transformers import PreTrainedTokenizerBase
 
 from ..errors import UserError
 from . import checks
-from .checks import RAW_COLUMNS
-from .collators import old_margin, read_old_row, render_old
+from .checks import RAW_COLUMNS, Pairs
+from .collators import OldPairs, read_old_row
 from .formats import apply_template, convert_row, template_arguments
 from .measure import (
     ANSWERS,
@@ -33,7 +33,7 @@ from .measure import (
     select,
     tables_of,
 )
-from .row_formats import Pairs, Rankings, is_ranking
+from .rankings import Rankings, is_ranking
 from .traps import TRAPS, find_traps, warn, warn_of_traps
 
 logger = logging.getLogger(__name__)
@@ -94,6 +94,7 @@ def prepare_preference_dataset(
     checks.check_one_form(columns, f"The {name} dataset")
     kind, is_tokenized = _kind_of(dataset, columns, name, rankings or Rankings(), are_old)
     if not is_tokenized:
+        kind = OldPairs(processing_class) if are_old else kind
         if processing_class.eos_token is None:
             logger.warning(f"The tokenizer has no end-of-sequence token, so none is added to the {name} texts.")
         if are_old and "prompt" in columns:
@@ -103,7 +104,7 @@ def prepare_preference_dataset(
             )
         # a user's column would lend them its type
         dataset = dataset.remove_columns([column for column in kind.columns if column in columns])
-        settings = {"processing_class": processing_class, "name": name, "kind": kind, "are_old": are_old}
+        settings = {"processing_class": processing_class, "name": name, "kind": kind}
         settings["warned"] = None if isinstance(dataset, Dataset) else set()
         how: dict[str, Any] = {"with_indices": True, "batched": True, "fn_kwargs": settings}
         dataset = map_rows(dataset, _tokenize_rows, num_proc, name, **how)
@@ -117,7 +118,7 @@ def prepare_preference_dataset(
 
 def _kind_of(
     dataset: Dataset | IterableDataset, columns: list[str], name: str, rankings: Rankings, are_old: bool
-) -> tuple[Pairs | Rankings, bool]:
+) -> tuple[Pairs, bool]:
     """Return the kind of the rows, and whether they are tokenized.
 
     Raises:
@@ -179,8 +180,7 @@ def _tokenize_rows(
     indices: list[int],
     processing_class: PreTrainedTokenizerBase,
     name: str,
-    kind: Pairs | Rankings,
-    are_old: bool,
+    kind: Pairs,
     warned: set[str] | None,
 ) -> dict[str, list[Any]]:
     """Tokenize raw rows. Their traps are a column or, of a stream, logged if they are not in ``warned`` yet."""
@@ -189,11 +189,9 @@ def _tokenize_rows(
     answers_N, dialogues = list[dict[str, Any]](), list[tuple[Any, Mapping[str, Any], str]]()
     for at, row in zip(indices, rows, strict=True):
         answers = kind.raw_answers(row, checks.row_of(at, name))
-        if are_old:
-            answers = render_old(row, checks.row_of(at, name), processing_class)
         answers_N.append(answers)
         for place, answer in answers.items():
-            whole = answer if are_old else row.get("prompt", answer[:0]) + with_eos(answer, processing_class)
+            whole = kind.dialogue(row, answer, processing_class)
             dialogues.append((whole, row, checks.row_of(at, name, place)))
     texts = [dialogue for dialogue, *_ in dialogues]
     if all(isinstance(text, str) for text in texts):
@@ -203,8 +201,9 @@ def _tokenize_rows(
     prepared = list[dict[str, Any]]()
     for at, row, answers, converted in zip(indices, rows, answers_N, forms, strict=True):
         ids_K = list(islice(ids, len(answers)))
-        columns = kind.tokenized(row, ids_K) | (old_margin(row, at, name) if are_old else {})
-        traps = "" if are_old else find_traps(row, converted, [*answers.values()], ids_K, processing_class)
+        columns, traps = kind.tokenized(row, ids_K, checks.row_of(at, name)), ""
+        if kind.has_traps:
+            traps = find_traps(row, converted, [*answers.values()], ids_K, processing_class)
         if warned is None:
             columns[TRAPS] = traps
         else:
@@ -216,19 +215,13 @@ def _tokenize_rows(
     return {column: [row[column] for row in prepared] for column in prepared[0]}
 
 
-def with_eos(dialogue: Any, processing_class: PreTrainedTokenizerBase) -> Any:
-    """Put the end-of-sequence token after a text that does not end with it; messages stay as they are."""
-    eos = processing_class.eos_token or ""
-    return dialogue + eos if isinstance(dialogue, str) and not dialogue.endswith(eos) else dialogue
-
-
 def tokenize_dialogue(
     dialogue: str | list[dict[str, Any]], processing_class: PreTrainedTokenizerBase, row: Mapping[str, Any], where: str
 ) -> list[int]:
     """Tokenize one dialogue.
 
     Args:
-        dialogue: A whole text (see `with_eos`), or messages that `checks.check_dialogue` accepts.
+        dialogue: A whole text (see `checks.with_eos`), or messages that `checks.check_dialogue` accepts.
         processing_class: The tokenizer.
         row: May hold ``tools`` and ``chat_template_kwargs``, with which messages are rendered.
         where: How errors begin.
@@ -258,7 +251,7 @@ def keep_fitting(
     name: str,
     truncation_mode: str | None = None,
     num_proc: int | None = None,
-    kind: Pairs | Rankings | None = None,
+    kind: Pairs | None = None,
 ) -> Dataset | IterableDataset:
     """Check token ids and labels, and truncate or drop rows that are too long.
 

@@ -14,7 +14,7 @@ from .. import runtime
 from ..config.reward_config import RewardConfig
 from ..data.formats import convert_row
 from ..data.measure import is_prepared, measure, read_row
-from ..data.row_formats import Rankings
+from ..data.rankings import Rankings
 from ..data.solutions import prepare_solutions, tokenize_solution
 from ..data.tokenize import prepare_preference_dataset
 from ..errors import UserError, UserTypeError

@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 
 from ..data.checks import check_one_form
 from ..data.comparisons import Labels
-from ..data.row_formats import grades_of
+from ..data.rankings import grades_of
 from ..data.solutions import are_labels
 from ..errors import UserError
 from ..evaluation.judge import judge_best_of_n, judge_rows, padded

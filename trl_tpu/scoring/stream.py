@@ -27,7 +27,7 @@ from ..data.chat_templates import date_written
 from ..data.formats import convert_row
 from ..data.measure import NO_LABEL
 from ..data.solutions import check_solution, tokenize_solution
-from ..data.tokenize import tokenize_dialogue, with_eos
+from ..data.tokenize import tokenize_dialogue
 from ..errors import UserError
 from .scorer import TOKENS_A_PASS, Scorer
 
@@ -194,7 +194,7 @@ def _read(row: Row, prompt: Any, answer: Any, where: str, tokenizer: Any) -> Ite
     """Read an answer after a prompt, if there is one; a text gets the EOS at its end, as in training."""
     try:
         checks.check_dialogue(answer, where)
-        dialogue = with_eos(answer, tokenizer)
+        dialogue = checks.with_eos(answer, tokenizer)
         if prompt is not None:
             if type(prompt) is not type(answer):
                 raise UserError(f"{where} and `prompt` must both be texts, or lists of messages.")

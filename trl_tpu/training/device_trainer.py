@@ -1,7 +1,7 @@
 """transformers' training loop with its edges replaced, for any model and loss.
 
-`RewardTrainer` overrides `call_model_init`, `compute_loss`, `prediction_step`, `evaluation_loop`, `log` and
-`create_model_card`, which are about rewards, and extends `_get_dataloader`; all other overrides are here.
+Overrides that save and load are in `trl_tpu.training.saving`, those about rewards (`compute_loss`, `prediction_step`,
+`evaluation_loop`, `call_model_init`, `log`, `create_model_card`) in `trl_tpu.trainer`; all others are here.
 
 The loop is transformers'. Where its edges would stop an XLA device, compile a step anew, store state whole on every
 device, or let one host act alone, they call a component here:
@@ -21,12 +21,6 @@ training_step                       a batch in one or several micro-batches
 floating_point_ops                  operations of packed rows; end the micro-batch's program
 _get_grad_norm                      judge whether the step is finite
 _maybe_log_save_evaluate            all hosts decide alike; one stop of the device per log
-save_model                          weights from their shards
-_save_checkpoint                    hand a checkpoint's contents to the `Checkpointer`
-_load_from_checkpoint               weights back into their shards
-_load_best_model                    the same
-_load_optimizer_and_scheduler       the optimizer's state back into its shards
-_load_rng_state                     go on without a device's random numbers, where TRL wrote the checkpoint
 _finalize_training                  wait for saves; leave nonfinite steps out of the mean loss
 ==================================  ==========================================================================
 """

@@ -1,4 +1,16 @@
-"""What a run writes and reads: models, checkpoints, and pushes to the Hub."""
+"""What a run writes and reads: models, checkpoints, and pushes to the Hub.
+
+==================================  ==========================================================================
+override                            what for
+==================================  ==========================================================================
+save_model                          weights from their shards
+_save_checkpoint                    hand a checkpoint's contents to the `Checkpointer`
+_load_from_checkpoint               weights back into their shards
+_load_best_model                    the same
+_load_optimizer_and_scheduler       the optimizer's state back into its shards
+_load_rng_state                     go on without a device's random numbers, where TRL wrote the checkpoint
+==================================  ==========================================================================
+"""
 
 import json
 import logging
@@ -32,10 +44,7 @@ logger = logging.getLogger(__name__)
 
 
 class SavingTrainer(Trainer):
-    """A Trainer whose checkpoints are complete or invisible, and whose saved models are whole.
-
-    The overrides are listed in `trl_tpu.training.device_trainer`.
-    """
+    """A Trainer whose checkpoints are complete or invisible, and whose saved models are whole."""
 
     args: RewardConfig
     model: PreTrainedModel  # or one of peft, which hands its attributes on

@@ -1,4 +1,4 @@
-"""Forms of rows: their answers and labels, and the columns that tokenizing makes of them."""
+"""Rankings: rows of several answers with scores or ranks of them."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -8,53 +8,14 @@ import numpy as np
 
 from ..errors import UserError, UserTypeError
 from . import checks
-from .checks import RAW_COLUMNS
-from .measure import ANSWERS, PAIR, RANKING
+from .checks import RAW_COLUMNS, Pairs, Row
+from .measure import ANSWERS, RANKING
 
 MOST_ANSWERS = 64
-Row = Mapping[str, Any]
-
-# ---- pairs and rankings
-
-
-class Pairs:
-    """A chosen and a rejected answer, perhaps with a `margin` or a `chosen_probability`."""
-
-    columns = PAIR
-    """The columns that tokenizing makes."""
-
-    def raw_answers(self, row: Row, where: str) -> dict[str, Any]:
-        """Check a raw row, and return its answers by their places in it.
-
-        Args:
-            where: How errors begin, see `checks.row_of`.
-        """
-        answers = {column: row[column] for column in RAW_COLUMNS}
-        checks.check_raw_row(row, answers, where)
-        return answers
-
-    def tokenized(self, row: Row, ids_K: list[list[int]]) -> dict[str, Any]:
-        """Return the columns of a checked raw row whose answers have these token ids."""
-        return dict(zip(PAIR, ids_K, strict=True))
-
-    def check_labels(self, row: Row, where: str) -> None:
-        """Check the labels of a row of `measure.read_row`.
-
-        Raises:
-            UserError: The margin is not a finite number, or the probability not one from 0 to 1.
-        """
-        if "margin" in row:
-            checks.check_margin(row["margin"], f"{where}: `margin`")
-        value = row.get("chosen_probability", 0)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
-            raise UserError(
-                f"{where}: `chosen_probability` is {value!r}; it must be how likely the chosen answer is the better "
-                "one, 0 to 1. Correct or remove such rows, or drop the column."
-            )
 
 
 @dataclass(frozen=True)
-class Rankings:
+class Rankings(Pairs):
     """Two to 64 answers with `scores` or `ranks`, or one chosen and several rejected ones.
 
     Their `grades` are higher the better they are. Of two answers with one grade none is the better one.
@@ -93,7 +54,7 @@ class Rankings:
         rule.check_grades(grades_of(row) if has_halves else row[column], len(answers), where, column)
         return answers
 
-    def tokenized(self, row: Row, ids_K: list[list[int]]) -> dict[str, Any]:
+    def tokenized(self, row: Row, ids_K: list[list[int]], where: str) -> dict[str, Any]:
         """Return the columns of a checked raw row; its grades are a list, or one or None for each attribute."""
         given = [row["scores"][name] for name in self.attributes]
         grades = [scores and grades_of({**row, "scores": scores}) for scores in given] or grades_of(row)
