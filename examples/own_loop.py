@@ -24,6 +24,7 @@ from trl_tpu import ModelConfig, RewardConfig, ScriptArguments, TrlParser
 from trl_tpu.checkpoint.state_dict import whole_weights
 from trl_tpu.data.loader import host_batches
 from trl_tpu.modeling.build import build_dataset, build_reward_model
+from trl_tpu.modeling.losses import Loss
 from trl_tpu.parallel.mesh import BATCH_AXES
 from trl_tpu.parallel.shard import keep_activations_split, place_model, plan_model
 from trl_tpu.runtime import current
@@ -31,7 +32,7 @@ from trl_tpu.scripts import synthetic, utils
 from trl_tpu.training.batch_plan import BatchPlan
 from trl_tpu.training.optimizer import StepState
 from trl_tpu.training.statistics import StepStatistics
-from trl_tpu.training.step import Loss, evaluation_step, training_step
+from trl_tpu.training.step import evaluation_step, training_step
 
 
 def train(model_name: str, data: Any, args: RewardConfig) -> Iterator[dict[str, float]]:

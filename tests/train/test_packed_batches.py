@@ -13,8 +13,9 @@ from transformers import PreTrainedTokenizerFast
 from trl_tpu import RewardConfig, RewardTrainer
 from trl_tpu.data.collators import batches_in
 from trl_tpu.data.measure import read_row
+from trl_tpu.modeling.losses import Loss
 from trl_tpu.packing.shapes import RowPlan, RowShape
-from trl_tpu.training.step import Loss, evaluation_step
+from trl_tpu.training.step import evaluation_step
 
 LAYOUTS = ("tight", "micro-batches")
 

@@ -29,7 +29,7 @@ from trl_tpu.checkpoint import folders
 from trl_tpu.checkpoint.folders import MANIFEST_FILE, RemoteRun, describe_files, files_in, find_faults, publish
 from trl_tpu.errors import BEST_LOST, NOT_SAVED, UserError
 from trl_tpu.scripts import reward, synthetic
-from trl_tpu.training import components
+from trl_tpu.training import saving
 
 
 def make_trainer(

@@ -22,6 +22,7 @@ from trl_tpu.data.batch import BatchCollator, CollatedBatch, Part, apart
 from trl_tpu.data.collators import DataCollatorForPreference, DictCollator, RewardDataCollatorWithPadding, batches_in
 from trl_tpu.data.comparisons import ComparisonRule
 from trl_tpu.modeling.forward import use_tree_masks
+from trl_tpu.modeling.losses import Loss
 from trl_tpu.modeling.static_shapes import use_expanded_attention
 from trl_tpu.packing.pack import pack_unpadded, pad
 from trl_tpu.packing.planned import pack
@@ -29,7 +30,7 @@ from trl_tpu.packing.shapes import RowPlan, RowShape
 from trl_tpu.parallel.sharding_plan import Placement
 from trl_tpu.runtime.native import Runtime
 from trl_tpu.training.optimizer import StepState
-from trl_tpu.training.step import Loss, training_step
+from trl_tpu.training.step import training_step
 
 Rows = list[dict[str, Any]]
 

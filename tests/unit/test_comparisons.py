@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch.nn.functional import softplus
 
 from trl_tpu.data.comparisons import ComparisonRule, Labels, compare
-from trl_tpu.training.step import Loss
+from trl_tpu.modeling.losses import Loss
 
 K, A = 4, 3
 PLAIN = ComparisonRule()

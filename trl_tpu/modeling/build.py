@@ -19,7 +19,6 @@ from ..data.solutions import prepare_solutions, tokenize_solution
 from ..data.tokenize import prepare_preference_dataset
 from ..errors import UserError, UserTypeError
 from ..parallel.shard import distributed_config, place_model, plan_model
-from ..training.step import TIES
 from .adapters import (
     add_adapters,
     is_peft_model,
@@ -41,6 +40,7 @@ from .load import (
     load_tokenizer,
     settle_tokenizer,
 )
+from .losses import TIES
 from .model_shape import learned_positions
 from .outputs import Outputs, tell_engines, write_outputs
 

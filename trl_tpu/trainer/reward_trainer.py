@@ -44,6 +44,7 @@ from ..modeling.build import (
     in_order_of,
 )
 from ..modeling.load import warn_of_unscored_eos
+from ..modeling.losses import Loss
 from ..modeling.model_shape import work_of_a_pair
 from ..modeling.outputs import BASE_CONFIG, Outputs, set_scale
 from ..packing.shapes import RowPlan
@@ -52,7 +53,7 @@ from ..report.page import write_verdicts
 from ..training.batch_plan import BatchPlan
 from ..training.saving import write_card
 from ..training.statistics import AddedMetrics, StepStatistics
-from ..training.step import Loss, StepResult, training_step
+from ..training.step import StepResult, training_step
 from .evaluation import ORDER_PAIRS, EvaluatingTrainer
 from .legacy import has_old_order, upgrade_args, upgrade_processing_class, uses_old_columns
 from .utils import get_config_model_id

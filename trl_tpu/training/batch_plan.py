@@ -22,6 +22,7 @@ from ..errors import UserError
 from ..modeling.adapters import without_adapters
 from ..modeling.forward import PackingImpossible
 from ..modeling.layers import find_layers
+from ..modeling.losses import TIES
 from ..modeling.model_shape import position_groups
 from ..modeling.packability import check_unmodified, make_packable, reads_padding
 from ..modeling.static_shapes import ExpansionImpossible, fit_to_device, use_expanded_attention
@@ -29,7 +30,6 @@ from ..packing.pack import pack_unpadded, pad
 from ..packing.planned import pack
 from ..packing.shapes import RowPlan, attention_crossover_length, bucket_lengths, round_up
 from ..runtime import Runtime
-from .step import TIES
 
 logger = logging.getLogger(__name__)
 

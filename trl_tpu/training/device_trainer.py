@@ -68,10 +68,9 @@ from ..parallel.shard import (
 )
 from ..runtime import choice, current
 from .batch_plan import BatchPlan
-from .components import Components
 from .optimizer import bare
 from .progress import Progress
-from .saving import SavingTrainer
+from .saving import Components, SavingTrainer
 from .statistics import StepCounts, StepStatistics
 from .stopping import SIGTERM, EvaluationCutShort, StepCallback
 

@@ -1,0 +1,140 @@
+"""Losses of reward modeling, computed from the rewards of a batch and its table of comparisons.
+
+Letters as in `trl_tpu.data.comparisons`: C comparisons, G rankings of K answers, S scored positions, A attributes.
+"""
+
+import math
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch.nn.functional import logsigmoid
+
+from ..data.comparisons import Comparisons, compared_rewards
+from ..errors import UserError
+
+TIES = ("rao_kupper", "davidson")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loss:
+    """The loss of a batch, with the settings of `RewardConfig` that bear these names.
+
+    Args:
+        center_rewards_coefficient: Adds this times the squared sum of two compared rewards, which pulls rewards
+            towards mean zero (https://arxiv.org/abs/2312.09244, eq. 2).
+        loss_type: "sigmoid" compares two rewards; "plackett_luce" and "regression" read whole rankings.
+        ranking_top_k: The `top_k` of `plackett_luce_losses`.
+        label_smoothing: Probability that a label is wrong (https://arxiv.org/abs/2305.18290 in its later, conservative
+            form).
+        ties: "rao_kupper" or "davidson" take comparisons with probability 0.5 as ties: see `tie_losses`.
+        tie_threshold: Of these.
+    """
+
+    center_rewards_coefficient: float | None = None
+    loss_type: str = "sigmoid"
+    ranking_top_k: int | None = None
+    label_smoothing: float = 0.0
+    ties: str | None = None
+    tie_threshold: float = 1.0
+
+    @classmethod
+    def of(cls, settings: Any) -> "Loss":
+        """Return the loss that a `RewardConfig` describes."""
+        return cls(**{field.name: getattr(settings, field.name) for field in fields(cls)})
+
+    def per_row(self, rewards_SA: torch.Tensor, table: Comparisons[torch.Tensor]) -> torch.Tensor:
+        """Compute the weighted loss of each row of the batch, [P]: their sum, divided by `weight_sum_1`, is the loss.
+
+        Args:
+            rewards_SA: Float32 or wider; what padding holds does not matter.
+            table: On the same device.
+        """
+        better_C, worse_C = compared_rewards(rewards_SA, table)
+        rows = len(rewards_SA) // table.answers
+        losses_C = torch.zeros_like(better_C)
+        if self.loss_type == "sigmoid":
+            losses_C = self._of_comparisons(better_C - worse_C - table.margin_C, table.probability_C)
+        if self.center_rewards_coefficient is not None:
+            losses_C = losses_C + self.center_rewards_coefficient * (better_C + worse_C) ** 2
+        losses_P = torch.where(table.weight_C > 0, losses_C * table.weight_C, 0.0).unflatten(0, (rows, -1)).sum(-1)
+        if self.loss_type == "sigmoid":
+            return losses_P
+        losses_G = self._of_rankings(*map(table.by_ranking, (rewards_SA, table.grade_SA)))
+        weight_G = table.ranking_weight_G
+        return losses_P + torch.where(weight_G > 0, losses_G * weight_G, 0.0).unflatten(0, (rows, -1)).sum(-1)
+
+    def _of_comparisons(self, difference_C: torch.Tensor, probability_C: torch.Tensor) -> torch.Tensor:
+        if self.ties in TIES:
+            won_C, tied_C = tie_losses(difference_C, self.ties, self.tie_threshold)
+            return torch.where(probability_C == 0.5, tied_C, won_C)
+        return comparison_losses(difference_C, probability_C, self.label_smoothing)
+
+    def _of_rankings(self, reward_GK: torch.Tensor, grade_GK: torch.Tensor) -> torch.Tensor:
+        graded_GK = ~grade_GK.isnan()
+        reward_GK = torch.where(graded_GK, reward_GK, 0.0)  # padding may hold what would become NaN in a gradient
+        if self.loss_type == "plackett_luce":
+            return plackett_luce_losses(reward_GK, grade_GK, self.ranking_top_k)
+        if self.loss_type != "regression":
+            raise UserError(f"loss_type must be 'sigmoid', 'plackett_luce' or 'regression', got {self.loss_type!r}.")
+        squares_GK = (reward_GK - torch.where(graded_GK, grade_GK, 0.0)) ** 2
+        return squares_GK.sum(-1) / graded_GK.sum(-1).clamp(min=1)
+
+
+def comparison_losses(
+    difference_C: torch.Tensor, probability_C: torch.Tensor, label_smoothing: float = 0.0
+) -> torch.Tensor:
+    """Compute the cross-entropy of ``sigmoid(difference)`` with the probability that the better answer is better, [C].
+
+    With probability 1 it is the loss of Bradley and Terry, ``-logsigmoid(difference)``.
+
+    Args:
+        difference_C: Reward of the better answer, minus that of the worse one, minus the target margin (Llama 2,
+            https://arxiv.org/abs/2307.09288, eq. 2).
+        probability_C: Of each comparison.
+        label_smoothing: Moves each probability by this share towards its opposite.
+    """
+    target_C = probability_C + label_smoothing * (1 - 2 * probability_C)
+    return -logsigmoid(difference_C) + (1 - target_C) * difference_C  # -logsigmoid(-d) is -logsigmoid(d) + d
+
+
+def tie_losses(difference_C: torch.Tensor, ties: str | None, threshold: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute the negative log-likelihoods that the first of two answers wins, and that they tie, [C] each.
+
+    With d the difference of their rewards and t the threshold, by Rao and Kupper (1967,
+    https://doi.org/10.1080/01621459.1967.10482901) the first wins with probability ``sigmoid(d - t)``, and a tie has
+    the remaining probability; by Davidson (1970, https://doi.org/10.1080/01621459.1970.10481082) a win, a defeat and
+    a tie have probabilities proportional to ``exp(d / 2)``, ``exp(-d / 2)`` and ``t``.
+
+    Args:
+        difference_C: d.
+        ties: "rao_kupper" or "davidson".
+        threshold: t > 0. A larger one makes ties more probable.
+    """
+    if ties == "rao_kupper":
+        won_C, lost_C = -logsigmoid(difference_C - threshold), -logsigmoid(-difference_C - threshold)
+        return won_C, won_C + lost_C - math.log(math.expm1(2 * threshold))  # 1 - sigmoid - sigmoid, without canceling
+    tied_C = torch.full_like(difference_C, math.log(threshold))
+    total_C = torch.stack([difference_C / 2, -difference_C / 2, tied_C]).logsumexp(0)
+    return total_C - difference_C / 2, total_C - tied_C
+
+
+def plackett_luce_losses(reward_GK: torch.Tensor, grade_GK: torch.Tensor, top_k: int | None = None) -> torch.Tensor:
+    """Compute the negative log-likelihood of each ranking, [G], by Plackett and Luce.
+
+    The best answer is drawn by the softmax of all rewards, the next one by that of the remaining answers, and so on
+    (Luce 1959; Plackett 1975, https://doi.org/10.2307/2346567; ListMLE, https://doi.org/10.1145/1390156.1390306).
+    Answers with equal grades are not compared: each is drawn from itself and those below.
+
+    Args:
+        reward_GK: Rewards of the answers.
+        grade_GK: NaN where there is no answer.
+        top_k: Count only the first k draws; by default all.
+    """
+    above_GKK = grade_GK[:, :, None] > grade_GK[:, None, :]  # false for NaN
+    left_GKK = above_GKK | torch.eye(reward_GK.shape[1], dtype=torch.bool, device=reward_GK.device)
+    scores_GKK = torch.where(left_GKK, reward_GK[:, None, :], float("-inf"))
+    drawn_GK = ~grade_GK.isnan()
+    if top_k is not None:
+        drawn_GK = drawn_GK & (above_GKK.sum(1) < top_k)
+    return torch.where(drawn_GK, scores_GKK.logsumexp(-1) - reward_GK, 0.0).sum(-1)
