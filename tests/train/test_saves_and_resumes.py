@@ -29,7 +29,7 @@ from trl_tpu.checkpoint import folders
 from trl_tpu.checkpoint.folders import MANIFEST_FILE, RemoteRun, describe_files, files_in, find_faults, publish
 from trl_tpu.errors import BEST_LOST, NOT_SAVED, UserError
 from trl_tpu.scripts import reward, synthetic
-from trl_tpu.training import saving
+from trl_tpu.training import saving as saving_trainer
 
 
 def make_trainer(
@@ -575,7 +575,7 @@ def test_a_url_is_refused_where_every_process_writes_a_part(
     model_folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As accelerate's FSDP does, which needs GPUs."""
-    monkeypatch.setattr(components, "keeps_state", lambda accelerator: False)
+    monkeypatch.setattr(saving_trainer, "keeps_state", lambda accelerator: False)
     with pytest.raises(UserError, match="output_dir"):
         make_trainer(model_folder, "memory://bucket/run")
 

@@ -1,8 +1,12 @@
-"""Evaluation: a trainer's losses, rewards and predictions of all batches, its metrics and its verdict."""
+"""Evaluation: a trainer's losses, rewards and predictions of all batches, its metrics, its verdict and its model card."""
 
 import logging
+import os
+import re
 from collections.abc import Mapping
 from dataclasses import replace
+from importlib.metadata import version
+from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
@@ -10,22 +14,27 @@ import torch
 from accelerate import Accelerator
 from datasets import Dataset
 from torch import nn
-from transformers import (
-    EvalPrediction,
-)
+from transformers import EvalPrediction, PreTrainedTokenizerBase
 from transformers.trainer_pt_utils import find_batch_size
 from transformers.trainer_utils import EvalLoopOutput, denumpify_detensorize
+from transformers.utils import CONFIG_NAME
 
 from ..data.batch import Batch, CollatedBatch, apart, tensors_in
 from ..data.collators import NO_LABEL, TABLE, batch_of_pairs
 from ..data.comparisons import Labels
 from ..evaluation.judge import judge, sums_on_host
+from ..modeling.adapters import complete_config, is_peft_model
 from ..modeling.forward import rewards_in
+from ..modeling.outputs import BASE_CONFIG, Outputs
+from ..report.model_card import is_generated, make_model_card
+from ..report.page import write_verdicts
 from ..runtime import Runtime
 from ..training.device_trainer import DeviceTrainer
+from ..training.saving import write_card
 from ..training.statistics import scale_of
 from ..training.step import StepResult
 from ..training.stopping import EvaluationCutShort
+from .utils import get_config_model_id
 
 logger = logging.getLogger(__name__)
 
@@ -122,7 +131,10 @@ def _arrays(found: Mapping[str, torch.Tensor], name: str) -> Any:
 
 
 class EvaluatingTrainer(DeviceTrainer):
-    """Evaluates what `RewardTrainer` trains; to be read after its `compute_loss`."""
+    """Evaluates what `RewardTrainer` trains, and describes it; to be read after its `compute_loss`."""
+
+    processing_class: PreTrainedTokenizerBase
+    _tag_names: list[str]
 
     def prediction_step(
         self,
@@ -321,3 +333,55 @@ class EvaluatingTrainer(DeviceTrainer):
             return None
         is_part = self.args.dataloader_drop_last or self.args.max_eval_steps is not None
         return dataset if count == len(dataset) or is_part else None
+
+    # ---- the card
+
+    def create_model_card(  # type: ignore[override]  # TRL's signature
+        self, model_name: str | None = None, dataset_name: str | None = None, tags: str | list[str] | None = None
+    ) -> None:
+        """Write the model card, with TRL's tags, to ``output_dir/README.md``; one that you wrote stays."""
+        path = Path(str(self.args.output_dir), "README.md")
+        if not self.is_world_process_zero():
+            return
+        evaluation = write_verdicts(self.trl_tpu.statistics.verdicts, path.parent, draws=not self.is_in_train)
+        if path.is_file() and not is_generated(path.read_text(errors="replace")):
+            return
+        base = get_config_model_id(self.model.config)
+        own_tags = [tags] if isinstance(tags, str) else list(tags or [])
+        folder = str(self.args.output_dir)
+        card = make_model_card(
+            model_name or Path(self.args.hub_model_id or folder).name,
+            location=self.hub_model_id or folder,
+            base_model=base if base and _may_be_on_the_hub(base) else None,
+            dataset_name=dataset_name if dataset_name and _may_be_on_the_hub(dataset_name) else None,
+            tags=[*own_tags, *self._tag_names],
+            versions={library: version(library) for library in ("torch", "transformers", "datasets", "tokenizers")},
+            tokenizer=self.processing_class,
+            outputs=Outputs.of(self.model.config),
+            scale=self.trl_tpu.statistics.scale,
+            date=self.trl_tpu.date,
+            args=self.args,
+            columns=getattr(self.train_dataset, "column_names", None) or (),
+            own_loss=not self._is_own("compute_loss"),
+            evaluation=evaluation,
+        )
+        card.save(path)
+
+    def save_description(self, dataset_name: str | None = None) -> None:
+        """Write config and card anew beside the model in `output_dir`: an evaluation since has measured rewards."""
+        if not self.args.should_save:
+            return
+        folder = Path(str(self.args.output_dir))
+        if not is_peft_model(self.model):
+            self.model.config.save_pretrained(folder)
+        complete_config(self.model, folder)
+        write_card(self.create_model_card, dataset_name=dataset_name)
+        if (remote := self.trl_tpu.remote) is not None:
+            verdict = [path.name for path in sorted(folder.glob("verdict*"))]  # which the card shows
+            config = BASE_CONFIG if is_peft_model(self.model) else CONFIG_NAME
+            remote.put(folder, [config, *verdict, *(["README.md"] if (folder / "README.md").is_file() else [])])
+
+
+def _may_be_on_the_hub(name: str) -> bool:
+    """Return whether a name has the form of a Hub id and is no local path, present or moved away."""
+    return re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", name) is not None and not os.path.exists(name.partition("/")[0])

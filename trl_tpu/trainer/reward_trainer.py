@@ -2,12 +2,8 @@
 
 import inspect
 import logging
-import os
-import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
-from importlib.metadata import version
-from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
@@ -22,7 +18,6 @@ from transformers import (
     Trainer,
     TrainerCallback,
 )
-from transformers.utils import CONFIG_NAME
 
 from .. import runtime
 from ..config.reward_config import RewardConfig
@@ -33,7 +28,7 @@ from ..data.loader import prompts_in_training
 from ..data.measure import COLUMNS, PAIR, form_of
 from ..errors import UserTypeError
 from ..evaluation.judge import RewardSums, check_best_metric, check_eval_by, sums_of
-from ..modeling.adapters import complete_config, is_peft_model, without_adapters
+from ..modeling.adapters import without_adapters
 from ..modeling.build import (
     build_dataset,
     build_reward_model,
@@ -46,17 +41,13 @@ from ..modeling.build import (
 from ..modeling.load import warn_of_unscored_eos
 from ..modeling.losses import Loss
 from ..modeling.model_shape import work_of_a_pair
-from ..modeling.outputs import BASE_CONFIG, Outputs, set_scale
+from ..modeling.outputs import Outputs, set_scale
 from ..packing.shapes import RowPlan
-from ..report.model_card import is_generated, make_model_card
-from ..report.page import write_verdicts
 from ..training.batch_plan import BatchPlan
-from ..training.saving import write_card
 from ..training.statistics import AddedMetrics, StepStatistics
 from ..training.step import StepResult, training_step
 from .evaluation import ORDER_PAIRS, EvaluatingTrainer
 from .legacy import has_old_order, upgrade_args, upgrade_processing_class, uses_old_columns
-from .utils import get_config_model_id
 
 logger = logging.getLogger(__name__)
 
@@ -296,7 +287,7 @@ class RewardTrainer(EvaluatingTrainer):
             prepared = build_dataset(prepared, self.model, self.processing_class, self.args, name)
         return prepared
 
-    # ---- logging and the card
+    # ---- logging
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Log, with the averages of what a subclass put into ``self._metrics[mode]``, as TRL's subclasses do."""
@@ -307,51 +298,6 @@ class RewardTrainer(EvaluatingTrainer):
         set_scale(self.model.config, self.trl_tpu.statistics.scale)
         super().log(logs, start_time)
 
-    def create_model_card(  # type: ignore[override]  # TRL's signature
-        self, model_name: str | None = None, dataset_name: str | None = None, tags: str | list[str] | None = None
-    ) -> None:
-        """Write the model card, with TRL's tags, to ``output_dir/README.md``; one that you wrote stays."""
-        path = Path(str(self.args.output_dir), "README.md")
-        if not self.is_world_process_zero():
-            return
-        evaluation = write_verdicts(self.trl_tpu.statistics.verdicts, path.parent, draws=not self.is_in_train)
-        if path.is_file() and not is_generated(path.read_text(errors="replace")):
-            return
-        base = get_config_model_id(self.model.config)
-        own_tags = [tags] if isinstance(tags, str) else list(tags or [])
-        folder = str(self.args.output_dir)
-        card = make_model_card(
-            model_name or Path(self.args.hub_model_id or folder).name,
-            location=self.hub_model_id or folder,
-            base_model=base if base and _may_be_on_the_hub(base) else None,
-            dataset_name=dataset_name if dataset_name and _may_be_on_the_hub(dataset_name) else None,
-            tags=[*own_tags, *self._tag_names],
-            versions={library: version(library) for library in ("torch", "transformers", "datasets", "tokenizers")},
-            tokenizer=self.processing_class,
-            outputs=Outputs.of(self.model.config),
-            scale=self.trl_tpu.statistics.scale,
-            date=self.trl_tpu.date,
-            args=self.args,
-            columns=getattr(self.train_dataset, "column_names", None) or (),
-            own_loss=not self._is_own("compute_loss"),
-            evaluation=evaluation,
-        )
-        card.save(path)
-
-    def save_description(self, dataset_name: str | None = None) -> None:
-        """Write config and card anew beside the model in `output_dir`: an evaluation since has measured rewards."""
-        if not self.args.should_save:
-            return
-        folder = Path(str(self.args.output_dir))
-        if not is_peft_model(self.model):
-            self.model.config.save_pretrained(folder)
-        complete_config(self.model, folder)
-        write_card(self.create_model_card, dataset_name=dataset_name)
-        if (remote := self.trl_tpu.remote) is not None:
-            verdict = [path.name for path in sorted(folder.glob("verdict*"))]  # which the card shows
-            config = BASE_CONFIG if is_peft_model(self.model) else CONFIG_NAME
-            remote.put(folder, [config, *verdict, *(["README.md"] if (folder / "README.md").is_file() else [])])
-
 
 _READ_BATCHES = (
     *("compute_loss", "training_step", "prediction_step", "evaluation_loop", "floating_point_ops"),
@@ -361,11 +307,6 @@ _READ_BATCHES = (
 )
 _MEASURE = ("evaluate", "_evaluate", "_determine_best_metric", "log")
 _OWN = {name: getattr(RewardTrainer, name) for name in (*_READ_BATCHES, *ORDER_PAIRS, *_MEASURE, "_prepare_dataset")}
-
-
-def _may_be_on_the_hub(name: str) -> bool:
-    """Return whether a name has the form of a Hub id and is no local path, present or moved away."""
-    return re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", name) is not None and not os.path.exists(name.partition("/")[0])
 
 
 def _is_transformers(callback: Any) -> bool:
