@@ -57,7 +57,7 @@ def prepare(system: str, count: int) -> None:
         start = time.perf_counter()
         trainer = package.RewardTrainer(model, args, train_dataset=pairs)
         if system == "trl_tpu":  # what XLA measures before the first step, though plain torch does not need it
-            from trl_tpu.data.loader import plan_rows_of
+            from trl_tpu.training.planned_shapes import plan_rows_of
 
             plan_rows_of(trainer.train_dataset, 1024, 64, 8, args)
         seconds = time.perf_counter() - start

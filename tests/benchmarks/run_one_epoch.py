@@ -36,7 +36,7 @@ from trl_tpu.data.comparisons import pairs_of
 from trl_tpu.data.measure import read_row
 from trl_tpu.evaluation.judge import judge_rows
 from trl_tpu.evaluation.verdict import Verdict
-from trl_tpu.report.page import RunHistory, pictures_of, read_run
+from trl_tpu.report.pages import RunHistory, pictures_of, read_run
 
 from .bench_real_model import package_of, tokens_in
 

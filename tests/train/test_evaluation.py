@@ -20,7 +20,7 @@ from trl_tpu import RewardConfig, RewardTrainer
 from trl_tpu.config.reward_config import METRICS
 from trl_tpu.errors import UserError
 from trl_tpu.evaluation.judge import check_eval_by
-from trl_tpu.report.page import read_run
+from trl_tpu.report.pages import read_run
 from trl_tpu.trainer.evaluation import EvaluatedPairs
 
 

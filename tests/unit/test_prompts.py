@@ -10,10 +10,11 @@ from tokenized import dataset_of
 
 from trl_tpu import RewardConfig
 from trl_tpu.data.batch import scored
-from trl_tpu.data.loader import ByPrompt, plan_rows_of, prompt_groups, prompts_in_training, sizes_by_prompt
+from trl_tpu.data.loader import ByPrompt, prompt_groups, prompts_in_training, sizes_by_prompt
 from trl_tpu.data.measure import read_row
 from trl_tpu.packing.planned import pack
 from trl_tpu.packing.shapes import RowPlan
+from trl_tpu.training.planned_shapes import plan_rows_of
 
 SYSTEM = [9, 8, 7]
 

@@ -14,8 +14,8 @@ from scored_files import write
 
 from trl_tpu import cli
 from trl_tpu.errors import UserError
-from trl_tpu.report import page
-from trl_tpu.report.page import read_run
+from trl_tpu.report import pages as page
+from trl_tpu.report.pages import read_run
 from trl_tpu.report.verdicts import verdict_name
 
 HOSTILE = "</pre><script>alert(1)</script><img src=x onerror=alert(2)>$\\frac$"

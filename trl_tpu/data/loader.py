@@ -21,10 +21,8 @@ from torch.utils.data import Dataset as TorchDataset
 from transformers import TrainingArguments
 from transformers.trainer_utils import seed_worker
 
-from ..config.reward_config import RewardConfig
 from ..errors import UserError
 from ..packing.pack import in_order
-from ..packing.shapes import RowPlan, attention_crossover_length, plan_rows
 from .measure import ANSWERS, PAIR, has_form, is_prepared, measure, read_row, read_table, tables_of
 
 logger = logging.getLogger(__name__)
@@ -290,36 +288,3 @@ def _obey_parent() -> None:
     while signal.sigwaitinfo({signal.SIGTERM}).si_pid != os.getppid():
         pass
     os._exit(0)
-
-
-def plan_rows_of(
-    dataset: Dataset,
-    hidden_size: int,
-    pairs: int,
-    shards: int,
-    args: RewardConfig,
-    expands: bool = False,
-    multiple: int = 32,
-    sizes_N: np.ndarray | None = None,
-) -> RowPlan:
-    """Plan the rows in which batches of ``pairs`` pairs of ``dataset`` are packed.
-
-    Args:
-        expands: Whether attention reads rows of whole sequences: then what all sequences share takes room in each.
-        multiple: Lengths are multiples of this.
-        sizes_N: From `sizes_by_prompt`, instead of sizes that are the pairs' own.
-
-    Raises:
-        UserError: For too short a `row_length`.
-    """
-    measured = measure(dataset)
-    return plan_rows(
-        measured.lengths.sizes_P if sizes_N is None else sizes_N,
-        pairs,
-        shards,
-        max_shapes=args.max_shapes,
-        shared_prefix=0 if expands else measured.shared_prefix,
-        attention_crossover_length=attention_crossover_length(hidden_size),
-        multiple=multiple,
-        row_length=args.row_length,
-    )

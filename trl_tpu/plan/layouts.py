@@ -12,14 +12,13 @@ from typing import Any
 from datasets import Dataset
 
 from ..config.reward_config import RewardConfig
-from ..data.loader import plan_rows_of
 from ..data.measure import PAIR, has_form, measure
 from ..modeling.adapters import without_adapters
 from ..modeling.model_shape import ModelShape, needed_flops, read_model
 from ..packing.shapes import PairLengths, round_up
 from ..parallel.mesh import GiB, MeshShape, MiB, TpuSlice
 from ..runtime import Remat
-from ..training.batch_plan import LONG_ROW
+from ..training.planned_shapes import LONG_ROW, plan_rows_of
 from .compile import CompiledProgram, compile_for
 from .trace import StepRequest, trace_step
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from trl_tpu.evaluation.verdict import BestOfN, Verdict
-from trl_tpu.report.page import read_run, write_page
+from trl_tpu.report.pages import read_run, write_page
 from trl_tpu.report.verdicts import as_markdown, printable, read_scored
 
 

@@ -1,4 +1,4 @@
-"""Evaluation: a trainer's losses, rewards and predictions of all batches, its metrics, its verdict and its model card."""
+"""Evaluation: losses, rewards and predictions of all batches, metrics, the verdict and the model card."""
 
 import logging
 import os
@@ -26,8 +26,7 @@ from ..evaluation.judge import judge, sums_on_host
 from ..modeling.adapters import complete_config, is_peft_model
 from ..modeling.forward import rewards_in
 from ..modeling.outputs import BASE_CONFIG, Outputs
-from ..report.model_card import is_generated, make_model_card
-from ..report.page import write_verdicts
+from ..report.pages import is_generated, make_model_card, write_verdicts
 from ..runtime import Runtime
 from ..training.device_trainer import DeviceTrainer
 from ..training.saving import write_card

@@ -16,7 +16,7 @@ from ..config.reward_config import RewardConfig
 from ..data.batch import BatchCollator, Part
 from ..data.collators import DataCollatorForPreference, DictCollator, RewardDataCollatorWithPadding
 from ..data.comparisons import ComparisonRule
-from ..data.loader import plan_rows_of, sizes_by_prompt
+from ..data.loader import sizes_by_prompt
 from ..data.measure import PAIR, SOLUTION, has_form, is_prepared, measure
 from ..errors import UserError
 from ..modeling.adapters import without_adapters
@@ -30,15 +30,13 @@ from ..packing.pack import pack_unpadded, pad
 from ..packing.planned import pack
 from ..packing.shapes import RowPlan, attention_crossover_length, bucket_lengths, round_up
 from ..runtime import Runtime
+from .planned_shapes import LONG_ROW, plan_rows_of
 
 logger = logging.getLogger(__name__)
 
 
 # of TRL and transformers: the batches that we make in their place have the same rows
 _COLLATORS = (DataCollatorForPreference, RewardDataCollatorWithPadding, DataCollatorForTokenClassification)
-
-# below this, a mask for each query and key costs less than moving every layer's queries, keys and values
-LONG_ROW = 2048
 
 
 class BatchPlan:

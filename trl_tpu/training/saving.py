@@ -40,7 +40,7 @@ from ..modeling.losses import Loss
 from ..parallel.shard import (
     saves_what_it_is_given,
 )
-from ..report.model_card import add_card
+from ..report.pages import add_card
 from ..runtime import current
 from .batch_plan import BatchPlan
 from .optimizer import StepState, bare
