@@ -7,7 +7,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import numpy as np
 from accelerate.utils import parse_flag_from_env
 from datasets import Dataset
 from transformers import DataCollatorForTokenClassification, PreTrainedModel, PreTrainedTokenizerBase
@@ -16,8 +15,7 @@ from ..config.reward_config import RewardConfig
 from ..data.batch import BatchCollator, Part
 from ..data.collators import DataCollatorForPreference, DictCollator, RewardDataCollatorWithPadding
 from ..data.comparisons import ComparisonRule
-from ..data.loader import sizes_by_prompt
-from ..data.measure import PAIR, SOLUTION, has_form, is_prepared, measure
+from ..data.measure import SOLUTION, has_form, is_prepared, measure
 from ..errors import UserError
 from ..modeling.adapters import without_adapters
 from ..modeling.forward import PackingImpossible
@@ -25,12 +23,12 @@ from ..modeling.layers import find_layers
 from ..modeling.losses import TIES
 from ..modeling.model_shape import position_groups
 from ..modeling.packability import check_unmodified, make_packable, reads_padding
-from ..modeling.static_shapes import ExpansionImpossible, fit_to_device, use_expanded_attention
+from ..modeling.static_shapes import fit_to_device
 from ..packing.pack import pack_unpadded, pad
 from ..packing.planned import pack
-from ..packing.shapes import RowPlan, attention_crossover_length, bucket_lengths, round_up
+from ..packing.shapes import RowPlan
 from ..runtime import Runtime
-from .planned_shapes import LONG_ROW, plan_rows_of
+from .planned_shapes import PlannedShapes
 
 logger = logging.getLogger(__name__)
 
@@ -80,12 +78,10 @@ class BatchPlan:
     ) -> None:
         self._args, self._tokenizer, self._runtime = args, tokenizer, runtime
         self._train_dataset, self._collator = train_dataset, data_collator
-        self._old_columns, self._reads_padded_rows, self._fixed_rows = old_columns, reads_padded_rows, fixed_rows
-        self._row_plans: dict[tuple[str, int], RowPlan] = {}
-        self._sizes_N: np.ndarray | None = None  # of training pairs, where `group_by_prompt` orders them
+        self._old_columns, self._reads_padded_rows = old_columns, reads_padded_rows
+        self.planned = PlannedShapes(args, runtime, fixed_rows)
         self.plans_shapes = runtime.plans_shapes
         self._is_unpadded = not self.plans_shapes and fixed_rows is None  # where batches are packed
-        self._expands = False
         self._reads_padding: dict[str, bool] = {}  # by the user's own code in the model
         self._pad_because(self._obstacle_in_settings(model) or self._obstacle_in_code())
         self.use_model(model)
@@ -119,8 +115,7 @@ class BatchPlan:
                 self._pad_because(str(reason))
         if self.packed and not self._packs(self._train_dataset):
             self._pad_because("train_dataset is a stream, and row shapes are chosen from the data beforehand")
-        if self.packed and self._expands:
-            use_expanded_attention(self._model)
+        self.planned.use_model(self._model)
         if not self.packed and self.plans_shapes:
             self._keeps_lengths()  # on the host still, where trying it compiles nothing
 
@@ -132,38 +127,8 @@ class BatchPlan:
                 the user insists on attention that the model does not allow; or on `group_by_prompt` of a stream.
         """
         self._train_dataset = train_dataset
-        if self._args.group_by_prompt:
-            self._sizes_N = sizes_by_prompt(train_dataset, self._pairs_together(self._args.train_batch_size))
-        if not self.plans_shapes or not self._packs(train_dataset):
-            return
         evaluated = [*eval_dataset.values()] if isinstance(eval_dataset, Mapping) else [eval_dataset]
-        # an expansion holds two sequences of a row
-        if all(has_form(each, PAIR) or not is_prepared(each) for each in (train_dataset, *evaluated)):
-            self._expands = self._choose_expansion()
-        if self._expands:
-            self._row_plans.clear()  # sequences then take more room
-        for dataset in evaluated:
-            if self._args.row_length is not None and isinstance(dataset, Dataset):
-                self.rows(dataset, self._args.eval_batch_size)
-
-    def _choose_expansion(self) -> bool:
-        """Choose whether packed rows attend in rows of whole sequences, and prepare the model for it.
-
-        Raises:
-            ExpansionImpossible: If the user insists and the model's attention is more than the kernels compute.
-        """
-        asked, longest = self._args.packed_attention, self._training_rows.longest
-        is_long = self._runtime.has_attention_kernel and longest >= LONG_ROW
-        if asked == "masks" or (asked == "auto" and not is_long):
-            return False
-        try:
-            use_expanded_attention(self._model)
-        except ExpansionImpossible as reason:
-            if asked == "expanded":
-                raise
-            logger.warning(f"Rows of {longest} tokens attend through masks of their length squared. {reason}")
-            return False
-        return True
+        self.planned.prepare(train_dataset, evaluated, self.plans_shapes and self._packs(train_dataset))
 
     def _packs(self, dataset: Any) -> bool:
         """Return whether batches of ``dataset`` are packed: those of a stream have no shapes that could be planned."""
@@ -279,10 +244,10 @@ class BatchPlan:
         )
         part = Part(batch_size, index, count) if count > 1 else None
         if self._packs(dataset) and self._is_unpadded:
-            lay_out = partial(pack_unpadded, attention_crossover_length=attention_crossover_length(self._hidden_size))
+            lay_out = partial(pack_unpadded, attention_crossover_length=self.planned.crossover)
         elif self._packs(dataset):
-            rows = self.rows(dataset, batch_size)
-            lay_out = partial(pack, plan=rows, expands=self._expands, part=(index, count))
+            rows = self.planned.rows(dataset, batch_size)
+            lay_out = partial(pack, plan=rows, expands=self.planned.expands, part=(index, count))
             part = Part(batch_size * count, 0, count)  # processes share rows of tokens, and not those of the data
         elif self._obstacle_in_code() is not None:
             are_old = self._old_columns or isinstance(user_collator, RewardDataCollatorWithPadding)
@@ -301,36 +266,6 @@ class BatchPlan:
 
     # ---- shapes
 
-    def rows(self, dataset: Dataset, batch_size: int) -> RowPlan:
-        """Return the rows of packed batches of ``dataset``, of all processes, planned once for each batch size."""
-        if self._fixed_rows is not None:
-            return self._fixed_rows
-        pairs = self._pairs_together(batch_size)
-        key = dataset._fingerprint, pairs
-        if key not in self._row_plans:
-            # kernels want lengths in large multiples
-            multiple = 256 if self._expands and self._runtime.has_attention_kernel else 32
-            is_training = dataset is self._train_dataset and batch_size == self._args.train_batch_size
-            sizes_N = self._sizes_N if is_training and not self._expands else None  # else sequences share no room
-            shards = self._args.mesh_shape.batch_shards
-            self._row_plans[key] = plan_rows_of(
-                dataset, self._hidden_size, pairs, shards, self._args, self._expands, multiple, sizes_N
-            )
-        return self._row_plans[key]
-
-    def _pairs_together(self, batch_size: int) -> int:
-        """Return how many pairs are packed together: of planned rows, those of all processes on the mesh."""
-        is_of_all = self.plans_shapes and self._args.shards_over_processes
-        return batch_size * self._args.mesh_shape.batch_shards if is_of_all else batch_size
-
-    @property
-    def _training_rows(self) -> RowPlan:
-        return self.rows(self._train_dataset, self._args.train_batch_size)
-
-    @property
-    def _hidden_size(self) -> int:
-        return self._model.config.get_text_config().hidden_size
-
     def _lengths_of(self, dataset: Any) -> tuple[int, ...] | None:
         """Choose the row lengths of padded batches of ``dataset`` on a device that compiles once per length.
 
@@ -340,35 +275,28 @@ class BatchPlan:
         is_ours = self._collator is None or isinstance(self._collator, _COLLATORS)
         if not self.plans_shapes or self._keeps_lengths() or not is_ours:
             return None
-        is_known = isinstance(dataset, Dataset) and len(dataset) > 0
-        longest = int(measure(dataset).lengths.longest_P.max()) if is_known else self._args.max_length
-        if not longest:
-            return None
-        if multiple := self._args.pad_to_multiple_of:
-            assert isinstance(multiple, int)  # the config has read its text forms
-            return tuple(range(multiple, round_up(longest, multiple) + 1, multiple))
-        return bucket_lengths(longest, self._args.max_shapes)
+        return self.planned.lengths(dataset)
 
     @property
     def shapes(self) -> int | None:
         """The number of batch shapes in training; None where shapes are not planned."""
         if self.packed:
-            return None if self._is_unpadded else len(self._training_rows.shapes)
+            return None if self._is_unpadded else len(self.planned.training_rows.shapes)
         lengths = self._lengths_of(self._train_dataset)
         return None if lengths is None else len(lengths)
 
     @property
     def accumulates(self) -> bool:
         """Whether some batches are computed in several micro-batches."""
-        return self.packed and not self._is_unpadded and bool(self._training_rows.accumulate)
+        return self.packed and not self._is_unpadded and bool(self.planned.training_rows.accumulate)
 
     def describe(self) -> str:
         """Describe training batches for the log: packed or padded, their shapes, and why they are not packed."""
         if self.packed and self._is_unpadded:
             return "each packed into one row without padding"
         if self.packed:
-            attention = "in rows of whole dialogues" if self._expands else "through masks"
-            return f"packed into rows of {self._training_rows}; they attend {attention}"
+            attention = "in rows of whole dialogues" if self.planned.expands else "through masks"
+            return f"packed into rows of {self.planned.training_rows}; they attend {attention}"
         lengths = self._lengths_of(self._train_dataset)
         if lengths is None:
             return f"padded to their longest ({self.padded_because})"

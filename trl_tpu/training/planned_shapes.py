@@ -1,11 +1,24 @@
 """Shapes of batches on a device that compiles each: rows of packed batches, and lengths of padded ones."""
 
+import logging
+from collections.abc import Sequence
+from typing import Any
+
 import numpy as np
 from datasets import Dataset
+from transformers import PreTrainedModel
 
 from ..config.reward_config import RewardConfig
-from ..data.measure import measure
-from ..packing.shapes import RowPlan, attention_crossover_length, plan_rows
+from ..data.loader import sizes_by_prompt
+from ..data.measure import PAIR, has_form, is_prepared, measure
+from ..modeling.static_shapes import ExpansionImpossible, use_expanded_attention
+from ..packing.shapes import RowPlan, attention_crossover_length, bucket_lengths, plan_rows, round_up
+from ..runtime import Runtime
+
+logger = logging.getLogger(__name__)
+
+# below this, a mask for each query and key costs less than moving every layer's queries, keys and values
+LONG_ROW = 2048
 
 
 def plan_rows_of(
@@ -41,5 +54,107 @@ def plan_rows_of(
     )
 
 
-# below this, a mask for each query and key costs less than moving every layer's queries, keys and values
-LONG_ROW = 2048
+class PlannedShapes:
+    """The shapes of a run's batches, planned from the data's own lengths.
+
+    Args:
+        args: The run's settings.
+        runtime: The devices' runtime.
+        fixed_rows: Rows for every packed batch, instead of rows that fit the data.
+    """
+
+    expands = False
+    """Whether packed rows attend in rows of whole sequences."""
+
+    def __init__(self, args: RewardConfig, runtime: Runtime, fixed_rows: RowPlan | None) -> None:
+        self._args, self._runtime, self._fixed_rows = args, runtime, fixed_rows
+        self._plans: dict[tuple[str, int], RowPlan] = {}
+        self._sizes_N: np.ndarray | None = None  # of training pairs, where `group_by_prompt` orders them
+        self._train_dataset: Any = None
+
+    def use_model(self, model: PreTrainedModel) -> None:
+        """Plan for ``model``, without adapters: the first one, or one that `model_init` made anew."""
+        self._model = model
+        if self.expands:
+            use_expanded_attention(model)
+
+    def prepare(self, train_dataset: Any, evaluated: Sequence[Any], is_packed: bool) -> None:
+        """Plan the rows of prepared datasets; see `BatchPlan.prepare`."""
+        self._train_dataset = train_dataset
+        if self._args.group_by_prompt:
+            self._sizes_N = sizes_by_prompt(train_dataset, self._pairs_together(self._args.train_batch_size))
+        if not is_packed:
+            return
+        # an expansion holds two sequences of a row
+        if all(has_form(each, PAIR) or not is_prepared(each) for each in (train_dataset, *evaluated)):
+            self.expands = self._choose_expansion()
+        if self.expands:
+            self._plans.clear()  # sequences then take more room
+        for dataset in evaluated:
+            if self._args.row_length is not None and isinstance(dataset, Dataset):
+                self.rows(dataset, self._args.eval_batch_size)
+
+    def _choose_expansion(self) -> bool:
+        """Choose whether packed rows attend in rows of whole sequences, and prepare the model for it.
+
+        Raises:
+            ExpansionImpossible: If the user insists and the model's attention is more than the kernels compute.
+        """
+        asked, longest = self._args.packed_attention, self.training_rows.longest
+        is_long = self._runtime.has_attention_kernel and longest >= LONG_ROW
+        if asked == "masks" or (asked == "auto" and not is_long):
+            return False
+        try:
+            use_expanded_attention(self._model)
+        except ExpansionImpossible as reason:
+            if asked == "expanded":
+                raise
+            logger.warning(f"Rows of {longest} tokens attend through masks of their length squared. {reason}")
+            return False
+        return True
+
+    def rows(self, dataset: Dataset, batch_size: int) -> RowPlan:
+        """Return the rows of packed batches of ``dataset``, of all processes, planned once for each batch size."""
+        if self._fixed_rows is not None:
+            return self._fixed_rows
+        pairs = self._pairs_together(batch_size)
+        key = dataset._fingerprint, pairs
+        if key not in self._plans:
+            # kernels want lengths in large multiples
+            multiple = 256 if self.expands and self._runtime.has_attention_kernel else 32
+            is_training = dataset is self._train_dataset and batch_size == self._args.train_batch_size
+            sizes_N = self._sizes_N if is_training and not self.expands else None  # else sequences share no room
+            shards = self._args.mesh_shape.batch_shards
+            self._plans[key] = plan_rows_of(
+                dataset, self._hidden_size, pairs, shards, self._args, self.expands, multiple, sizes_N
+            )
+        return self._plans[key]
+
+    def _pairs_together(self, batch_size: int) -> int:
+        """Return how many pairs are packed together: of planned rows, those of all processes on the mesh."""
+        is_of_all = self._runtime.plans_shapes and self._args.shards_over_processes
+        return batch_size * self._args.mesh_shape.batch_shards if is_of_all else batch_size
+
+    @property
+    def training_rows(self) -> RowPlan:
+        return self.rows(self._train_dataset, self._args.train_batch_size)
+
+    @property
+    def _hidden_size(self) -> int:
+        return self._model.config.get_text_config().hidden_size
+
+    @property
+    def crossover(self) -> float:
+        """See `attention_crossover_length`."""
+        return attention_crossover_length(self._hidden_size)
+
+    def lengths(self, dataset: Any) -> tuple[int, ...] | None:
+        """Return the few row lengths of padded batches of ``dataset``; None for a stream without `max_length`."""
+        is_known = isinstance(dataset, Dataset) and len(dataset) > 0
+        longest = int(measure(dataset).lengths.longest_P.max()) if is_known else self._args.max_length
+        if not longest:
+            return None
+        if multiple := self._args.pad_to_multiple_of:
+            assert isinstance(multiple, int)  # the config has read its text forms
+            return tuple(range(multiple, round_up(longest, multiple) + 1, multiple))
+        return bucket_lengths(longest, self._args.max_shapes)
