@@ -55,8 +55,8 @@ def test_a_device_that_compiles_gets_planned_rows_and_plain_torch_a_tight_one(tm
     plan, data = make(tmp_path, COMPILING), tokens(64)
     collate = collator(plan, data)
     assert collate.lay_out.func is pack and collate.part.pairs == 4 and not collate.lay_out.keywords["expands"]
-    assert collate.lay_out.keywords["plan"] is plan.rows(data, 4) != plan.rows(data, 8)  # planned once
-    training = plan.rows(plan._train_dataset, 4)
+    assert collate.lay_out.keywords["plan"] is plan.planned.rows(data, 4) != plan.planned.rows(data, 8)  # planned once
+    training = plan.planned.rows(plan._train_dataset, 4)
     assert plan.shapes == len(training.shapes) and plan.accumulates == bool(training.accumulate)
     assert str(training) in plan.describe()
 
