@@ -1,7 +1,7 @@
 """The rewards of a batch in one forward over all of its sequences, and attention over packed rows."""
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -276,24 +276,3 @@ def read_scores(scores: torch.Tensor, batch: Batch) -> torch.Tensor:
     scores_SA = scores[row_S, column_S] if scores.dim() == 3 else scores[row_S]
     scores_SA = scores_SA.to(torch.promote_types(scores.dtype, torch.float32))
     return scores_SA[:, 1:] - scores_SA[:, :1] if batch.table.has_baseline else scores_SA
-
-
-def rewards_in(outputs: Any, batch: Batch | None) -> torch.Tensor | None:
-    """Read rewards [S, A] from what a user's loss returns beside itself; None where there are none to be read.
-
-    They are `rewards`, [P, K] or [P, A, K], or the model's `logits`; or two tensors of a reward per pair, chosen
-    first, whatever their names.
-
-    Args:
-        batch: Of the loss; None for one of the user's own making.
-    """
-    if isinstance(outputs, Mapping) and getattr(outputs.get("rewards"), "ndim", 0) in (2, 3):
-        rewards = outputs["rewards"]
-        return (rewards.unsqueeze(1) if rewards.ndim == 2 else rewards).transpose(1, 2).flatten(0, 1)
-    if isinstance(outputs, Mapping) and "logits" in outputs:
-        return None if batch is None or batch.rows.is_packed else read_scores(outputs["logits"], batch)
-    values = outputs.values() if isinstance(outputs, Mapping) else outputs
-    halves = [each.flatten() for each in values if isinstance(each, torch.Tensor)]
-    if len(halves) != 2 or len(halves[0]) != len(halves[1]):
-        return None
-    return torch.stack(halves, dim=-1).reshape(-1, 1)

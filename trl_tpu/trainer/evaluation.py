@@ -14,7 +14,10 @@ import torch
 from accelerate import Accelerator
 from datasets import Dataset
 from torch import nn
-from transformers import EvalPrediction, PreTrainedTokenizerBase
+from transformers import (
+    EvalPrediction,
+    PreTrainedTokenizerBase,
+)
 from transformers.trainer_pt_utils import find_batch_size
 from transformers.trainer_utils import EvalLoopOutput, denumpify_detensorize
 from transformers.utils import CONFIG_NAME
@@ -24,7 +27,7 @@ from ..data.collators import NO_LABEL, TABLE, batch_of_pairs
 from ..data.comparisons import Labels
 from ..evaluation.judge import judge, sums_on_host
 from ..modeling.adapters import complete_config, is_peft_model
-from ..modeling.forward import rewards_in
+from ..modeling.forward import read_scores
 from ..modeling.outputs import BASE_CONFIG, Outputs
 from ..report.pages import is_generated, make_model_card, write_verdicts
 from ..runtime import Runtime
@@ -384,3 +387,24 @@ class EvaluatingTrainer(DeviceTrainer):
 def _may_be_on_the_hub(name: str) -> bool:
     """Return whether a name has the form of a Hub id and is no local path, present or moved away."""
     return re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", name) is not None and not os.path.exists(name.partition("/")[0])
+
+
+def rewards_in(outputs: Any, batch: Batch | None) -> torch.Tensor | None:
+    """Read rewards [S, A] from what a user's loss returns beside itself; None where there are none to be read.
+
+    They are `rewards`, [P, K] or [P, A, K], or the model's `logits`; or two tensors of a reward per pair, chosen
+    first, whatever their names.
+
+    Args:
+        batch: Of the loss; None for one of the user's own making.
+    """
+    if isinstance(outputs, Mapping) and getattr(outputs.get("rewards"), "ndim", 0) in (2, 3):
+        rewards = outputs["rewards"]
+        return (rewards.unsqueeze(1) if rewards.ndim == 2 else rewards).transpose(1, 2).flatten(0, 1)
+    if isinstance(outputs, Mapping) and "logits" in outputs:
+        return None if batch is None or batch.rows.is_packed else read_scores(outputs["logits"], batch)
+    values = outputs.values() if isinstance(outputs, Mapping) else outputs
+    halves = [each.flatten() for each in values if isinstance(each, torch.Tensor)]
+    if len(halves) != 2 or len(halves[0]) != len(halves[1]):
+        return None
+    return torch.stack(halves, dim=-1).reshape(-1, 1)

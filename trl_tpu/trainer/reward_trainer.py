@@ -44,7 +44,8 @@ from ..modeling.model_shape import work_of_a_pair
 from ..modeling.outputs import Outputs, set_scale
 from ..packing.shapes import RowPlan
 from ..training.batch_plan import BatchPlan
-from ..training.statistics import AddedMetrics, StepStatistics
+from ..training.progress import AddedMetrics
+from ..training.statistics import StepStatistics
 from ..training.step import StepResult, training_step
 from .evaluation import ORDER_PAIRS, EvaluatingTrainer
 from .legacy import has_old_order, upgrade_args, upgrade_processing_class, uses_old_columns

@@ -68,7 +68,7 @@ from ..parallel.shard import (
 )
 from ..runtime import choice, current
 from .batch_plan import BatchPlan
-from .optimizer import bare
+from .optimizer import bare, skip_unless
 from .progress import Progress
 from .saving import Components, SavingTrainer
 from .statistics import StepCounts, StepStatistics
@@ -321,8 +321,9 @@ class DeviceTrainer(SavingTrainer):
             assert self.shard_report is not None  # whatever compiles was placed
             optimizer_of_torch = bare(self.optimizer)
             accumulates = self._accumulates or ours.batch_plan.accumulates
-            if ours.step_state.prepare(self.model, self.shard_report.placements, optimizer_of_torch, accumulates):
-                ours.statistics.skip_on_device(optimizer_of_torch)
+            is_new = ours.step_state.prepare(self.model, self.shard_report.placements, optimizer_of_torch, accumulates)
+            if is_new and ours.statistics.skips_nonfinite:
+                skip_unless(lambda: ours.statistics.is_finite_1, optimizer_of_torch, ours.runtime)
         ours.runtime.fuse(bare(self.optimizer))
         if self.lr_scheduler is None and self.args.learning_rate_end is not None:
             (name, arguments), warmup = self.args.schedule, self.args.get_warmup_steps(num_training_steps)

@@ -153,6 +153,39 @@ def _let_state_wait(optimizer: Optimizer, runtime: Runtime) -> None:
     optimizer.register_step_pre_hook(wait)
 
 
+def skip_unless(is_finite: Callable[[], torch.Tensor], optimizer: Optimizer, runtime: Runtime) -> None:
+    """Skip updates of ``optimizer`` after steps that are not finite, without reading whether they are.
+
+    Old values of weights and state live only within the recorded step, so that the compiled one still updates in
+    place. This needs the state beforehand: if an optimizer makes it in its first step, that step is read instead. An
+    optimizer's counts on the host, as Adagrad's and Adafactor's of steps, go on.
+
+    Args:
+        is_finite: Returns whether the step is finite, [1], on the device.
+    """
+    has_state, old = bool(optimizer.state), list[tuple[torch.Tensor, torch.Tensor]]()
+
+    def before_update(*_: object) -> None:
+        nonlocal has_state
+        if has_state:
+            parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+            tensors = [tensor for each in parameters for tensor in (each, *state_on_device(optimizer, each))]
+            old[:] = [(tensor, tensor.detach().clone()) for tensor in tensors]
+        elif runtime.fetch([is_finite()])[0].all():
+            has_state = True
+        else:
+            optimizer.zero_grad(set_to_none=True)  # torch's optimizers pass over parameters without a gradient
+
+    @torch.no_grad()
+    def after_update(*_: object) -> None:
+        for tensor, value in old:
+            tensor.copy_(torch.where(is_finite()[0], tensor, value))
+        old.clear()
+
+    optimizer.register_step_pre_hook(before_update)
+    optimizer.register_step_post_hook(after_update)
+
+
 def state_on_device(optimizer: Optimizer, parameter: torch.Tensor) -> Iterator[torch.Tensor]:
     """Yield the tensors in the state of ``parameter`` on its device; a count of steps may be on the host."""
     for value in optimizer.state.get(parameter, {}).values():

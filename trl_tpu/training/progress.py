@@ -1,7 +1,7 @@
 """What a run shows while it trains: a bar, what is being compiled, and compilations that should not be."""
 
 import logging
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -9,7 +9,7 @@ import torch
 from tqdm.auto import tqdm
 from transformers import ProgressCallback, TrainerControl, TrainerState, TrainingArguments
 
-from ..config.reward_config import LENGTH_METRICS, METRICS
+from ..config.reward_config import LENGTH_METRICS, METRICS, REWARD_METRICS
 from ..runtime import Runtime
 
 logger = logging.getLogger(__name__)
@@ -132,3 +132,19 @@ class Progress(ProgressCallback):
             if name.removeprefix("eval_") not in _FOR_TRACKERS and "accuracy/" not in name
         }
         super().on_log(args, state, control, logs=shown, **more)
+
+
+class AddedMetrics(defaultdict[str, list[float]]):
+    """Metrics that a subclass adds up over its steps, by name. Names that are logged anyway hold the last value.
+
+    Args:
+        read_last: Returns what is logged anyway of the last step alone; reading it stops the device.
+    """
+
+    def __init__(self, read_last: Callable[[], Mapping[str, float]]) -> None:
+        super().__init__(list)
+        self._read_last = read_last
+
+    def __missing__(self, name: str) -> list[float]:
+        last = self._read_last() if name in ("num_tokens", *REWARD_METRICS) else {}
+        return [last[name]] if name in last else super().__missing__(name)

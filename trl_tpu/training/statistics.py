@@ -2,23 +2,21 @@
 
 import logging
 import time
-from collections import defaultdict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass
 from typing import Any
 
 import torch
 from accelerate import Accelerator
-from torch.optim import Optimizer
 
-from ..config.reward_config import REWARD_METRICS
 from ..data.comparisons import Comparisons
 from ..evaluation.judge import COUNTS, SUMS, RewardSums, between, sums_of
 from ..evaluation.verdict import Verdict
 from ..modeling.outputs import RewardScale, saved_scale, set_scale
 from ..parallel.mesh import GiB, peak_flops_of
 from ..runtime import Runtime
-from .optimizer import bare, state_on_device
+from .optimizer import bare
 from .stopping import over_processes
 
 logger = logging.getLogger(__name__)
@@ -129,7 +127,8 @@ class StepStatistics:
         self.evaluated = None
         self._windows.clear()
         self._are_finite_1 = self._to_device([True], torch.bool)  # losses of the step
-        self._is_finite_1 = self._to_device([True], torch.bool)  # the last step
+        self.is_finite_1 = self._to_device([True], torch.bool)
+        """Whether the last step was finite."""
         self.nonfinite = 0
         """Nonfinite steps of this run up to the last log."""
         if not parts:
@@ -189,40 +188,9 @@ class StepStatistics:
         loss_1 = torch.where(finite_1, loss_sum_1, loss_1)
         self.device_counts = torch.cat([*counts, _counted(steps_4, finite_1, self.limit)])
         self.device_sums = torch.cat([*sums, loss_1])
-        self._is_finite_1 = finite_1
+        self.is_finite_1 = finite_1
         self._runtime.skip_update_unless(finite_1[0], bare(optimizer))
         return loss_1
-
-    def skip_on_device(self, optimizer: Optimizer) -> None:
-        """Skip updates of ``optimizer`` after nonfinite steps, without reading whether they are.
-
-        Old values of weights and state live only within the recorded step, so that the compiled one still updates in
-        place. This needs the state beforehand: if an optimizer makes it in its first step, that step is read instead.
-        An optimizer's counts on the host, as Adagrad's and Adafactor's of steps, go on.
-        """
-        if not self.skips_nonfinite:
-            return
-        has_state, old = bool(optimizer.state), list[tuple[torch.Tensor, torch.Tensor]]()
-
-        def before_update(*_: object) -> None:
-            nonlocal has_state
-            if has_state:
-                parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-                tensors = [tensor for each in parameters for tensor in (each, *state_on_device(optimizer, each))]
-                old[:] = [(tensor, tensor.detach().clone()) for tensor in tensors]
-            elif self._runtime.fetch([self._is_finite_1])[0].all():
-                has_state = True
-            else:
-                optimizer.zero_grad(set_to_none=True)  # torch's optimizers pass over parameters without a gradient
-
-        @torch.no_grad()
-        def after_update(*_: object) -> None:
-            for tensor, value in old:
-                tensor.copy_(torch.where(self._is_finite_1[0], tensor, value))
-            old.clear()
-
-        optimizer.register_step_pre_hook(before_update)
-        optimizer.register_step_post_hook(after_update)
 
     def pause(self) -> None:
         """Stop the clock: evaluations and saves are no training time, compilations are."""
@@ -406,19 +374,3 @@ def _counted(steps_4: torch.Tensor, finite_1: torch.Tensor, limit: int) -> torch
     taken, nonfinite, in_a_row = taken + 1, nonfinite + failed, (in_a_row + 1) * failed
     reached_at = torch.where((reached_at == 0) & (in_a_row >= limit), taken, reached_at)
     return torch.stack([taken, nonfinite, in_a_row, reached_at])
-
-
-class AddedMetrics(defaultdict[str, list[float]]):
-    """Metrics that a subclass adds up over its steps, by name. Names that are logged anyway hold the last value.
-
-    Args:
-        read_last: Returns what is logged anyway of the last step alone; reading it stops the device.
-    """
-
-    def __init__(self, read_last: Callable[[], Mapping[str, float]]) -> None:
-        super().__init__(list)
-        self._read_last = read_last
-
-    def __missing__(self, name: str) -> list[float]:
-        last = self._read_last() if name in ("num_tokens", *REWARD_METRICS) else {}
-        return [last[name]] if name in last else super().__missing__(name)
