@@ -6,7 +6,7 @@ token sees which.
 
 import numpy as np
 
-from trl_tpu.data.batch import scored
+from trl_tpu.data.batch import sequences_of
 from trl_tpu.packing.pack import pack_unpadded
 
 PROMPT, CHOSEN, REJECTED = ["Is", "7", "prime", "?"], ["Yes", ",", "it", "is"], ["No"]
@@ -69,7 +69,7 @@ def picture() -> str:
     ids = list(range(1, 1 + len(words)))
     prompt, chosen, rejected = ids[: len(PROMPT)], ids[len(PROMPT) : -len(REJECTED)], ids[-len(REJECTED) :]
     pair = {"answers": [prompt + chosen, prompt + rejected]}
-    (packed,) = pack_unpadded([scored(pair, pad_token_id=0)], pad_token_id=0)
+    (packed,) = pack_unpadded(sequences_of([pair], pad_token_id=0))
     assert packed.position_ids_RL is not None and packed.subtree_end_RL is not None  # as in every packed row
     (row_L,), (position_L,), (end_L,) = packed.input_ids_RL, packed.position_ids_RL, packed.subtree_end_RL
     parts = ["prompt"] * len(PROMPT) + ["chosen"] * len(CHOSEN) + ["rejected"] * len(REJECTED)

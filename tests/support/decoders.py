@@ -12,10 +12,10 @@ from torch.nn.functional import logsigmoid
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
-from trl_tpu.data.batch import scored
+from trl_tpu.data.batch import sequences_of
 from trl_tpu.data.collators import DataCollatorForPreference
 from trl_tpu.modeling.forward import packed_scores
-from trl_tpu.packing.pack import Scored, TokenRows
+from trl_tpu.packing.pack import Sequences, TokenRows
 from trl_tpu.packing.planned import pack
 from trl_tpu.packing.shapes import RowPlan, RowShape
 
@@ -102,13 +102,13 @@ def padded(model: nn.Module, pairs: Pairs) -> torch.Tensor:
     return model(**batch).logits.view(2, len(pairs)).T
 
 
-def rows_of(pairs: Pairs) -> list[Scored]:
-    return [scored({"answers": pair}, PAD) for pair in pairs]
+def rows_of(pairs: Pairs, most: int | None = None) -> Sequences:
+    return sequences_of([{"answers": pair} for pair in pairs], PAD, most)
 
 
 def in_rows(pairs: Pairs, *shapes: RowShape) -> TokenRows[torch.Tensor]:
     """Pack pairs into one micro-batch of the first shape that holds them, with their expansion."""
-    (rows,) = pack(rows_of(pairs), RowPlan(shapes), len(pairs), PAD, expands=True)
+    (rows,) = pack(rows_of(pairs), RowPlan(shapes), expands=True)
     return rows.map_tensors(torch.from_numpy)
 
 

@@ -302,3 +302,9 @@ def test_gradients_of_a_training_that_was_interrupted_do_not_enter_the_next() ->
     assert model.weight.grad is not None and model.weight.grad.tolist() == [[1, 1, 1]]
     assert not state.prepare(model, placements, optimizer, accumulates=True)
     assert model.weight.grad.tolist() == [[0, 0, 0]]
+
+
+def test_a_batch_of_more_rows_than_were_planned_is_refused() -> None:
+    """Rows would get lost otherwise."""
+    with pytest.raises(ValueError, match="2 rows.* 3"):
+        BatchCollator(pad, PAD, part=Part(2))([{"answers": [[1], [2]]}] * 3)

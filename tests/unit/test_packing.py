@@ -27,7 +27,7 @@ def here(rows: Rows) -> np.ndarray:
 
 
 def micro_batches(pairs: list[Any], plan: RowPlan, size: int | None = None, **kwargs: Any) -> list[Rows]:
-    return pack(rows_of(pairs), plan, size or len(pairs), PAD, **kwargs)
+    return pack(rows_of(pairs, size), plan, **kwargs)
 
 
 def packed(pairs: list[Any], shapes: Any = None, size: int | None = None, **kwargs: Any) -> Rows:
@@ -39,7 +39,7 @@ def packed(pairs: list[Any], shapes: Any = None, size: int | None = None, **kwar
 
 
 def unpadded(pairs: list[Any], attention_crossover_length: float = 50) -> Rows:
-    return pack_unpadded(rows_of(pairs), PAD, attention_crossover_length=attention_crossover_length)[0]
+    return pack_unpadded(rows_of(pairs), attention_crossover_length)[0]
 
 
 def seen_by(batch: Rows, row: int, column: int) -> np.ndarray:
@@ -117,8 +117,6 @@ def test_what_does_not_fit_is_an_error_that_says_what_and_never_cut() -> None:
         packed([([1], [2]), ([3] * 5, [4] * 4)], shapes)
     with pytest.raises(ValueError, match="3 pairs .*24 tokens.*2 x 8"):
         packed([([1 + index] * 4, [11 + index] * 4) for index in range(3)], shapes)
-    with pytest.raises(ValueError, match="2 pairs.* 3"):
-        packed([([1], [2])] * 3, shapes, 2)
     prompt = list(range(10, 20))
     pairs = [([*prompt, 1], [*prompt, 2, 3]), ([*prompt, 4], [*prompt, 5])]
     with pytest.raises(ValueError, match="23 tokens.* 22"):

@@ -9,7 +9,7 @@ from datasets import Dataset
 from tokenized import dataset_of
 
 from trl_tpu import RewardConfig
-from trl_tpu.data.batch import scored
+from trl_tpu.data.batch import sequences_of
 from trl_tpu.data.loader import ByPrompt, prompt_groups, prompts_in_training, sizes_by_prompt
 from trl_tpu.data.measure import read_row
 from trl_tpu.packing.planned import pack
@@ -87,7 +87,7 @@ def test_planned_rows_hold_any_batch_and_grouped_ones_tightly(pairs: int, shards
         packed = 0
         for first in range(0, len(order), pairs):
             batch = dataset.select(order[first : first + pairs])
-            rows = pack([scored(read_row(row), 0) for row in batch], plan, pairs, 0)
+            rows = pack(sequences_of(list(map(read_row, batch)), 0, pairs), plan)
             packed += sum(each.input_ids_RL.size for each in rows)
         return packed
 

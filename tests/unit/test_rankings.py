@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tokenized import prepare
 from transformers import LlamaConfig
 
-from trl_tpu.data.batch import scored
+from trl_tpu.data.batch import sequences_of
 from trl_tpu.data.comparisons import Labels
 from trl_tpu.data.measure import PAIR, form_of, measure, read_row
 from trl_tpu.data.rankings import Rankings
@@ -76,10 +76,10 @@ def test_the_verdict_on_many_answers_takes_memory_for_the_answers_and_not_for_th
 def test_a_prompt_is_computed_once_for_all_its_answers() -> None:
     prompts = [[*range(10, 110)], [*range(10, 60), *range(200, 250)]]
     rows = [
-        scored({"answers": [[*prompt, 1000 + answer, 7] for answer in range(count)], "grades": [*range(count)]}, 0)
+        {"answers": [[*prompt, 1000 + answer, 7] for answer in range(count)], "grades": [*range(count)]}
         for prompt, count in zip(prompts, (8, 3), strict=True)
     ]
-    (packed,) = pack_unpadded(rows, 0, answers=8, attention_crossover_length=1e6)
+    (packed,) = pack_unpadded(sequences_of(rows, 0, answers=8), attention_crossover_length=1e6)
     assert packed.input_ids_RL.size == 150 + 2 * 11  # both prompts' first 50 tokens once, too
     is_there_PK = packed.tokens_S.reshape(2, 8) > 0
     assert is_there_PK.sum(axis=1).tolist() == [8, 3]

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenized import dataset_of
 
-from trl_tpu.data.batch import scored
+from trl_tpu.data.batch import sequences_of
 from trl_tpu.data.measure import measure
 from trl_tpu.packing.pack import pack_unpadded
 from trl_tpu.packing.planned import pack
@@ -34,8 +34,8 @@ def test_every_batch_is_covered(sizes: list[int], pairs: int, shards: int, most:
     assert row_length is None or {shape.length for shape in plan.shapes} == {row_length}
     drawn = data.draw(st.permutations(range(len(sizes))))[:pairs]
     # nothing shared between pairs, the worst case: token ids tell pairs apart
-    rows = [scored({"answers": [[index + 1] * sizes[index], [index + 1]]}, 0) for index in drawn]
-    assert sum((each.tokens_S > 0).sum() for each in pack(rows, plan, pairs, 0)) == 2 * len(drawn)
+    rows = [{"answers": [[index + 1] * sizes[index], [index + 1]]} for index in drawn]
+    assert sum((each.tokens_S > 0).sum() for each in pack(sequences_of(rows, 0, pairs), plan)) == 2 * len(drawn)
 
 
 @given(st.integers(1, 5000), st.integers(1, 6), st.sampled_from([1, 8, 64, 128]))
@@ -76,9 +76,9 @@ def test_tokens_processed_per_real_token(source: str, pairs: int, shards: int, m
     columns = real = unpadded = 0
     order = np.random.default_rng(1).permutation(len(both))
     for first in range(0, len(order) - pairs + 1, pairs):
-        rows = [scored({"answers": both[index]}, 0) for index in order[first : first + pairs]]
-        columns += sum(packed.input_ids_RL.size for packed in pack(rows, plan, pairs, 0))
-        unpadded += pack_unpadded(rows, 0, attention_crossover_length=6 * 1024)[0].input_ids_RL.size
-        real += sum(len(ids) for row in rows for ids in row.sequences)
+        batch = sequences_of([{"answers": both[index]} for index in order[first : first + pairs]], 0)
+        columns += sum(packed.input_ids_RL.size for packed in pack(batch, plan))
+        unpadded += pack_unpadded(batch, attention_crossover_length=6 * 1024)[0].input_ids_RL.size
+        real += sum(len(ids) for ids in batch.ids)
     assert columns / real <= most_tokens
     assert unpadded / real <= 0.64

@@ -81,10 +81,7 @@ def layouts_of(name: str) -> list[str]:
 def packed_in(layout: str, name: str, pairs: Pairs) -> torch.Tensor:
     """The rewards [P, 2], put together from all micro-batches."""
     rows, plan, expands = rows_of(pairs), PLANS[layout], "expanded" in layout
-    if plan is None:
-        some = pack_unpadded(rows, PAD, attention_crossover_length=20)
-    else:
-        some = pack(rows, plan, len(pairs), PAD, expands=expands)
+    some = pack_unpadded(rows, attention_crossover_length=20) if plan is None else pack(rows, plan, expands=expands)
     return packed(model_of(name, expands), *(each.map_tensors(torch.from_numpy) for each in some), expand=expands)
 
 

@@ -13,7 +13,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from ..errors import UserError
-from ..packing.pack import Arrays, Scored, TokenRows, last_scored
+from ..packing.pack import Arrays, Sequences, TokenRows, last_scored
 from .comparisons import ComparisonRule, Comparisons
 from .measure import read_row
 
@@ -110,15 +110,26 @@ def tensors_in(inputs: Mapping[str, Any]) -> Mapping[str, Any]:
 Example = Mapping[str, Any]
 
 
-LayOut = Callable[..., list[TokenRows[np.ndarray]]]
+LayOut = Callable[[Sequences], list[TokenRows[np.ndarray]]]
 
 
-def scored(row: Example, pad_token_id: int) -> Scored:
-    """Return the sequences of a row of `read_row`, and where their rewards are read."""
-    sequences = [np.asarray(ids, np.int32) for ids in row["answers"]]
-    if "step_ends" in row:
-        return Scored(sequences, [np.asarray(row["step_ends"], np.int64)])
-    return Scored(sequences, [np.array([last_scored(ids, pad_token_id)]) for ids in sequences])
+def sequences_of(rows: Sequence[Example], pad_token_id: int, most: int | None = None, answers: int = 2) -> Sequences:
+    """Return the sequences of rows of `read_row`, and where their rewards are read.
+
+    Args:
+        pad_token_id: A sequence is scored at its last other token.
+        most: P; by default as many as there are.
+        answers: K.
+    """
+    ids, at, pair_D = list[np.ndarray](), list[np.ndarray](), list[int]()
+    for pair, row in enumerate(rows):
+        own = [np.asarray(each, np.int32) for each in row["answers"]]
+        ids, pair_D = ids + own, pair_D + [pair] * len(own)
+        if "step_ends" in row:
+            at.append(np.asarray(row["step_ends"], np.int64))
+        else:
+            at += [np.array([last_scored(each, pad_token_id)]) for each in own]
+    return Sequences(ids, at, np.array(pair_D), pad_token_id, most or len(rows), answers)
 
 
 @dataclass(frozen=True)
@@ -184,8 +195,7 @@ class BatchCollator:
                 f"A batch has at most {part.pairs * part.count} rows, as its shapes were planned; got {len(every)}."
             )
         own = part.of(every)
-        settings = {"pad_token_id": self.pad_token_id, "most_pairs": part.pairs, "answers": self.rule.answers}
-        laid_out = self.lay_out([scored(row, self.pad_token_id) for row in own or rows[:1]], **settings)
+        laid_out = self.lay_out(sequences_of(own or rows[:1], self.pad_token_id, part.pairs, self.rule.answers))
         if not own:  # a process with nothing to do computes a row of which nothing counts
             laid_out = [replace(tokens, tokens_S=0 * tokens.tokens_S) for tokens in laid_out]
         table = part.table(own or rows[:1], every or rows[:1], self.rule)

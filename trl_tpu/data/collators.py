@@ -18,7 +18,7 @@ from ..errors import UserError
 from ..packing.pack import TokenRows
 from ..packing.shapes import round_up
 from . import checks
-from .batch import Batch, Example, Part, micro_batch, parts_of, scored
+from .batch import Batch, Example, Part, micro_batch, parts_of, sequences_of
 from .chat_templates import maybe_apply_chat_template
 from .checks import RAW_COLUMNS, Pairs, Row
 from .comparisons import ComparisonRule, compare, pairs_of
@@ -105,7 +105,7 @@ class DictCollator:
         row_PK, column_PK, tokens_PK = np.zeros((3, pairs, self.rule.answers), np.int32)
         for place, row in enumerate(rows):
             if "answers" in row:
-                lengths = np.concatenate(scored(row, self.pad_token_id).tokens)
+                lengths = np.concatenate(sequences_of([row], self.pad_token_id).tokens)
             elif "attention_mask" in batch:  # the user's own columns
                 lengths = batch["attention_mask"][place::pairs].sum(-1).numpy()
             else:

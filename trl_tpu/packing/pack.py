@@ -21,13 +21,13 @@ Letters: B batches, P pairs, K answers of each, S = P K scored positions, D sequ
 another), R rows, L length of a row.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 
-from ..errors import UserError
 from .shapes import RowShape, round_up
 
 Array = TypeVar("Array")  # numpy's while packing, torch's from the collator on
@@ -131,147 +131,73 @@ class TokenRows(Arrays, Generic[Array]):
 Rows = list[TokenRows[np.ndarray]]
 
 
-class Scored(NamedTuple):
-    """One row of the data: its sequences, and the tokens at which rewards are read."""
+@dataclass(frozen=True)
+class Sequences:
+    """The sequences of a batch, those of a row of the data one after another, and where their rewards are read.
 
-    sequences: list[np.ndarray]
-    """Token ids of the answers, the chosen one first; of a solution with steps one sequence."""
+    Args:
+        ids: Token ids of each; of a solution with steps there is one.
+        at: For each the indices of its scored tokens, ascending.
+        pair_D: The row of the data of each, a pair say.
+        pad_token_id: Fills what rows of tokens have left.
+        rows: P, the most rows of the data.
+        answers: K, the most scored tokens of a row of the data.
+    """
+
+    ids: list[np.ndarray]
     at: list[np.ndarray]
-    """For each sequence the indices of its scored tokens, ascending."""
+    pair_D: np.ndarray
+    pad_token_id: int
+    rows: int
+    answers: int
 
-    @property
+    @cached_property
     def tokens(self) -> list[np.ndarray]:
         """For each sequence the tokens that each of its rewards adds to those before it.
 
         The last reward of a sequence adds the rest of it, even what follows its scored token.
         """
-        pairs = zip(self.sequences, self.at, strict=True)
+        pairs = zip(self.ids, self.at, strict=True)
         return [np.diff([0, *(at[:-1] + 1), len(ids)])[: len(at)] for ids, at in pairs]
 
+    @cached_property
+    def cut(self) -> list[np.ndarray]:
+        """Their ids up to the last scored tokens: later tokens cannot influence a reward."""
+        pairs = zip(self.ids, self.at, strict=True)
+        return [ids[: at[-1] + 1] if len(at) else ids[:1] for ids, at in pairs]
 
-def pack_unpadded(
-    rows: Sequence[Scored],
-    pad_token_id: int,
-    most_pairs: int | None = None,
-    answers: int = 2,
-    attention_crossover_length: float = 4096,
-) -> Rows:
-    """Pack one batch into a single row without padding, tree after tree.
-
-    Attention can then be computed tree by tree. Neighbors in lexicographic order share a tree where sharing saves more
-    than attention over the larger tree costs.
-
-    Args:
-        rows, pad_token_id, answers: As in `pack`.
-        most_pairs: P; by default as many as there are.
-        attention_crossover_length: The length at which attention costs as much as everything else.
-    """
-
-    def work(size: int) -> float:
-        return size * (1 + size / attention_crossover_length)
-
-    batch = _Batch.cut(rows, most_pairs or len(rows), pad_token_id, answers)
-    tree_D = np.zeros(len(batch.ids), np.int64)
-    tree, size, length, before = -1, 0, 0, 0
-    for index in batch.order.tolist():
-        added = len(batch.ids[index])
-        together = size + added - int(batch.prefix_DD[before, index])
-        if tree >= 0 and work(together) < work(size) + work(added):
-            length, size = length + together - size, together
-        else:
-            length, size, tree = length + added, added, tree + 1
-        tree_D[index], before = tree, index
-    return [batch.written(np.zeros_like(tree_D), tree_D, RowShape(1, length))]
-
-
-def pad(
-    rows: Sequence[Scored],
-    pad_token_id: int,
-    most_pairs: int | None = None,
-    answers: int = 2,
-    lengths: tuple[int, ...] | None = None,
-    multiple: int = 1,
-) -> Rows:
-    """Write each sequence into a row of its own, padded on the right.
-
-    Args:
-        rows, pad_token_id, answers: As in `pack`.
-        most_pairs: P; by default as many as there are.
-        lengths: Planned lengths, ascending: rows get the shortest that fits, else the longest sequence's, and there
-            are always as many rows as P pairs can have. None keeps the number of sequences, too.
-        multiple: Of lengths that are not planned.
-    """
-    ids, at = ([each for row in rows for each in row[field]] for field in (0, 1))
-    longest, pairs = max(map(len, ids)), most_pairs or len(rows)
-    length = next((each for each in lengths or () if each >= longest), round_up(longest, multiple))
-    per_pair = answers if any(len(row.sequences) > 1 for row in rows) else 1  # the steps of a solution are one row
-    shape = RowShape(len(ids) if lengths is None else pairs * per_pair, length)
-    row_D, length_R = np.arange(len(ids)), np.ones(shape.rows, np.int32)  # rows without a token could become NaN
-    length_R[: len(ids)] = list(map(len, ids))
-    written = _Batch(rows, ids, at, (pairs, answers), row_D, np.empty(0), pad_token_id).written(row_D, row_D, shape)
-    mask_RL = (np.arange(length) < length_R[:, None]).astype(np.int32)
-    return [replace(written, attention_mask_RL=mask_RL, position_ids_RL=None, subtree_end_RL=None, trees=None)]
-
-
-@dataclass(frozen=True)
-class _Batch:
-    """The sequences of a batch, those of a pair one after another, and what any two of them share."""
-
-    rows: Sequence[Scored]
-    ids: list[np.ndarray]
-    """The token ids of each sequence that are written."""
-    at: list[np.ndarray]
-    """The indices of its scored tokens."""
-    shape: tuple[int, int]
-    """P and K."""
-    order: np.ndarray
-    prefix_DD: np.ndarray
-    pad_token_id: int
-
-    @classmethod
-    def cut(cls, rows: Sequence[Scored], most_pairs: int, pad_token_id: int, answers: int) -> "_Batch":
-        """Read sequences up to their last scored tokens: later tokens cannot influence a reward."""
-        if len(rows) > most_pairs:  # numpy would leave the last ones out
-            raise UserError(f"A batch has at most {most_pairs} pairs, as its shapes were planned; got {len(rows)}.")
-        at = [each for row in rows for each in row.at]
-        whole = [ids for row in rows for ids in row.sequences]
-        ids = [each[: indices[-1] + 1] if len(indices) else each[:1] for each, indices in zip(whole, at, strict=True)]
-        return cls(rows, ids, at, (most_pairs, answers), *common_prefixes(ids), pad_token_id)
-
-    @property
-    def pair_D(self) -> np.ndarray:
-        """The pair of each sequence."""
-        return np.repeat(np.arange(len(self.rows)), [len(row.sequences) for row in self.rows])
+    @cached_property
+    def prefixes(self) -> tuple[np.ndarray, np.ndarray]:
+        """See `common_prefixes`."""
+        return common_prefixes(self.cut)
 
     def written(self, row_D: np.ndarray, tree_D: np.ndarray, shape: RowShape) -> TokenRows[np.ndarray]:
         """Write sequences into rows of ``shape``, depth first, tree after tree.
 
         Args:
-            row_D: The row of each sequence; -1 leaves it out.
+            row_D: The row of tokens of each sequence; -1 leaves it out.
             tree_D: Its tree. Trees of one row have consecutive numbers, and rows ascend with them.
             shape: Of the rows.
         """
-        columns = np.arange(max(shape.length, max(map(len, self.ids))), dtype=np.int32)
+        order, prefix_DD = self.prefixes
+        columns = np.arange(max(shape.length, max(map(len, self.cut))), dtype=np.int32)
         input_ids_RL = np.full((shape.rows, shape.length), self.pad_token_id, np.int32)
         position_ids_RL = np.zeros((shape.rows, shape.length), np.int32)
         subtree_end_RL = np.tile(columns[: shape.length] + 1, (shape.rows, 1))
-        scores_3S = np.zeros((3, self.shape[0] * self.shape[1]), np.int32)
-        tokens, pair_D, count_D = [n for row in self.rows for n in row.tokens], self.pair_D, list(map(len, self.at))
-        before_D = np.cumsum(count_D) - count_D
-        slot_D = pair_D * self.shape[1] + before_D - before_D[np.searchsorted(pair_D, pair_D)]  # of first rewards
+        scores_3S, slots = np.zeros((3, self.rows * self.answers), np.int32), self.slots()
 
         path = np.zeros_like(columns)  # by depth, the column of the current sequence's token
         segments = list[tuple[int, int, int, int, int]]()  # row, columns and depths of what each sequence adds
         trees, tails = list[tuple[int, list[Tail]]](), list[Tail]()  # where each tree begins, and its tails
         before, first, stop = -1, 0, 0
-        for index in self.order[np.argsort(tree_D[self.order], kind="stable")].tolist():
-            row, ids, at = int(row_D[index]), self.ids[index], self.at[index]
+        for index in order[np.argsort(tree_D[order], kind="stable")].tolist():
+            row, ids, at = int(row_D[index]), self.cut[index], self.at[index]
             if row < 0:
                 continue
             is_new = before < 0 or tree_D[index] != tree_D[before]
             if before < 0 or row != row_D[before]:
                 stop = 0
-            depth = 0 if is_new else int(self.prefix_DD[before, index])
+            depth = 0 if is_new else int(prefix_DD[before, index])
             if is_new:
                 first, tails = stop, []
                 trees.append((first, tails))
@@ -284,8 +210,7 @@ class _Batch:
                 tails.append(Tail(start - first, stop - first, _ranges(path[:depth] - first)))
             path[depth : len(ids)] = columns[start:stop]
             segments.append((row, start, stop, depth, len(ids)))
-            slots = slice(slot_D[index], slot_D[index] + len(at))
-            scores_3S[0, slots], scores_3S[1, slots], scores_3S[2, slots] = row, path[at], tokens[index]
+            scores_3S[:, slots[index]] = np.full_like(at, row), path[at], self.tokens[index]
 
         end, after = np.empty_like(columns), -1  # by depth, where the subtree of a token at that depth ends
         for row, start, stop, depth, size in reversed(segments):
@@ -297,6 +222,65 @@ class _Batch:
         in_trees = position_ids_RL, subtree_end_RL
         whole = tuple(Tree(first, first + tails[-1].stop, tuple(tails)) for first, tails in trees)
         return TokenRows(input_ids_RL, row_S, column_S, tokens_S, *in_trees, trees=whole)
+
+    def slots(self) -> list[slice]:
+        """Return the numbers of each sequence's rewards among those of the batch, [S]."""
+        count_D = np.array(list(map(len, self.at)))
+        before_D = np.cumsum(count_D) - count_D
+        first_D = self.pair_D * self.answers + before_D - before_D[np.searchsorted(self.pair_D, self.pair_D)]
+        return [slice(first, first + count) for first, count in zip(first_D.tolist(), count_D.tolist(), strict=True)]
+
+
+def pack_unpadded(batch: Sequences, attention_crossover_length: float = 4096) -> Rows:
+    """Pack one batch into a single row without padding, tree after tree.
+
+    Attention can then be computed tree by tree. Neighbors in lexicographic order share a tree where sharing saves more
+    than attention over the larger tree costs.
+
+    Args:
+        batch: At least one sequence.
+        attention_crossover_length: The length at which attention costs as much as everything else.
+    """
+
+    def work(size: int) -> float:
+        return size * (1 + size / attention_crossover_length)
+
+    order, prefix_DD = batch.prefixes
+    tree_D = np.zeros(len(order), np.int64)
+    tree, size, length, before = -1, 0, 0, 0
+    for index in order.tolist():
+        added = len(batch.cut[index])
+        together = size + added - int(prefix_DD[before, index])
+        if tree >= 0 and work(together) < work(size) + work(added):
+            length, size = length + together - size, together
+        else:
+            length, size, tree = length + added, added, tree + 1
+        tree_D[index], before = tree, index
+    return [batch.written(np.zeros_like(tree_D), tree_D, RowShape(1, length))]
+
+
+def pad(batch: Sequences, lengths: tuple[int, ...] | None = None, multiple: int = 1) -> Rows:
+    """Write each sequence, as long as it is, into a row of its own, padded on the right.
+
+    Args:
+        batch: At least one sequence.
+        lengths: Planned lengths, ascending: rows get the shortest that fits, else the longest sequence's, and there
+            are always as many rows as P rows of the data can have. None keeps the number of sequences, too.
+        multiple: Of lengths that are not planned.
+    """
+    count, longest = len(batch.ids), max(map(len, batch.ids))
+    length = next((each for each in lengths or () if each >= longest), round_up(longest, multiple))
+    has_several = batch.pair_D[-1] + 1 < count  # the steps of a solution are one sequence
+    rows = count if lengths is None else batch.rows * (batch.answers if has_several else 1)
+    input_ids_RL = np.full((rows, length), batch.pad_token_id, np.int32)
+    mask_RL = np.zeros((rows, length), np.int32)
+    mask_RL[:, 0] = 1  # rows without a token could become NaN
+    scores_3S = np.zeros((3, batch.rows * batch.answers), np.int32)
+    for row, (ids, at, slots) in enumerate(zip(batch.ids, batch.at, batch.slots(), strict=True)):
+        input_ids_RL[row, : len(ids)], mask_RL[row, : len(ids)] = ids, 1
+        scores_3S[:, slots] = np.full_like(at, row), at, batch.tokens[row]
+    row_S, column_S, tokens_S = scores_3S
+    return [TokenRows(input_ids_RL, row_S, column_S, tokens_S, attention_mask_RL=mask_RL)]
 
 
 def _ranges(columns: np.ndarray) -> tuple[tuple[int, int], ...]:

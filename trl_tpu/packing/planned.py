@@ -1,35 +1,23 @@
 """Packs the sequences of one batch into rows of planned shapes, for a device that compiles each. numpy only."""
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
 
 from ..errors import UserError
-from .pack import Expansion, Rows, Scored, TokenRows, _Batch
+from .pack import Expansion, Rows, Sequences, TokenRows
 from .shapes import RowPlan, RowShape, Schedule, zigzag
 
 # A token saved by sharing is saved for sure; a row filled more tightly only may save one later.
 _TOKENS_PER_FREE_TOKEN = 4
 
 
-def pack(
-    rows: Sequence[Scored],
-    plan: RowPlan,
-    most_pairs: int,
-    pad_token_id: int,
-    answers: int = 2,
-    expands: bool = False,
-    part: tuple[int, int] = (0, 1),
-) -> Rows:
+def pack(batch: Sequences, plan: RowPlan, expands: bool = False, part: tuple[int, int] = (0, 1)) -> Rows:
     """Pack one batch by the cheapest schedule of ``plan`` that holds it.
 
     Args:
-        rows: Of the data.
+        batch: At least one sequence.
         plan: From `plan_rows`.
-        most_pairs: P. A batch may have fewer, but not more.
-        pad_token_id: Fills what rows have left.
-        answers: K, the most scored tokens of a row of the data.
         expands: Whether attention reads rows of whole sequences: then the rows have their `expansion`, and pairs share
             a row only if their chosen sequences, one after the other, fit into its length, and the rejected ones too.
         part: Which rows of each micro-batch to write, the first having (0, count). The parts of all are its rows.
@@ -38,9 +26,8 @@ def pack(
         The micro-batches in order; the last one updates.
 
     Raises:
-        UserError: If a pair is longer than the longest row, there are too many, or the batch fits no shape.
+        UserError: If a pair is longer than the longest row, or the batch fits no shape.
     """
-    batch = _Batch.cut(rows, most_pairs, pad_token_id, answers)
     schedule, row_P = _choose(batch, plan, expands)
     (index, count), micro_batches, before = part, Rows(), 0
     for shape in schedule:
@@ -53,10 +40,10 @@ def pack(
     return micro_batches
 
 
-def _tree_sizes(batch: _Batch) -> tuple[np.ndarray, np.ndarray]:
+def _tree_sizes(batch: Sequences) -> tuple[np.ndarray, np.ndarray]:
     """Return the size of each pair's trie [P], and how many tokens the tries of any two pairs share [P, P]."""
-    pair_D, order, prefix_DD = batch.pair_D, batch.order, batch.prefix_DD
-    firsts_P = np.searchsorted(pair_D, np.arange(len(batch.rows)))
+    pair_D, (order, prefix_DD) = batch.pair_D, batch.prefixes
+    firsts_P = np.searchsorted(pair_D, np.arange(pair_D[-1] + 1))
     by_pair_D = order[np.argsort(pair_D[order], kind="stable")]  # pair by pair, each in lexicographic order
     one_D, next_D = by_pair_D[:-1], by_pair_D[1:]
     common_D = np.where(pair_D[one_D] == pair_D[next_D], prefix_DD[one_D, next_D], 0)
@@ -67,12 +54,12 @@ def _tree_sizes(batch: _Batch) -> tuple[np.ndarray, np.ndarray]:
     return shared_PP.diagonal().copy(), shared_PP
 
 
-def _choose(batch: _Batch, plan: RowPlan, expands: bool) -> tuple[Schedule, np.ndarray]:
+def _choose(batch: Sequences, plan: RowPlan, expands: bool) -> tuple[Schedule, np.ndarray]:
     """Return the cheapest schedule that holds the batch, and each pair's row among all rows of it [P]."""
     sizes_P, shared_PP = _tree_sizes(batch)
-    lengths_D = np.array(list(map(len, batch.ids)))
+    lengths_D, (order, prefix_DD) = np.array(list(map(len, batch.cut))), batch.prefixes
     lengths_P2 = lengths_D.reshape(-1, 2) if expands else None
-    fewest = lengths_D.sum() - batch.prefix_DD[batch.order[:-1], batch.order[1:]].sum()  # in one trie
+    fewest = lengths_D.sum() - prefix_DD[order[:-1], order[1:]].sum()  # in one trie
     if sizes_P.max() > plan.longest:
         pair = int(sizes_P.argmax())
         raise UserError(
