@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoModelForSequenceClassification
 
-from trl_tpu.checkpoint import run_folder, state_dict
+from trl_tpu.checkpoint import folders, state_dict
 from trl_tpu.checkpoint.checkpointer import Checkpointer, Contents
 from trl_tpu.checkpoint.folders import MANIFEST_FILE, RemoteRun, RunFolder, find_faults
 from trl_tpu.checkpoint.state_dict import older_weights
@@ -105,7 +105,7 @@ def test_processes_that_do_not_meet_end_the_run_rather_than_a_save(contents: Mak
 def test_an_older_checkpoint_that_cannot_be_deleted_is_no_failed_save(
     checkpointer: Checkpointer, contents: MakeContents, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(run_folder, "retire", fail)
+    monkeypatch.setattr(folders, "retire", fail)
     for step in (1, 2, 3):
         checkpointer.save(contents(step))
     checkpointer.wait()
