@@ -21,16 +21,8 @@ from ..errors import UserError, explaining
 from ..parallel.mesh import MeshShape, parse_mesh
 from ..parallel.sharding_plan import Rules
 from ..runtime import Remat
-from .checks import (
-    DEVICE_LIMITS,
-    RANK_LIMITS,
-    RemovedArguments,
-    check_limits,
-    check_remat,
-    check_trackers,
-    check_values,
-    take_removed,
-)
+from . import checks
+from .checks import RemovedArguments
 
 _DURATION = re.compile(r"(?:([1-9][0-9]{0,5})d)?(?:([1-9][0-9]{0,5})h)?(?:([1-9][0-9]{0,5})m)?")
 
@@ -348,7 +340,7 @@ class RewardConfig(RemovedArguments, TrainingArguments):
             self.output_url, self.output_dir = self.output_dir, private_folder(self.output_dir)
         if self.fsdp in ("no", "off"):  # as YAML writes False
             self.fsdp = None
-        take_removed(self)
+        checks.take_removed(self)
         if self.pad_token is not None:
             warnings.warn(
                 "`pad_token` is deprecated and will be removed in v2.0.0: set `tokenizer.pad_token` and pass the "
@@ -362,7 +354,7 @@ class RewardConfig(RemovedArguments, TrainingArguments):
                 self.pad_to_multiple_of = None if multiple.lower() in ("auto", "none", "null") else int(multiple)
         self.packing = str(self.packing).lower()
         self.packing = _SWITCHES.get(self.packing, self.packing)
-        check_values(self)
+        checks.check_values(self)
         is_given = self.per_device_train_batch_size is not None
         if not is_given:
             self.per_device_train_batch_size = TrainingArguments.per_device_train_batch_size
@@ -376,12 +368,12 @@ class RewardConfig(RemovedArguments, TrainingArguments):
                 "ignore", message="`gradient_checkpointing.*` is deprecated", category=FutureWarning
             )
             super().__post_init__()
-        check_remat(self)
-        check_trackers(self)
+        checks.check_remat(self)
+        checks.check_trackers(self)
         _ = self.schedule  # which says what is wrong with it
         self.mesh_shape = self._parse_mesh()
         if self.shards_over_processes:
-            check_limits(self, RANK_LIMITS, "impossible with a mesh over processes")
+            checks.check_limits(self, checks.RANK_LIMITS, "impossible with a mesh over processes")
         if self.total_batch_size is not None:
             self._divide(self.total_batch_size, is_given)
         self.sharding_rules = None if self.sharding_plan is None else Rules.read(self.sharding_plan)
@@ -402,7 +394,7 @@ class RewardConfig(RemovedArguments, TrainingArguments):
     def _fit_to_runtime(self) -> None:
         """Start the runtime, before transformers looks for the device, and settle what depends on it."""
         chosen = runtime.current()  # on XLA, SPMD is on by now
-        check_limits(self, DEVICE_LIMITS[runtime.choice().name], f"impossible on {chosen.name}")
+        checks.check_limits(self, checks.DEVICE_LIMITS[runtime.choice().name], f"impossible on {chosen.name}")
         chosen.settle_arguments(self)
 
     @property

@@ -55,17 +55,8 @@ from ..data.loader import (
     training_order,
 )
 from ..errors import UserError
+from ..parallel import shard
 from ..parallel.mesh import BATCH_AXES
-from ..parallel.shard import (
-    ShardReport,
-    keep_activations_split,
-    mesh_of,
-    place_model,
-    plan_model,
-    reshard,
-    spread_model,
-    whole,
-)
 from ..runtime import choice, current
 from .batch_plan import BatchPlan
 from .optimizer import bare, skip_unless
@@ -85,7 +76,7 @@ class DeviceTrainer(SavingTrainer):
     What this package adds is in `trl_tpu` and in private methods: a subclass may use any other public name.
     """
 
-    shard_report: ShardReport | None = None
+    shard_report: shard.ShardReport | None = None
     stopped_by: str | None = None
     """What ended the last `train()` before its end: "training_time_limit" or "SIGTERM"; else None."""
     stop_checkpoint = ""
@@ -183,7 +174,7 @@ class DeviceTrainer(SavingTrainer):
     @property
     def is_distributed_loading_by_transformers(self) -> bool:
         """Whether the model is spread over processes: not in transformers' constructor, which then refuses to save."""
-        return "trl_tpu" in vars(self) and mesh_of(self.model) is not None
+        return "trl_tpu" in vars(self) and shard.mesh_of(self.model) is not None
 
     @is_distributed_loading_by_transformers.setter
     def is_distributed_loading_by_transformers(self, _: bool) -> None:
@@ -207,7 +198,7 @@ class DeviceTrainer(SavingTrainer):
         return stack
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
-        own, args = mesh_of(model), self.args
+        own, args = shard.mesh_of(model), self.args
         if own is not None:  # which a user may have loaded the model on
             if own.sizes != args.mesh_shape.sizes and (args.mesh or (own.tensor > 1 and args.total_batch_size)):
                 raise UserError(
@@ -216,15 +207,15 @@ class DeviceTrainer(SavingTrainer):
                 )
             args.mesh_shape = own
         if self.args.shards_over_processes:
-            self.shard_report = spread_model(model, self.args.mesh_shape, current(), device)
+            self.shard_report = shard.spread_model(model, self.args.mesh_shape, current(), device)
             return
-        plan = plan_model(model, self.args.mesh_shape, self.args.sharding_rules)
+        plan = shard.plan_model(model, self.args.mesh_shape, self.args.sharding_rules)
         runtime = current()  # transformers' constructor calls this, when nothing of ours is made
         if not (is_spmd := runtime.is_spmd):
             super()._move_model_to_device(model, device)
-        self.shard_report = place_model(model, plan, runtime, device)
+        self.shard_report = shard.place_model(model, plan, runtime, device)
         if is_spmd:
-            keep_activations_split(model, plan, self.shard_report.placements, runtime)
+            shard.keep_activations_split(model, plan, self.shard_report.placements, runtime)
             if runtime.topology().process_count == 1:  # else all would have to ask for them together
                 give_weights_on_host(model, runtime)
 
@@ -310,7 +301,7 @@ class DeviceTrainer(SavingTrainer):
 
         transformers 5.24 does so by itself.
         """
-        reshard(self.model)
+        shard.reshard(self.model)
         return super().create_optimizer(model)
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
@@ -366,7 +357,7 @@ class DeviceTrainer(SavingTrainer):
         return sum(map(super().floating_point_ops, ids))
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
-        norm = whole(super()._get_grad_norm(model, grad_norm))
+        norm = shard.whole(super()._get_grad_norm(model, grad_norm))
         self._tr_loss = self.trl_tpu.statistics.end_step(norm, self._tr_loss, self.optimizer)
         return norm
 
