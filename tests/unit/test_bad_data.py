@@ -14,7 +14,7 @@ from preference_forms import assistant, tiny_tokenizer, user
 from tokenized import prepare
 
 from trl_tpu.data.collators import old_columns
-from trl_tpu.data.rankings import Rankings
+from trl_tpu.data.rankings import RankingKind
 from trl_tpu.errors import UserError
 
 GOOD = {"chosen": "good", "rejected": "bad"}
@@ -33,7 +33,7 @@ TWO = {"prompt": "a", "completions": ["b", "c"]}
 TWO_IDS = {"answer_ids": [[1], [2]]}
 OLD = old_columns(IDS)
 IN_OLD_API = {"are_old": True}
-ATTRIBUTES = {"rankings": Rankings(attributes=("helpful", "brief"))}
+ATTRIBUTES = {"rankings": RankingKind(attributes=("helpful", "brief"))}
 
 
 class Bad(NamedTuple):
@@ -97,10 +97,10 @@ RANKINGS = [  # which are not read as streams
     Bad([{**TWO, "scores": [1, 2], "margin": 1.0}], "`margin`"),
     Bad([{"chosen": "a", "rejected": ["b", "c"], "margin": 1.0}], "`margin`"),
     Bad([{**GOOD, "chosen_probability": 1.5}], "Row 0 .*`chosen_probability`"),
-    Bad([{**TWO, "ranks": [1, 2]}], "Row 0 .*`scores`", settings={"rankings": Rankings(True, True, True)}),
+    Bad([{**TWO, "ranks": [1, 2]}], "Row 0 .*`scores`", settings={"rankings": RankingKind(True, True, True)}),
     Bad([{**TWO, **GOOD, "ranks": [1, 2]}], "completions, ranks"),
     Bad([{**TWO, **IDS, "scores": [1.0, 2.0]}], "completions, scores"),
-    Bad([GOOD], "ranking_top_k=2", settings={"rankings": Rankings(settings=("ranking_top_k=2",))}),
+    Bad([GOOD], "ranking_top_k=2", settings={"rankings": RankingKind(settings=("ranking_top_k=2",))}),
     Bad([{**TWO, "scores": {"helpful": [1, 2], "brief": [2, 1]}}], "Row 0 .*`scores`"),
     Bad([{**TWO_IDS, "grades": [[1.0, 2.0], None]}], "Row 0 .*`grades` "),
     Bad([{**TWO, "scores": [1.0, 2.0]}], "Row 0 .*`scores` of 'helpful'", settings=ATTRIBUTES),

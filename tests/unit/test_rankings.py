@@ -16,7 +16,7 @@ from transformers import LlamaConfig
 from trl_tpu.data.batch import sequences_of
 from trl_tpu.data.comparisons import Labels
 from trl_tpu.data.measure import PAIR, form_of, measure, read_row
-from trl_tpu.data.rankings import Rankings
+from trl_tpu.data.rankings import RankingKind
 from trl_tpu.evaluation.judge import Evaluation, NothingCompared, judge_rows, padded, sums_on_host
 from trl_tpu.modeling.outputs import Outputs, write_outputs
 from trl_tpu.packing.pack import pack_unpadded
@@ -55,7 +55,7 @@ def test_the_comparisons_of_a_prompt_together_count_once_in_all_metrics(some: An
 
 
 def labels_of(grade_NK: np.ndarray) -> Labels:
-    return Labels(grade_NK[:, None].astype(np.float32), are_rankings=True)
+    return Labels(grade_NK[:, None].astype(np.float32), kind="rankings")
 
 
 def test_the_verdict_on_many_answers_takes_memory_for_the_answers_and_not_for_their_comparisons() -> None:
@@ -135,11 +135,11 @@ def test_extra_columns_change_no_row_and_no_label(form: str) -> None:
 
 def test_the_forms_of_rankings_and_those_that_are_too_long() -> None:
     equal = {**TWO, "scores": [1.0, 1.0]}
-    assert prepare([equal], rankings=Rankings(may_tie=True, may_all_tie=True))["grades"] == [[1.0, 1.0]]
+    assert prepare([equal], rankings=RankingKind(may_tie=True, may_all_tie=True))["grades"] == [[1.0, 1.0]]
     rows = [{**TWO, "completions": ["b", "c", "d" * 9], "ranks": [2, 1, 2]}, {**TWO, "ranks": [1, 2]}]
-    assert prepare(rows, rankings=Rankings(may_tie=True))["grades"] == [[-2.0, -1.0, -2.0], [-1.0, -2.0]]
-    assert prepare(rows, rankings=Rankings(may_tie=True), max_length=4)["grades"] == [[-1.0, -2.0]]
-    cut = prepare(rows, rankings=Rankings(may_tie=True), max_length=4, truncation_mode="keep_start")["answer_ids"]
+    assert prepare(rows, rankings=RankingKind(may_tie=True))["grades"] == [[-2.0, -1.0, -2.0], [-1.0, -2.0]]
+    assert prepare(rows, rankings=RankingKind(may_tie=True), max_length=4)["grades"] == [[-1.0, -2.0]]
+    cut = prepare(rows, rankings=RankingKind(may_tie=True), max_length=4, truncation_mode="keep_start")["answer_ids"]
     assert [[len(ids) for ids in row] for row in cut] == [[3, 3, 4], [3, 3]]
     chosen = prepare([{"prompt": "a", "chosen": "b", "rejected": ["c", "d"]}])
     assert chosen["grades"] == [[1.0, 0.0, 0.0]] and [len(ids) for ids in chosen["answer_ids"][0]] == [3, 3, 3]
@@ -179,7 +179,7 @@ def test_a_row_may_lack_an_attribute() -> None:
         {**TWO, "scores": {"helpful": None, "brief": [1, 2]}},
         {**TWO, "scores": {"helpful": [1, 2], "brief": [3, 3]}},
     ]
-    prepared = prepare(rows, rankings=Rankings(attributes=NAMES))
+    prepared = prepare(rows, rankings=RankingKind(attributes=NAMES))
     assert prepared["grades"] == [[None, [1.0, 2.0]], [[1.0, 2.0], [3.0, 3.0]]]
 
 

@@ -94,7 +94,7 @@ def test_a_resumed_run_keeps_its_own_up_to_there_and_nothing_if_it_is_from_elsew
     assert not found.began_without_a_checkpoint, "it did not begin from nothing"
 
 
-def test_all_steps_that_a_run_went_on_from_are_told(tmp_path: Path) -> None:
+def test_all_steps_that_a_run_went_on_from_needs_table(tmp_path: Path) -> None:
     def resumed_at(step: int | None = None) -> list[int]:
         with training(tmp_path, None if step is None else checkpoint(tmp_path, step), step or 0):
             return json.loads((tmp_path / RUN_FILE).read_text())["resumed_at"]

@@ -81,7 +81,7 @@ def _sequences(parts: Sequence[Batch]) -> list[np.ndarray]:
             ids_L = rows.input_ids_RL[row, : column + 1]
             if rows.subtree_end_RL is not None:
                 ids_L = ids_L[rows.subtree_end_RL[row, : column + 1] > column]
-            found[0 if part.table.has_baseline else place % answers, place // answers] = ids_L
+            found[0 if part.table.kind == "steps" else place % answers, place // answers] = ids_L
     return [found[key] for key in sorted(found)]
 
 

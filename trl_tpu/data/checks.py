@@ -317,10 +317,10 @@ def check_margin(value: Any, where: str) -> None:
 # ---- pairs
 
 
-class Pairs:
-    """A chosen and a rejected answer, perhaps with a `margin` or a `chosen_probability`.
+class PairKind:
+    """Rows of a chosen and a rejected answer, perhaps with a `margin` or a `chosen_probability`.
 
-    Other kinds of rows have the same methods.
+    It reads and checks rows. Other kinds have the same methods.
     """
 
     columns = PAIR

@@ -20,15 +20,15 @@ from ..packing.shapes import round_up
 from . import checks
 from .batch import Batch, Example, Part, micro_batch, parts_of, sequences_of
 from .chat_templates import maybe_apply_chat_template
-from .checks import RAW_COLUMNS, Pairs, Row
+from .checks import RAW_COLUMNS, PairKind, Row
 from .comparisons import ComparisonRule, compare, pairs_of
 from .measure import NO_LABEL, OLD_KEYS, PAIR, form_of, read_row
 
 Collate = Callable[[list[Any]], dict[str, Any]]
 
 
-def are_told(row: Example) -> bool:
-    """Tell whether a row of `read_row` has labels that TRL's keys of a batch do not tell."""
+def needs_table(row: Example) -> bool:
+    """Tell whether a row of `read_row` has labels that no key of TRL's batches holds, so that a table has to."""
     return "grades" in row or "chosen_probability" in row
 
 
@@ -63,7 +63,7 @@ class DataCollatorForPreference(DataCollatorMixin):
         }
         if "margin" in examples[0]:
             batch["margin"] = torch.tensor([example["margin"] for example in examples], dtype=torch.float)
-        return batch | dict.fromkeys([TABLE] if are_told(read_row(examples[0])) else [])
+        return batch | dict.fromkeys([TABLE] if needs_table(read_row(examples[0])) else [])
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ class DictCollator:
         filled = part.of(examples[:real]) + [examples[0]] * (part.pairs - len(own))
         batch = dict(self.collate([*map(old_columns, filled)] if self.is_old else filled))
         is_short = len(own) < part.pairs or len(examples) < part.pairs * part.count
-        if (are_told(rows[0]) or is_short) and {"input_ids", "input_ids_chosen"} & batch.keys():
+        if (needs_table(rows[0]) or is_short) and {"input_ids", "input_ids_chosen"} & batch.keys():
             tokens = self._positions(batch, own, part.pairs)
             batch[TABLE] = micro_batch(tokens, part.table(own or rows[:1], rows[:real] or rows[:1], self.rule))
         return self._lengthened(batch, "step_ends" in rows[0])
@@ -168,7 +168,7 @@ def read_dict(inputs: Mapping[str, Any], pad_token_id: int, padding_side: str = 
         )
     if not isinstance(batch, Batch):
         batch = batch_of_pairs(len(input_ids_RL) // 2, input_ids_RL.device, mask_RL, inputs.get("margin"))
-    elif batch.table.has_baseline:
+    elif batch.table.kind == "steps":
         own |= {"labels"}  # by which the model would compute a loss of its own
     # in TRL up to 0.23 other keys went nowhere
     extras = {} if is_old else {key: value for key, value in inputs.items() if key not in own}
@@ -256,7 +256,7 @@ class RewardDataCollatorWithPadding:
         if "margin" in features[0]:
             margins = torch.tensor([feature["margin"] for feature in features], dtype=torch.float)
             batch["margin"] = margins.view(len(features))  # [P, 1] would be subtracted from every pair, as [P, P]
-        return batch | dict.fromkeys([TABLE] if are_told(features[0]) else [])
+        return batch | dict.fromkeys([TABLE] if needs_table(features[0]) else [])
 
 
 OLD_IDS = OLD_KEYS[::2]
@@ -300,7 +300,7 @@ def old_margin(row: Row, where: str) -> dict[str, float]:
 
 
 @dataclass(frozen=True)
-class OldPairs(Pairs):
+class OldPairKind(PairKind):
     """Raw pairs that are tokenized as in TRL up to 0.23: without the prompt and an added end-of-sequence token."""
 
     tokenizer: PreTrainedTokenizerBase

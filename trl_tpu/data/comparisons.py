@@ -17,7 +17,7 @@ S = P K scored positions, C = G M comparisons.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Generic
+from typing import Any, Generic, Literal
 
 import numpy as np
 import torch
@@ -25,6 +25,7 @@ import torch
 from ..packing.pack import Array, Arrays
 
 Row = Mapping[str, Any]
+Kind = Literal["pairs", "rankings", "steps"]
 
 
 @dataclass(frozen=True)
@@ -60,14 +61,13 @@ class Labels:
         grade_PAK: Higher is better; NaN where there is no answer, or no grade. Of a pair (1, 0), or its
             `chosen_probability` and the remainder; of steps the probability that each is right.
         margin_P: Target margin of each pair; None if the data has none.
-        are_rankings: Whether grades only order answers, and are not probabilities.
-        has_baseline: Whether rewards are compared with the constant 0, as those of steps are.
+        kind: What the rows are. Grades of rankings only order answers; others are probabilities. Rewards of steps are
+            compared with the constant 0.
     """
 
     grade_PAK: np.ndarray
     margin_P: np.ndarray | None = None
-    are_rankings: bool = False
-    has_baseline: bool = False
+    kind: Kind = "pairs"
 
     @classmethod
     def of(cls, rows: Sequence[Row], answers: int, attributes: int = 0) -> "Labels":
@@ -90,7 +90,7 @@ class Labels:
             for grade_K, grades in zip(grade_AK, row["grades"] if attributes else [row["grades"]], strict=True):
                 if grades is not None:
                     grade_K[: len(grades)] = grades
-        return cls(grade_PAK, None, "step_ends" not in rows[0], "step_ends" in rows[0])
+        return cls(grade_PAK, None, "steps" if "step_ends" in rows[0] else "rankings")
 
 
 def pairs_of(count: int) -> Labels:
@@ -125,8 +125,7 @@ class Comparisons(Arrays, Generic[Array]):
     """What the loss is divided by: the row weights of the global batch, or a process's share of them."""
     answers: int
     """K."""
-    are_rankings: bool = False
-    has_baseline: bool = False
+    kind: Kind = "pairs"
     """As in `Labels`."""
 
     def among(self, here_P: np.ndarray) -> "Comparisons[Any]":
@@ -155,7 +154,7 @@ def compare(labels: Labels, rule: ComparisonRule, rows: int | None = None) -> Co
     count, attributes, answers = labels.grade_PAK.shape
     grade_PAK = np.pad(labels.grade_PAK, ((0, (rows or count) - count), (0, 0), (0, 0)), constant_values=np.nan)
     grade_GK = grade_PAK.reshape(-1, answers)
-    if labels.has_baseline:
+    if labels.kind == "steps":
         first_M, second_M = np.arange(answers), np.full(answers, -1)
         first_GM, second_GM = grade_GK, 1 - grade_GK
     else:
@@ -163,7 +162,7 @@ def compare(labels: Labels, rule: ComparisonRule, rows: int | None = None) -> Co
         first_GM, second_GM = grade_GK[:, first_M], grade_GK[:, second_M]
     compared_GM = ~np.isnan(first_GM + second_GM)
     probability_GM = np.maximum(first_GM, second_GM)
-    if labels.are_rankings:
+    if labels.kind == "rankings":
         probability_GM = np.where(first_GM == second_GM, 0.5, 1.0)
         compared_GM &= (first_GM != second_GM) | rule.learns_ties
 
@@ -172,14 +171,14 @@ def compare(labels: Labels, rule: ComparisonRule, rows: int | None = None) -> Co
     ranking_weight_G = (ranking_weight_PA / np.where(total_P1 > 0, total_P1, 1)).reshape(-1, 1)
     row_weight_P = (np.arange(len(grade_PAK)) < count).astype(np.float32)
     weight_GM = compared_GM * ranking_weight_G / compared_GM.sum(1, keepdims=True).clip(1)
-    if labels.has_baseline or rule.counts_comparisons:
+    if labels.kind == "steps" or rule.counts_comparisons:
         weight_GM, row_weight_P = compared_GM, compared_GM.reshape(len(grade_PAK), -1).sum(1, dtype=np.float32)
 
     is_first_GM = first_GM >= second_GM
     margin_GM = np.zeros(compared_GM.shape)
     if labels.margin_P is not None:
         margin_GM[:count] = np.where(is_first_GM[:count], 1, -1) * labels.margin_P[:, None]
-    elif rule.margin_scale is not None and labels.are_rankings:
+    elif rule.margin_scale is not None and labels.kind == "rankings":
         margin_GM = rule.margin_scale * np.abs(first_GM - second_GM)
 
     def numbers(answer_GM: np.ndarray) -> np.ndarray:
@@ -190,6 +189,7 @@ def compare(labels: Labels, rule: ComparisonRule, rows: int | None = None) -> Co
     def values(value_GM: np.ndarray) -> np.ndarray:
         return np.where(compared_GM, value_GM, 0).astype(np.float32).ravel()
 
+    total = row_weight_P.sum(keepdims=True)
     return Comparisons(
         better_C=numbers(np.where(is_first_GM, first_M, second_M)),
         worse_C=numbers(np.where(is_first_GM, second_M, first_M)),
@@ -199,10 +199,9 @@ def compare(labels: Labels, rule: ComparisonRule, rows: int | None = None) -> Co
         grade_SA=grade_PAK.swapaxes(1, 2).reshape(-1, attributes),
         ranking_weight_G=ranking_weight_G.ravel().astype(np.float32),
         row_weight_P=row_weight_P,
-        weight_sum_1=row_weight_P.sum(keepdims=True).clip(1),
+        weight_sum_1=np.where(total > 0, total, 1),
         answers=answers,
-        are_rankings=labels.are_rankings,
-        has_baseline=labels.has_baseline,
+        kind=labels.kind,
     )
 
 

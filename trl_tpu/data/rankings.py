@@ -8,15 +8,15 @@ import numpy as np
 
 from ..errors import UserError, UserTypeError
 from . import checks
-from .checks import RAW_COLUMNS, Pairs, Row
+from .checks import RAW_COLUMNS, PairKind, Row
 from .measure import ANSWERS, RANKING
 
 MOST_ANSWERS = 64
 
 
 @dataclass(frozen=True)
-class Rankings(Pairs):
-    """Two to 64 answers with `scores` or `ranks`, or one chosen and several rejected ones.
+class RankingKind(PairKind):
+    """Rows of two to 64 answers with `scores` or `ranks`, or of one chosen and several rejected ones.
 
     Their `grades` are higher the better they are. Of two answers with one grade none is the better one.
 
@@ -119,9 +119,3 @@ def is_ranking(row: Row) -> bool:
         return "completions" in row
     lists = [isinstance(row[half], list) and row[half] and not isinstance(row[half][0], dict) for half in RAW_COLUMNS]
     return bool(lists[1] and not lists[0])
-
-
-# ---- pairs of TRL up to 0.23
-
-
-# ---- solutions whose steps are judged

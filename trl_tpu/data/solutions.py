@@ -14,6 +14,8 @@ from .measure import NO_LABEL, SOLUTION, STEP_ENDS, read_table, tables_of
 from .tokenize import keep_fitting, map_rows
 from .traps import TRAPS, find_traps
 
+logger = logging.getLogger(__name__)
+
 
 def are_labels(labels: Any, steps: int) -> bool:
     """Tell whether these are the labels of as many steps, 0 or 1 of each."""
@@ -65,9 +67,6 @@ def tokenize_solution(
     input_ids = prompt_ids + input_ids[:max_completion_length]
     labels = [NO_LABEL] * len(prompt_ids) + labels[:max_completion_length]
     return {"input_ids": input_ids[:max_length], "labels": labels[:max_length]}
-
-
-logger = logging.getLogger(__name__)
 
 
 _SOLUTION_FEATURES = Features(  # else labels would stay bools

@@ -16,8 +16,8 @@ from transformers import PreTrainedTokenizerBase
 
 from ..errors import UserError
 from . import checks
-from .checks import RAW_COLUMNS, Pairs
-from .collators import OldPairs, read_old_row
+from .checks import RAW_COLUMNS, PairKind
+from .collators import OldPairKind, read_old_row
 from .formats import apply_template, convert_row, template_arguments
 from .measure import (
     ANSWERS,
@@ -33,7 +33,7 @@ from .measure import (
     select,
     tables_of,
 )
-from .rankings import Rankings, is_ranking
+from .rankings import RankingKind, is_ranking
 from .traps import TRAPS, find_traps, warn, warn_of_traps
 
 logger = logging.getLogger(__name__)
@@ -51,7 +51,7 @@ def prepare_preference_dataset(
     num_proc: int | None,
     name: str,
     truncation_mode: str | None = None,
-    rankings: Rankings | None = None,
+    rankings: RankingKind | None = None,
     are_old: bool = False,
 ) -> Dataset | IterableDataset:
     """Check the rows, tokenize them, and cut or leave out those that are too long.
@@ -92,9 +92,9 @@ def prepare_preference_dataset(
         dataset = dataset.rename_columns(_OLD_TOKEN_COLUMNS)
         columns = [_OLD_TOKEN_COLUMNS.get(column, column) for column in columns]
     checks.check_one_form(columns, f"The {name} dataset")
-    kind, is_tokenized = _kind_of(dataset, columns, name, rankings or Rankings(), are_old)
+    kind, is_tokenized = _kind_of(dataset, columns, name, rankings or RankingKind(), are_old)
     if not is_tokenized:
-        kind = OldPairs(processing_class) if are_old else kind
+        kind = OldPairKind(processing_class) if are_old else kind
         if processing_class.eos_token is None:
             logger.warning(f"The tokenizer has no end-of-sequence token, so none is added to the {name} texts.")
         if are_old and "prompt" in columns:
@@ -117,8 +117,8 @@ def prepare_preference_dataset(
 
 
 def _kind_of(
-    dataset: Dataset | IterableDataset, columns: list[str], name: str, rankings: Rankings, are_old: bool
-) -> tuple[Pairs, bool]:
+    dataset: Dataset | IterableDataset, columns: list[str], name: str, rankings: RankingKind, are_old: bool
+) -> tuple[PairKind, bool]:
     """Return the kind of the rows, and whether they are tokenized.
 
     Raises:
@@ -136,7 +136,7 @@ def _kind_of(
                 f"{', '.join(rankings.settings)}: only rankings use these settings, and the {name} dataset has "
                 "pairs. Leave them out, or give `completions` with `scores` or `ranks`."
             )
-        return Pairs(), has_token_pairs
+        return PairKind(), has_token_pairs
     if isinstance(dataset, IterableDataset):
         raise UserError(
             f"The {name} dataset is a stream of rankings, and nothing says how many answers a row may have. Make "
@@ -180,7 +180,7 @@ def _tokenize_rows(
     indices: list[int],
     processing_class: PreTrainedTokenizerBase,
     name: str,
-    kind: Pairs,
+    kind: PairKind,
     warned: set[str] | None,
 ) -> dict[str, list[Any]]:
     """Tokenize raw rows. Their traps are a column or, of a stream, logged if they are not in ``warned`` yet."""
@@ -251,7 +251,7 @@ def keep_fitting(
     name: str,
     truncation_mode: str | None = None,
     num_proc: int | None = None,
-    kind: Pairs | None = None,
+    kind: PairKind | None = None,
 ) -> Dataset | IterableDataset:
     """Check token ids and labels, and truncate or drop rows that are too long.
 
@@ -331,7 +331,7 @@ def _cut(row: Mapping[str, Any], max_length: int, truncation_mode: str) -> dict[
 
 
 def _fits(
-    row: Mapping[str, Any], index: int, num_embeddings: int, max_length: int | None, name: str, kind: Pairs
+    row: Mapping[str, Any], index: int, num_embeddings: int, max_length: int | None, name: str, kind: PairKind
 ) -> bool:
     """Check a streamed pair, and tell whether it is short enough."""
     checks.check_row_ids(row, index, num_embeddings, name)

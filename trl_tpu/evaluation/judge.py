@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from datasets import Dataset
 
-from ..data.comparisons import ComparisonRule, Comparisons, Labels, compare, compared_rewards, pairs_of
+from ..data.comparisons import ComparisonRule, Comparisons, Kind, Labels, compare, compared_rewards, pairs_of
 from ..data.measure import is_prepared, measure, read_row
 from ..errors import UserError
 from .verdict import (
@@ -128,7 +128,7 @@ def order_of(rewards_SA: torch.Tensor, table: Comparisons[torch.Tensor], is_ther
     with probability 0.5 does not count.
     """
     better_C, worse_C = compared_rewards(rewards_SA, table)
-    rankings = len(better_C) if table.has_baseline else len(table.ranking_weight_G)
+    rankings = len(better_C) if table.kind == "steps" else len(table.ranking_weight_G)
     is_there_C = is_there_P[:, None].expand(-1, len(better_C) // len(is_there_P)).flatten()
     decided_GM = ((table.weight_C > 0) & (table.probability_C > 0.5) & is_there_C).unflatten(0, (rankings, -1))
     values = (better_C > worse_C, better_C == worse_C, better_C - worse_C)
@@ -143,7 +143,7 @@ def tables_on_host(labels: Labels) -> Iterator[tuple[slice, Comparisons[torch.Te
     count = max(1, _AT_ONCE // max(1, attributes * answers**2))
     for start in range(0, rows, count):
         part = slice(start, start + count)
-        some = Labels(labels.grade_PAK[part], None, labels.are_rankings, labels.has_baseline)
+        some = replace(labels, grade_PAK=labels.grade_PAK[part], margin_P=None)
         yield part, compare(some, ComparisonRule()).map_tensors(torch.from_numpy)
 
 
@@ -200,7 +200,7 @@ class Evaluation:
 
     def __init__(self) -> None:
         self._rows = self._left_out = 0
-        self._of, self._are_rankings = "pairs", False
+        self._kind: Kind = "pairs"
         self._sums = np.zeros(7)
         self._group_sums, self._group_counts = Counter[str](), Counter[str]()
         self._sample: list[np.ndarray] = []
@@ -224,7 +224,7 @@ class Evaluation:
         grade_NK = labels.grade_PAK[:, 0]
         judged = np.flatnonzero(_is_finite(rewards_NK, grade_NK))
         self._left_out += int((~np.isnan(grade_NK)).any(axis=1).sum()) - len(judged)
-        self._of, self._are_rankings = "steps" if labels.has_baseline else "pairs", labels.are_rankings
+        self._kind = labels.kind
         for part, table in tables_on_host(replace(labels, grade_PAK=labels.grade_PAK[judged], margin_P=None)):
             row_J = judged[part]
             rewards_S1 = torch.from_numpy(np.nan_to_num(rewards_NK[row_J])).double().reshape(-1, 1)
@@ -273,15 +273,16 @@ class Evaluation:
             NothingCompared: No row has finite rewards of which one should be higher.
         """
         rankings, right, ties, margin, pairs, top1, tau = self._sums.tolist()
+        of = "steps" if self._kind == "steps" else "pairs"
         if not pairs:
             raise NothingCompared(
-                f"None of {self._rows} {self._of} has two finite rewards of which one is labeled as better, so "
+                f"None of {self._rows} {of} has two finite rewards of which one is labeled as better, so "
                 "nothing can be said."
             )
         row_M, better_M, worse_M, longer_M, weight_M, _ = np.concatenate(self._sample).T
         margin_M = better_M - worse_M
         rewards = np.stack([better_M, worse_M], axis=-1).ravel()
-        if self._of == "steps":
+        if of == "steps":
             rewards = better_M + worse_M  # one of them is the constant 0
         names = sorted(self._group_counts) if len(self._group_counts) <= MOST_GROUPS else []
         groups = {name: proportion(self._group_sums[name], self._group_counts[name]) for name in names}
@@ -299,9 +300,9 @@ class Evaluation:
             groups=groups,
             mean_over_groups=mean_of(groups),
             worst=tuple(dict.fromkeys(int(row_M[at]) for at in worst_first)),
-            top1_accuracy=proportion(top1, rankings) if self._are_rankings else None,
-            kendall_tau=tau / rankings if self._are_rankings else None,
-            of=self._of,
+            top1_accuracy=proportion(top1, rankings) if self._kind == "rankings" else None,
+            kendall_tau=tau / rankings if self._kind == "rankings" else None,
+            of=of,
         )
 
 
@@ -414,10 +415,10 @@ def judge(
     if not len(rewards_NAK):
         return None
     rows, attributes, answers = rewards_NAK.shape
-    shape = (-1, 1) if labels.has_baseline else (-1, answers)  # each step is compared by itself
+    shape = (-1, 1) if labels.kind == "steps" else (-1, answers)  # each step is compared by itself
     rewards_NK, grade_NK = (np.asarray(each).reshape(shape) for each in (rewards_NAK.double(), labels.grade_PAK))
     groups, lengths_NK = list(names) * rows or None, None
-    if isinstance(dataset, Dataset) and not labels.has_baseline:
+    if isinstance(dataset, Dataset) and labels.kind != "steps":
         if is_prepared(dataset):
             lengths = measure(dataset).lengths
             lengths_NK = (lengths.prefix_P[:, None] + lengths.tails_PK)[:rows].repeat(attributes, axis=0)
@@ -428,7 +429,7 @@ def judge(
         except UserError as reason:  # the data of a later call; what the trainer was given has been checked
             logger.warning("The metrics are without groups. %s", reason)
             groups = None
-    elif eval_by is not None and not labels.has_baseline:
+    elif eval_by is not None and labels.kind != "steps":
         logger.warning("eval_by=%r is left out: it is not known which row each reward is of.", eval_by)
     try:
         return judge_rows(rewards_NK, replace(labels, grade_PAK=grade_NK[:, None]), lengths_NK, groups)

@@ -14,7 +14,7 @@ from .. import runtime
 from ..config.reward_config import RewardConfig
 from ..data.formats import convert_row
 from ..data.measure import is_prepared, measure, read_row
-from ..data.rankings import Rankings
+from ..data.rankings import RankingKind
 from ..data.solutions import prepare_solutions, tokenize_solution
 from ..data.tokenize import prepare_preference_dataset
 from ..errors import UserError, UserTypeError
@@ -194,7 +194,7 @@ def build_dataset(
         return _within_positions(prepare_solutions(dataset, tokenize_solution, settings, **how), model, name)
     need_rankings = [key for key in _OF_RANKINGS if getattr(args, key) != getattr(RewardConfig, key)]
     of_scores = args.loss_type == "regression"
-    rankings = Rankings(
+    rankings = RankingKind(
         may_tie=of_scores or args.ties is not None,
         may_all_tie=of_scores or args.ties in TIES,
         needs_scores=of_scores,

@@ -199,12 +199,12 @@ def packed_scores(model: nn.Module, rows: TokenRows[torch.Tensor], **kwargs: Any
     Raises:
         UserError: If the model has no `score` head, or did not ask for a mask.
     """
-    with read_rows(model, rows, **kwargs) as reading:
+    with run_packed(model, rows, **kwargs) as reading:
         return reading.scores[0]
 
 
 @contextmanager
-def read_rows(model: nn.Module, rows: TokenRows[torch.Tensor], **kwargs: Any) -> Iterator[Reading]:
+def run_packed(model: nn.Module, rows: TokenRows[torch.Tensor], **kwargs: Any) -> Iterator[Reading]:
     """Call ``model`` with packed rows, and yield what it has done.
 
     The rows are read until the context is closed: a program that is traced cannot ask for a reading that is over.
@@ -275,4 +275,4 @@ def read_scores(scores: torch.Tensor, batch: Batch) -> torch.Tensor:
     scores = scores.unsqueeze(-1) if scores.dim() == 1 else scores
     scores_SA = scores[row_S, column_S] if scores.dim() == 3 else scores[row_S]
     scores_SA = scores_SA.to(torch.promote_types(scores.dtype, torch.float32))
-    return scores_SA[:, 1:] - scores_SA[:, :1] if batch.table.has_baseline else scores_SA
+    return scores_SA[:, 1:] - scores_SA[:, :1] if batch.table.kind == "steps" else scores_SA

@@ -16,7 +16,7 @@ from ..packing.pack import pack_unpadded, pad
 from ..packing.planned import pack
 from ..packing.shapes import RowPlan, RowShape
 from .adapters import without_adapters
-from .forward import MaskRule, PackingImpossible, note_scores, read_rows, use_tree_masks
+from .forward import MaskRule, PackingImpossible, note_scores, run_packed, use_tree_masks
 from .outputs import find_score_head
 
 # relative, between float32 sums in two orders
@@ -221,7 +221,7 @@ def _read(model: nn.Module, batch: Batch) -> tuple[dict[str, torch.Tensor], list
     head: Any = find_score_head(model)
     with head.register_forward_pre_hook(lambda _, args: seen.append(args[0])):
         if rows.is_packed:
-            with read_rows(model, rows) as reading:
+            with run_packed(model, rows) as reading:
                 scores, rules = reading.scores[0][at], reading.rules
         else:
             logits = model(input_ids=rows.input_ids_RL, attention_mask=rows.attention_mask_RL).logits

@@ -13,7 +13,7 @@ import numpy as np
 import pyarrow.parquet as pq
 
 from ..data.checks import check_one_form
-from ..data.comparisons import Labels
+from ..data.comparisons import Kind, Labels
 from ..data.rankings import grades_of
 from ..data.solutions import are_labels
 from ..errors import UserError
@@ -251,7 +251,8 @@ class LabeledRewards:
         Raises:
             UserError: A reward is no number.
         """
-        kind = "pairs" if set(columns).issuperset(_REWARDS) else "steps" if "step_rewards" in columns else "rankings"
+        kind: Kind = "steps" if "step_rewards" in columns else "rankings"
+        kind = "pairs" if set(columns).issuperset(_REWARDS) else kind
         parts = [part for row in rows for part in _PARTS[kind](row)]
         are_lists = any(isinstance(row.get(column), list) for row in rows for column in _REWARDS)
         tokens_N2 = None
@@ -259,7 +260,7 @@ class LabeledRewards:
             tokens = [[row.get(f"tokens_{half}") for half in ("chosen", "rejected")] for row, *_ in parts]
             tokens_N2 = np.array(tokens, dtype=np.float64).reshape(-1, 2)
         grade_NK = padded([grades for _, _, grades in parts])
-        labels = Labels(grade_NK[:, None].astype(np.float32), None, kind == "rankings", kind == "steps")
+        labels = Labels(grade_NK[:, None].astype(np.float32), kind=kind)
         return cls([row for row, *_ in parts], padded([each for _, each, _ in parts]), labels, tokens_N2, are_lists)
 
     def groups(self, column: str | None) -> list[str] | None:

@@ -187,10 +187,10 @@ class EvaluatingTrainer(DeviceTrainer):
         """Return the predictions and the labels of a batch, see `prediction_step`."""
         rewards, table = result.rewards_by_row, result.table
         grade = table.grade_SA.unflatten(0, (-1, table.answers)).transpose(1, 2).reshape(rewards.shape)
-        if table.has_baseline:
+        if table.kind == "steps":
             logits_PK2 = torch.stack([torch.zeros_like(rewards), rewards], dim=-1)
             return logits_PK2, torch.where(grade.isnan(), NO_LABEL, grade.nan_to_num()).long()
-        if table.are_rankings:
+        if table.kind == "rankings":
             return torch.where(grade.isnan(), torch.nan, rewards), grade.nan_to_num()
         labels_P = torch.zeros(len(rewards), dtype=torch.long, device=rewards.device)
         return rewards.softmax(-1) if self.use_reward_data_collator else rewards, labels_P
@@ -293,7 +293,7 @@ class EvaluatingTrainer(DeviceTrainer):
             found |= {} if loss is None else {"losses": loss.mean().expand(rows)}
             return found, is_real_P
         table = result.table
-        self.trl_tpu.labels = Labels(np.zeros(0), None, table.are_rankings, table.has_baseline)
+        self.trl_tpu.labels = Labels(np.zeros(0), kind=table.kind)
         found |= {"rewards": result.rewards_by_row, "weight": table.row_weight_P}
         found["grade"] = table.grade_SA.unflatten(0, (-1, table.answers)).transpose(1, 2)
         if loss is not None:

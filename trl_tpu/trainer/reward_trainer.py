@@ -247,7 +247,7 @@ class RewardTrainer(EvaluatingTrainer):
             return result.loss
         if result.outputs is not None and not self.use_reward_data_collator:
             return result.loss, result.outputs
-        if result.table.are_rankings or result.table.has_baseline:
+        if result.table.kind != "pairs":
             return result.loss, {"rewards": result.rewards_by_row}
         chosen_P, rejected_P = result.rewards_by_row.unbind(-1)
         return result.loss, {"rewards_chosen": chosen_P, "rewards_rejected": rejected_P}

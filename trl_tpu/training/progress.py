@@ -1,4 +1,4 @@
-"""What a run shows while it trains: a bar, what is being compiled, and compilations that should not be."""
+"""Progress of a run: the bar, compilations as they begin, and a warning of those after warm-up."""
 
 import logging
 from collections import Counter, defaultdict

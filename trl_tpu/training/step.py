@@ -92,9 +92,3 @@ def _joined(parts: Sequence[StepResult]) -> StepResult:
         torch.stack([part.tokens_S for part in parts]).sum(0, dtype=torch.int32),
         replace(tables[0], **whole),
     )
-
-
-# ---- the optimizer
-
-
-# ---- evaluation
