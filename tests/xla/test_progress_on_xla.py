@@ -8,7 +8,7 @@ import pytest
 import tiny
 
 from trl_tpu import RewardTrainer
-from trl_tpu.trainer.reward_trainer import DataCollatorForPreference
+from trl_tpu.data.collators import DataCollatorForPreference
 
 
 def test_the_bar_says_each_shape_before_it_is_compiled_and_logs_have_the_rates(
