@@ -42,7 +42,7 @@ _OLD_NAMES |= {"DataCollatorForPreference": "data.collators", "disable_dropout_i
 _OLD_NAMES |= dict.fromkeys(
     ("compute_accuracy", "get_act_offloading_ctx_manager", "is_peft_available"), "trainer.utils"
 )
-_OLD_NAMES |= {"_BaseTrainer": "trainer.reward_trainer"}
+_OLD_NAMES |= {"_BaseTrainer": "trainer.base_trainer"}
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 
 __all__ = ["__version__", *sorted(_MODULE_OF)]

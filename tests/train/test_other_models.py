@@ -36,7 +36,8 @@ def test_another_model_of_the_same_class_never_goes_through_ours(
 
     trained = tiny.tiny_model(tokenizer, attn_implementation=implementation)
     args = RewardConfig(str(tmp_path), max_steps=2, packing=True, report_to="none", disable_tqdm=True)
-    trainer = trained(RewardTrainer(trained, args, train_dataset=tiny.made_up_pairs(22), processing_class=tokenizer))
+    trainer = RewardTrainer(trained, args, train_dataset=tiny.made_up_pairs(22), processing_class=tokenizer)
+    trainer.train()
     assert trained.config._attn_implementation == f"{OURS}{implementation}"
 
     called: list[str] = []

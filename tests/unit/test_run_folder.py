@@ -27,7 +27,7 @@ from trl_tpu.errors import UserError
 CLAIMS = """
 import sys
 from pathlib import Path
-from trl_tpu.checkpoint.run_folder import RunFolder
+from trl_tpu.checkpoint.folders import RunFolder
 RunFolder(Path(sys.argv[1]), None, writes=True).claim()
 """
 

@@ -120,7 +120,12 @@ def sequences_of(rows: Sequence[Example], pad_token_id: int, most: int | None = 
         pad_token_id: A sequence is scored at its last other token.
         most: P; by default as many as there are.
         answers: K.
+
+    Raises:
+        UserError: There are more rows than P.
     """
+    if most is not None and len(rows) > most:  # numpy would leave the last ones out
+        raise UserError(f"A batch has at most {most} rows, as its shapes were planned; got {len(rows)}.")
     ids, at, pair_D = list[np.ndarray](), list[np.ndarray](), list[int]()
     for pair, row in enumerate(rows):
         own = [np.asarray(each, np.int32) for each in row["answers"]]
@@ -147,7 +152,14 @@ class Part:
     count: int = 1
 
     def of(self, examples: Sequence[Any]) -> list[Any]:
-        """Return this process's examples, in the order of the batch; there may be none."""
+        """Return this process's examples, in the order of the batch; there may be none.
+
+        Raises:
+            UserError: There are more than all processes together compute.
+        """
+        most = self.pairs * self.count
+        if len(examples) > most:
+            raise UserError(f"A batch has at most {most} rows, as its shapes were planned; got {len(examples)}.")
         return list(examples[self.index * self.pairs :][: self.pairs])
 
     def table(self, own: Sequence[Example], every: Sequence[Example], rule: ComparisonRule) -> Comparisons[np.ndarray]:
@@ -190,10 +202,6 @@ class BatchCollator:
         """Make the batch; of examples after the first ``real`` ones nothing is computed."""
         part, rows = self.part or Part(len(examples)), list(map(read_row, examples))
         every = rows[:real]
-        if len(every) > part.pairs * part.count:
-            raise UserError(
-                f"A batch has at most {part.pairs * part.count} rows, as its shapes were planned; got {len(every)}."
-            )
         own = part.of(every)
         laid_out = self.lay_out(sequences_of(own or rows[:1], self.pad_token_id, part.pairs, self.rule.answers))
         if not own:  # a process with nothing to do computes a row of which nothing counts

@@ -1,5 +1,6 @@
 """Process rewards: models that judge each step of a solution. TRL's config and trainer, up to its version 1.13."""
 
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,6 +10,9 @@ from ..data.solutions import tokenize_solution
 from ..modeling.build import build_dataset
 from ..trainer.reward_trainer import RewardTrainer
 from ..trainer.utils import compute_accuracy as compute_accuracy
+
+# TRL's modules of both, which files of earlier runs name too
+sys.modules |= dict.fromkeys((f"{__name__}.prm_config", f"{__name__}.prm_trainer"), sys.modules[__name__])
 
 _OF_PAIRS = "center_rewards_coefficient margin_scale label_smoothing label_smoothing_factor eval_by truncation_mode"
 _OF_RANKINGS = "loss_type=plackett_luce|regression average_over=comparisons ties attributes step_separator=^None$"

@@ -115,7 +115,7 @@ class BatchPlan:
                 self._pad_because(str(reason))
         if self.packed and not self._packs(self._train_dataset):
             self._pad_because("train_dataset is a stream, and row shapes are chosen from the data beforehand")
-        self.planned.use_model(self._model)
+        self.planned.use_model(self._model, self.packed)
         if not self.packed and self.plans_shapes:
             self._keeps_lengths()  # on the host still, where trying it compiles nothing
 

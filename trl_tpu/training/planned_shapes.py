@@ -72,10 +72,10 @@ class PlannedShapes:
         self._sizes_N: np.ndarray | None = None  # of training pairs, where `group_by_prompt` orders them
         self._train_dataset: Any = None
 
-    def use_model(self, model: PreTrainedModel) -> None:
+    def use_model(self, model: PreTrainedModel, is_packed: bool) -> None:
         """Plan for ``model``, without adapters: the first one, or one that `model_init` made anew."""
         self._model = model
-        if self.expands:
+        if is_packed and self.expands:
             use_expanded_attention(model)
 
     def prepare(self, train_dataset: Any, evaluated: Sequence[Any], is_packed: bool) -> None:

@@ -278,7 +278,7 @@ class SavingTrainer(Trainer):
         write_card(self.create_model_card)
         ours = self.trl_tpu
         ours.checkpointer.wait()  # the best one so far may be on its way
-        contents = self._contents(ours.run_folder)
+        contents = self._checkpoint_contents(ours.run_folder)
         ours.checkpointer.save(contents)
         ours.preemption.note_save(self.state.global_step)
         final = contents.run.path / contents.name
@@ -341,7 +341,7 @@ class SavingTrainer(Trainer):
                 raise
             logger.warning("%s has no random numbers of this device, which start anew.", checkpoint)
 
-    def _contents(self, run: RunFolder) -> Contents:
+    def _checkpoint_contents(self, run: RunFolder) -> Contents:
         """Return the contents of a checkpoint of the current step."""
         state, args = self.state, self.args
         if state.best_global_step:
@@ -351,13 +351,13 @@ class SavingTrainer(Trainer):
         return Contents(
             name=f"checkpoint-{state.global_step}",
             run=run,
-            describe=self._describe,
+            describe=self._describe_checkpoint,
             model=self.model if keeps_state(self.accelerator) else None,
             optimizer=None if args.save_only_model else bare(self.optimizer),
             best=None if state.best_model_checkpoint is None else Path(state.best_model_checkpoint).name,
         )
 
-    def _describe(self, folder: Path) -> None:
+    def _describe_checkpoint(self, folder: Path) -> None:
         """Write a checkpoint's small files. All ranks take part.
 
         A rank that raises before a collective leaves the others waiting in it, so errors are exchanged before each.
