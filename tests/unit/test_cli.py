@@ -137,33 +137,22 @@ def test_a_dry_run_trains_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["synthetic-tiny"]  # the model that is trained
 
 
-@pytest.mark.parametrize("device", ["this process's", pytest.param("XLA's", marks=pytest.mark.long)])
 def test_training_from_yaml_with_adapters_on_a_mixture_of_files(
-    device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """On XLA in a process of its own, which the file alone tells of the device."""
-    if device == "XLA's" and importlib.util.find_spec("torch_xla") is None:
-        pytest.skip("torch_xla is not installed")
     base = synthetic.resolve_model("synthetic:tiny", str(tmp_path))
     synthetic.load_dataset("synthetic:numbers")["train"].select(range(20)).to_json(tmp_path / "pairs.jsonl")
-    chosen = "env: {USE_TORCH_XLA: 1, PJRT_DEVICE: CPU, CPU_NUM_DEVICES: 1}\n" if device == "XLA's" else ""
     (tmp_path / "c.yaml").write_text(
-        f"{chosen}model_name_or_path: {base}\noutput_dir: {tmp_path / 'out'}\n"
+        f"model_name_or_path: {base}\noutput_dir: {tmp_path / 'out'}\n"
         "use_peft: true\nlora_target_modules: all-linear\nlora_r: 2\n"
         f"datasets:\n  - path: {tmp_path / 'pairs.jsonl'}\n    columns: [prompt, chosen, rejected]\n"
         "test_split_size: 4\ndo_eval: true\n"
         "bf16: false\nreport_to: none\nmax_steps: 5\nper_device_train_batch_size: 2\n"
     )
-    words = ["--config", str(tmp_path / "c.yaml"), "--max_steps", "1"]
-    if device == "XLA's":
-        env = {key: value for key, value in os.environ.items() if key != "USE_TORCH_XLA"}
-        command = [sys.executable, "-m", "trl_tpu.scripts.reward", *words]
-        assert subprocess.run(command, cwd=tmp_path, env=env | {"PYTHONPATH": str(ROOT)}).returncode == 0
-    else:
-        monkeypatch.chdir(tmp_path)
-        monkeypatch.setattr(sys, "argv", ["trl", "reward", *words])
-        assert cli.main() == 0
-    printed, out = capfd.readouterr().out.splitlines(), tmp_path / "out"
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["trl", "reward", "--config", "c.yaml", "--max_steps", "1"])
+    assert cli.main() == 0
+    printed, out = capsys.readouterr().out.splitlines(), tmp_path / "out"
     table = printed[printed.index("Held-out data") + 1 :][:6]
     assert [row.split()[0] for row in table] == list(HELD_OUT)
     assert {f"Model saved to {out}", f"Report written to {out / 'report' / 'index.html'}"} <= set(printed)
