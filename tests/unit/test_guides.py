@@ -204,9 +204,8 @@ def test_the_models_that_are_said_to_be_packed_are_those_that_are_proven() -> No
 
 
 def test_the_fields_that_trl_has_not_are_fields() -> None:
-    (fields,) = re.findall(
-        r"`RewardConfig` has (.+?)\.\n- ", pages.prose(GUIDES / "differences_from_trl.md"), re.DOTALL
-    )
+    text = pages.prose(GUIDES / "differences_from_trl.md")
+    (fields,) = re.findall(r"`RewardConfig` has (.+?)\.\n- ", text, re.DOTALL)
     assert set(pages.quoted(fields)) <= {each.name for each in dataclasses.fields(RewardConfig)}
 
 

@@ -186,9 +186,7 @@ def test_the_tokenizer_is_read_beside_the_model(
 ) -> None:
     shutil.copytree(checkpoint, tmp_path / "repo" / "inner")
     load_tokenizer, asked = load.load_tokenizer, dict[str, Any]()
-    monkeypatch.setattr(
-        load, "load_tokenizer", lambda name, **more: asked.update(more) or load_tokenizer(name, **more)
-    )
+    monkeypatch.setattr(load, "load_tokenizer", lambda name, **how: asked.update(how) or load_tokenizer(name, **how))
     where = {"subfolder": "inner", "cache_dir": str(tmp_path / "cache"), "token": "hf_x", "local_files_only": True}
     args = trl_tpu.RewardConfig("out", report_to="none", model_init_kwargs={**where, "dtype": "float32"})
     _, tokenizer = build_reward_model(str(tmp_path / "repo"), args)

@@ -61,7 +61,5 @@ def test_the_template_without_a_date_is_llamas_format_and_has_none() -> None:
     )
     assert apply_template(tokenizer, chat) == f"<|begin|>{turns}"
     told = [{"role": "system", "content": "Be kind."}, *chat]
-    assert apply_template(tokenizer, told) == "<|begin|>" + turns.replace(
-        "\n\n<|eot_id|>", "\n\nBe kind.<|eot_id|>", 1
-    )
+    assert apply_template(tokenizer, told) == "<|begin|>" + turns.replace("<|eot_id|>", "Be kind.<|eot_id|>", 1)
     assert date_written(tokenizer, [(chat, {})]) is None
