@@ -9,7 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from trl_tpu import RewardConfig
-from trl_tpu.runtime.native import MATMULS, Runtime, einsum
+from trl_tpu.runtime.native import MATMULS, Runtime
 
 
 @pytest.mark.parametrize(
@@ -55,16 +55,3 @@ def test_plain_torch_keeps_matrix_products_too() -> None:
     assert products["dots"] == products["none"]
     for policy in ("full", "dots"):
         torch.testing.assert_close(gradients[policy], gradients["none"], atol=0, rtol=0)
-
-
-@pytest.mark.parametrize("equation", ["bghqd,bgkd->bghqk", "bghqk,bgkd->bghqd"])
-def test_contract_is_einsum_with_its_gradients(equation: str) -> None:
-    sizes = {"b": 2, "g": 3, "h": 2, "q": 4, "k": 4, "d": 5}
-    first, second = equation.partition("->")[0].split(",")
-    make = torch.Generator().manual_seed(0)
-    factors = [
-        torch.randn([sizes[letter] for letter in letters], generator=make, dtype=torch.float64, requires_grad=True)
-        for letters in (first, second)
-    ]
-    torch.testing.assert_close(einsum(equation, *factors), torch.einsum(equation, *factors))
-    assert torch.autograd.gradcheck(lambda *factors: einsum(equation, *factors), factors)

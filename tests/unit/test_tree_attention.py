@@ -127,8 +127,10 @@ def test_a_model_that_expands_reads_other_batches_as_before(family: str) -> None
     expanded, rows = model_of(family, True), in_rows(KNOWN_PAIRS, RowShape(2, 64))
     with StayInFloat64():
         expected = padded(model_of(family), KNOWN_PAIRS)
-        assert_equal(padded(expanded, KNOWN_PAIRS), expected)
-        assert_equal(packed(expanded, rows), expected)
+        theirs = gradients(model_of(family), expected)
+        for rewards in (padded(expanded, KNOWN_PAIRS), packed(expanded, rows)):
+            assert_equal(rewards, expected)
+            assert_equal(gradients(expanded, rewards), theirs)
 
 
 def test_a_window_counts_positions_not_columns() -> None:
