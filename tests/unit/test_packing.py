@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from trl_tpu.packing.pack import TokenRows, pack_unpadded
 from trl_tpu.packing.planned import expand_rows, pack
-from trl_tpu.packing.shapes import RowPlan, RowShape, plan_rows, zigzag
+from trl_tpu.packing.shapes import RowPlan, RowShape, plan_rows
 
 batches = st.lists(drawn_pair, min_size=1, max_size=7)
 Rows = TokenRows[np.ndarray]
@@ -122,16 +122,6 @@ def test_what_does_not_fit_is_an_error_that_says_what_and_never_cut() -> None:
     with pytest.raises(ValueError, match="23 tokens.* 22"):
         expand_rows(packed(pairs, [RowShape(1, 22)]))
     assert (expand_rows(packed(pairs, [RowShape(1, 23)])).segment_R2L[0] > 0).sum(axis=-1).tolist() == [22, 23]
-
-
-@given(st.lists(st.integers(1, 99), min_size=1, max_size=30), st.integers(1, 8), st.data())
-def test_rows_dealt_the_largest_pairs_hold_any_smaller_ones(sizes: list[int], rows: int, data: st.DataObject) -> None:
-    """What makes the last shape hold every batch, whatever best fit does."""
-    largest = np.sort(sizes)[::-1]
-    smaller = np.sort([data.draw(st.integers(0, int(size))) for size in largest])[::-1]
-    dealt = zigzag(len(sizes), rows)
-    assert dealt.max() < rows
-    assert (np.bincount(dealt, smaller, rows) <= np.bincount(dealt, largest, rows)).all()
 
 
 def test_a_prompt_that_all_the_data_shares_is_planned_for_once_a_row() -> None:
