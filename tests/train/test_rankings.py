@@ -11,7 +11,7 @@ import tiny
 from datasets import Dataset
 from judgements import FORMS
 from tiny import made_up_rankings as rankings
-from training import QUIET, losses, untimed
+from training import QUIET, losses, trained, untimed
 from transformers import AutoTokenizer
 
 from trl_tpu import RewardConfig, RewardTrainer
@@ -33,25 +33,23 @@ class FixedRows(RewardTrainer):
     fixed_rows = RowPlan((RowShape(1, 96),), (RowShape(1, 128),))  # of which most batches take several
 
 
-def trained(
+def run_of(
     model: str, out: Path, form: str = "ranked", kind: type = RewardTrainer, data: Any = None, **more: Any
 ) -> RewardTrainer:
-    own, rows = FORMS[form], data or FORMS[form].rows(30)
+    """Train on rows of a form, the last 7 of which are held out."""
+    own, rows = FORMS[form], FORMS[form].rows(30) if data is None else data
     settings = QUIET | {"save_strategy": "no", "logging_steps": 1, "max_steps": 6, "learning_rate": 1e-3}
-    settings |= {"per_device_train_batch_size": 5}
-    args = RewardConfig(str(out), **settings | own.settings | more)
-    given = {"train_dataset": rows.select(range(23)) if data is None else data, "eval_dataset": rows.select(range(7))}
-    tokenizer = AutoTokenizer.from_pretrained(model)
-    trainer = kind(own.model(model), args, **given, processing_class=tokenizer)
-    trainer.train()
-    return trainer
+    args = RewardConfig(str(out), **settings | {"per_device_train_batch_size": 5} | own.settings | more)
+    first = len(rows) - 7
+    given = {"train_dataset": rows.select(range(first)), "eval_dataset": rows.select(range(first, len(rows)))}
+    return trained(kind(own.model(model), args, **given, processing_class=AutoTokenizer.from_pretrained(model)))
 
 
 @pytest.mark.parametrize(("form", "loss"), CASES)
 def test_packed_equals_padded(model_folder: str, tmp_path: Path, form: str, loss: dict[str, Any]) -> None:
     kinds = {"padded": RewardTrainer, "tight": RewardTrainer, "micro-batches": FixedRows}
     runs = [
-        trained(model_folder, tmp_path, form, kind, packing=name != "padded", **loss) for name, kind in kinds.items()
+        run_of(model_folder, tmp_path, form, kind, packing=name != "padded", **loss) for name, kind in kinds.items()
     ]
     padded, *others = (
         [*(untimed(log) for log in run.state.log_history if "loss" in log), untimed(run.evaluate())] for run in runs
@@ -127,7 +125,7 @@ def test_a_known_order_is_learned_better_than_of_as_many_tokens_of_pairs(tmp_pat
     ranked, held_out = worded(300, 0), worded(60, 1)
     settings: dict[str, Any] = {"max_steps": 80, "learning_rate": 1e-2, "logging_steps": 80}
     runs = [
-        trained(model, tmp_path / "run", data=rows, per_device_train_batch_size=size, **settings)
+        run_of(model, tmp_path / "run", data=rows, per_device_train_batch_size=size, **settings)
         for rows, size in ((ranked, 8), (as_pairs(ranked), 14))
     ]
     of_rankings, of_pairs = (

@@ -176,17 +176,6 @@ def test_save_only_model_leaves_state_out_and_a_resume_says_so(
     assert "checkpoint-6" in caplog.text
 
 
-def test_callback_that_watches_saves_finds_the_folder(model_folder: str, tmp_path: Path) -> None:
-    found = []
-
-    class Watcher(TrainerCallback):
-        def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            found.append(find_faults(tmp_path / f"checkpoint-{state.global_step}"))
-
-    trained(model_folder, tmp_path, callbacks=[Watcher()])
-    assert found == [[], [], []]
-
-
 # ---- the run that a folder is of
 
 
@@ -324,7 +313,7 @@ class SmallFiles(TrainerCallback):
     """While step 4 is saved, no file can grow beyond some bytes, as on a full disk."""
 
     def __init__(self) -> None:
-        self._limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+        self._limits, self.found = resource.getrlimit(resource.RLIMIT_FSIZE), []
 
     def limit(self, size: int) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (size, self._limits[1]))
@@ -338,6 +327,7 @@ class SmallFiles(TrainerCallback):
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self.lift()  # training has waited for the save, since this callback watches it
+        self.found.append(find_faults(Path(args.output_dir, f"checkpoint-{state.global_step}")) == [])
 
 
 @pytest.fixture
@@ -355,7 +345,7 @@ def test_full_disk_is_loud_and_training_goes_on(
     small_files.bytes = limit
     trainer = trained(model_folder, tmp_path, callbacks=[small_files])
     assert trainer.state.global_step == 6
-    assert trainer.checkpointer.failed == [str(tmp_path / "checkpoint-4")]
+    assert trainer.checkpointer.failed == [str(tmp_path / "checkpoint-4")] and small_files.found == [True, False, True]
     assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == ["checkpoint-2", "checkpoint-6"]
     assert not (tmp_path / "_unfinished").exists()  # what was half written takes no room
     assert "checkpoint-4" in caplog.text
