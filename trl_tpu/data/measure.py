@@ -21,11 +21,13 @@ logger = logging.getLogger(__name__)
 
 NO_LABEL = -100
 """The label of tokens at which no step ends, as in torch's losses."""
+# columns of tokenized rows: TRL's of pairs, with optional labels, and of solutions, and ours of rankings
 PAIR = ("chosen_ids", "rejected_ids")
 PAIR_LABELS = ("margin", "chosen_probability")
 RANKING = ("answer_ids", "grades")
 SOLUTION = ("input_ids", "labels")
-"""Columns of tokenized rows: TRL's of pairs (with optional labels) and of solutions, and ours of rankings."""
+OLD_KEYS = ("input_ids_chosen", "attention_mask_chosen", "input_ids_rejected", "attention_mask_rejected")
+"""Columns of pairs, and keys of a batch, in TRL up to 0.23."""
 COLUMNS = (*PAIR, *RANKING, *SOLUTION, *PAIR_LABELS)
 """All columns that training reads."""
 TOKENS = (*PAIR, "answer_ids", "input_ids")
@@ -175,7 +177,3 @@ def _lengths(sequences_D: list[np.ndarray], counts_N: np.ndarray) -> PairLengths
     tails_NK = np.zeros((len(counts_N), max(2, counts_N.max())), np.int64)
     tails_NK[row_D, np.arange(len(row_D)) - first_D] = [*map(len, sequences_D)] - prefix_N[row_D]
     return PairLengths(prefix_N, tails_NK)
-
-
-OLD_KEYS = ("input_ids_chosen", "attention_mask_chosen", "input_ids_rejected", "attention_mask_rejected")
-"""Keys of a batch in TRL up to 0.23."""

@@ -1,4 +1,4 @@
-"""What a run writes and reads: models, checkpoints, and pushes to the Hub.
+"""The parts of a run, and what it writes and reads: models, checkpoints, pushes to the Hub.
 
 ==================================  ==========================================================================
 override                            what for
