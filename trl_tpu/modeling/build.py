@@ -40,14 +40,14 @@ from .load import (
     load_tokenizer,
     settle_tokenizer,
 )
-from .losses import TIES
+from .losses import OF_RANKINGS, TIES
 from .model_shape import learned_positions
 from .outputs import Outputs, tell_engines, write_outputs
 
 logger = logging.getLogger(__name__)
 
 _OF_SOLUTIONS = ("step_separator", "max_length", "max_completion_length", "train_on_last_step_only")
-_OF_RANKINGS = ("loss_type", "ranking_top_k", "margin_scale", "ties", "tie_threshold", "average_over")
+_OF_RANKINGS = ("ranking_top_k", "margin_scale", "ties", "tie_threshold", "average_over")
 _LOOKED_AT = 100  # dialogues, before training, for how they end
 
 
@@ -192,7 +192,8 @@ def build_dataset(
         settings = {key: getattr(args, key) for key in _OF_SOLUTIONS}
         settings |= {"tokenizer": processing_class, "is_eval": name != "train"}
         return _within_positions(prepare_solutions(dataset, tokenize_solution, settings, **how), model, name)
-    need_rankings = [key for key in _OF_RANKINGS if getattr(args, key) != getattr(RewardConfig, key)]
+    need_rankings = ["loss_type"] * (args.loss_type in OF_RANKINGS)
+    need_rankings += [key for key in _OF_RANKINGS if getattr(args, key) != getattr(RewardConfig, key)]
     of_scores = args.loss_type == "regression"
     rankings = RankingKind(
         may_tie=of_scores or args.ties is not None,

@@ -14,6 +14,8 @@ from ..data.comparisons import Comparisons, compared_rewards
 from ..errors import UserError
 
 TIES = ("rao_kupper", "davidson")
+OF_RANKINGS = ("plackett_luce", "regression")
+"""Values of `loss_type` that read whole rankings. All others compare two rewards."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,18 +55,20 @@ class Loss:
         better_C, worse_C = compared_rewards(rewards_SA, table)
         rows = len(rewards_SA) // table.answers
         losses_C = torch.zeros_like(better_C)
-        if self.loss_type == "sigmoid":
+        if self.loss_type not in OF_RANKINGS:
             losses_C = self._of_comparisons(better_C - worse_C - table.margin_C, table.probability_C)
         if self.center_rewards_coefficient is not None:
             losses_C = losses_C + self.center_rewards_coefficient * (better_C + worse_C) ** 2
         losses_P = torch.where(table.weight_C > 0, losses_C * table.weight_C, 0.0).unflatten(0, (rows, -1)).sum(-1)
-        if self.loss_type == "sigmoid":
+        if self.loss_type not in OF_RANKINGS:
             return losses_P
         losses_G = self._of_rankings(*map(table.by_ranking, (rewards_SA, table.grade_SA)))
         weight_G = table.ranking_weight_G
         return losses_P + torch.where(weight_G > 0, losses_G * weight_G, 0.0).unflatten(0, (rows, -1)).sum(-1)
 
     def _of_comparisons(self, difference_C: torch.Tensor, probability_C: torch.Tensor) -> torch.Tensor:
+        if self.loss_type != "sigmoid":
+            raise UserError(f"loss_type must be 'sigmoid', 'plackett_luce' or 'regression', got {self.loss_type!r}.")
         if self.ties in TIES:
             won_C, tied_C = tie_losses(difference_C, self.ties, self.tie_threshold)
             return torch.where(probability_C == 0.5, tied_C, won_C)
@@ -75,8 +79,6 @@ class Loss:
         reward_GK = torch.where(graded_GK, reward_GK, 0.0)  # padding may hold what would become NaN in a gradient
         if self.loss_type == "plackett_luce":
             return plackett_luce_losses(reward_GK, grade_GK, self.ranking_top_k)
-        if self.loss_type != "regression":
-            raise UserError(f"loss_type must be 'sigmoid', 'plackett_luce' or 'regression', got {self.loss_type!r}.")
         squares_GK = (reward_GK - torch.where(graded_GK, grade_GK, 0.0)) ** 2
         return squares_GK.sum(-1) / graded_GK.sum(-1).clamp(min=1)
 
