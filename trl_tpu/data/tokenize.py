@@ -34,7 +34,7 @@ from .measure import (
     tables_of,
 )
 from .rankings import RankingKind, is_ranking
-from .traps import TRAPS, find_traps, warn, warn_of_traps
+from .traps import TRAPS, find_traps, report_equal_answers, warn, warn_of_traps
 
 logger = logging.getLogger(__name__)
 
@@ -311,7 +311,7 @@ def keep_fitting(
     same_N = np.flatnonzero(lengths.sizes_P == lengths.prefix_P)
     if len(same_N) and form_of(dataset.column_names) != SOLUTION:
         first = int(np.flatnonzero(fits_N)[same_N[0]])
-        checks.report_equal_answers(dataset[int(same_N[0])], len(same_N), len(dataset), first, name)
+        report_equal_answers(dataset[int(same_N[0])], len(same_N), len(dataset), first, name)
     return dataset
 
 

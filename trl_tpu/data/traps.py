@@ -7,6 +7,8 @@ from typing import Any
 
 from datasets import Dataset
 
+from ..errors import UserError
+
 logger = logging.getLogger(__name__)
 
 
@@ -87,3 +89,33 @@ def warn_of_traps(dataset: Dataset, name: str) -> Dataset:
 def warn(key: str, names: Iterable[str], where: str) -> None:
     """Log a kind of trap; ``where`` begins the message."""
     logger.warning(f"{where}, {_WARNINGS[key].format(', '.join(names))}.")
+
+
+def report_equal_answers(row: Mapping[str, Any], count: int, rows: int, first: int, name: str) -> None:
+    """Warn of rows whose answers are the same tokens.
+
+    Args:
+        row: The first of them.
+        count: How many there are,
+        rows: of all rows of the dataset.
+        first: The number of ``row``.
+        name: The dataset's.
+
+    Raises:
+        UserError: Most rows are such.
+    """
+    roles = sorted(set(_roles_in([*row.values()])))
+    reason = f"the chat template may ignore some of the roles {roles}" if roles else "the texts may be equal"
+    text = (
+        f"{name} dataset: in {count} of {rows} pairs, chosen and rejected are the same tokens (first in row {first})"
+    )
+    if count > rows / 2:
+        raise UserError(f"{text}, so hardly anything can be learned: {reason}. Correct the rows or the template.")
+    logger.warning(f"{text}: {reason}. They are kept, but teach nothing.")
+
+
+def _roles_in(value: Any) -> Iterator[str]:
+    if isinstance(value, dict) and ("role" in value or "from" in value):
+        yield str(value.get("role") or value.get("from"))
+    for each in value if isinstance(value, list) else ():
+        yield from _roles_in(each)
