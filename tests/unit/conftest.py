@@ -19,7 +19,7 @@ def good_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def refused(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
-    """Run a command that must end with status 2 and an error of one line, which is returned."""
+    """Run a command that must end with status 2, and return its one line of error."""
 
     def run(*words: Any) -> str:
         from trl_tpu import cli

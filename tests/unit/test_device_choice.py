@@ -85,7 +85,7 @@ assert transformers.utils.is_torch_xla_available() and accelerate.utils.is_torch
 
 @needs_torch_xla
 def test_other_libraries_choose_the_same() -> None:
-    """The device that torch_xla names by itself is not asked for; one that is, the tests of PyTorch/XLA have."""
+    """A device that torch_xla names by itself does not count. `tests/xla` runs with one that is asked for."""
     first = "import sys, trl_tpu; assert 'torch' not in sys.modules"
     assert run(f"{first}\n{SAY}").splitlines()[-1] == "native False"
     named = "import os; assert os.environ['PJRT_DEVICE'] == 'CPU'"

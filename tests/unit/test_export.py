@@ -261,7 +261,7 @@ export_checkpoint(sys.argv[1], sys.argv[2])
 
 
 def test_a_killed_export_leaves_no_folder_and_the_next_one_succeeds(tmp_path: Path) -> None:
-    """Without torch_xla in the tests of eight devices."""
+    """`tests/xla8/test_export.py` exports without torch_xla."""
     model = exports.llama()
     checkpoint, out = exports.checkpoint_of(model, tmp_path / "c"), tmp_path / "out"
     apart.run("-c", KILLED, str(checkpoint), str(out), status=-signal.SIGKILL)
@@ -327,7 +327,7 @@ def _linked(name: str, folder: Path) -> None:
 
 
 def _large(folder: Path) -> list[str]:
-    """Beyond float16; of a sharded state with the adapters below."""
+    """A value beyond float16. The adapters below have one in a sharded state."""
     model = exports.llama()
     model.score.weight.data[0, 3] = -1e5
     model.save_pretrained(folder)
@@ -357,7 +357,7 @@ REFUSED: list[tuple[Callable[[Path], list[str] | None], str]] = [
 
 @pytest.mark.parametrize(("spoil", "name"), REFUSED)
 def test_bad_checkpoints_are_refused(spoil: Any, name: str, tmp_path: Path, refused: Callable[..., str]) -> None:
-    """More words for the command are what a case may return."""
+    """A case may return more words for the command."""
     exports.llama().save_pretrained(tmp_path / "c")
     words = spoil(tmp_path / "c") or []
     before = sorted(tmp_path.rglob("*"))

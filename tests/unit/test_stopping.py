@@ -125,7 +125,7 @@ def decide_together(
 
 
 def test_what_one_host_asks_for_all_do_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Real hosts are in `test_two_hosts`. They meet after step 1, and then in as many as take some seconds."""
+    """`test_two_hosts` has real hosts. Hosts meet after step 1, then every few seconds."""
     clock = itertools.count()
     monkeypatch.setattr(stopping.time, "monotonic", lambda: next(clock) * 0.01)
 

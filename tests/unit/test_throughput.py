@@ -99,7 +99,7 @@ def test_rates_leave_out_pauses_and_what_was_done_before_a_resume(monkeypatch: p
 
 
 def test_the_work_of_an_average_pair_counts_once_what_its_dialogues_share() -> None:
-    """It is unknown of streams, of encoders and recurrent layers, and of other columns."""
+    """It is unknown for streams, encoders, recurrent layers and other columns."""
     model, dataset = model_of("llama"), dataset_of([([1, 2, 3, 4], [1, 2, 5]), ([1], [2, 3])])
     expected = needed_flops(read_model(model), PairLengths.of([(2, 2, 1), (0, 1, 2)])) / 2
     assert work_of_a_pair(model, dataset) == expected > 0
