@@ -312,6 +312,24 @@ def test_the_best_answer_is_the_first_of_the_highest_reward(model: Path, tmp_pat
         trl_tpu.score(str(model), PAIRS, best_of_n=True)
 
 
+# the command in windows of 8 rows, killed when it writes a row: the first word says which, 0 for none
+KILLED = """
+import os, signal, sys
+from trl_tpu import cli
+from trl_tpu.scoring import stream
+from trl_tpu.scripts import score
+stream.WINDOW, left, json_line = 8, int(sys.argv[1]), score.json_line
+def write_or_die(row):
+    global left
+    left -= 1
+    if left == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return json_line(row)
+score.json_line = write_or_die
+sys.exit(cli.main(sys.argv[2:]))
+"""
+
+
 def test_killed_and_started_again_it_keeps_whole_chunks(model: Path, tmp_path: Path) -> None:
     """Parquet is resumed in the test of its types."""
     rows = [{**row, "note": {"number": n, "of": [n / 7]} if n % 3 else None} for n, row in enumerate(PAIRS)]
@@ -320,7 +338,7 @@ def test_killed_and_started_again_it_keeps_whole_chunks(model: Path, tmp_path: P
     whole, output = tmp_path / "whole.jsonl", tmp_path / "out.jsonl"
 
     def run(output: Path, kill_at: int, status: int, *more: str) -> Any:
-        return apart.run("killed_score.py", "8", str(kill_at), *words(model, source, output), *more, status=status)
+        return apart.run("-c", KILLED, str(kill_at), *words(model, source, output), *more, status=status)
 
     first = run(whole, 0, 0)
     output.write_text("an earlier run's")
