@@ -39,6 +39,14 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     return tiny.save_tiny(tmp_path_factory.mktemp("model"), tiny.made_up_pairs(200))
 
 
+@pytest.fixture(scope="session")
+def tokenizer() -> Any:
+    """The tokenizer of tiny models that are made on the spot."""
+    import tiny
+
+    return tiny.tiny_tokenizer(tiny.made_up_pairs(50), vocab_size=300)
+
+
 @pytest.fixture
 def config(tmp_path: Path) -> Any:
     """Makes a RewardConfig for a global batch of 8 pairs, quiet, in float32."""

@@ -19,12 +19,6 @@ REGISTRIES = ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS
 OF_TRANSFORMERS = [dict(registry) for registry in REGISTRIES]  # before anything is trained
 
 
-@pytest.fixture
-def tokenizer() -> PreTrainedTokenizerFast:
-    pairs = tiny.made_up_pairs(50)
-    return tiny.tiny_tokenizer(pairs, vocab_size=300)
-
-
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
 def test_another_model_of_the_same_class_never_goes_through_ours(
     implementation: str, tokenizer: PreTrainedTokenizerFast, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

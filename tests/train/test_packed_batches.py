@@ -20,11 +20,6 @@ from trl_tpu.training.step import evaluation_step
 LAYOUTS = ("tight", "micro-batches")
 
 
-@pytest.fixture(scope="module")
-def tokenizer() -> PreTrainedTokenizerFast:
-    return tiny.tiny_tokenizer(tiny.made_up_pairs(50), vocab_size=300)
-
-
 class Recorder(RewardTrainer):
     """Keeps the token ids of the batches that it trains on; whether they are packed is not its affair."""
 

@@ -14,11 +14,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast, set_seed
 from trl_tpu import RewardConfig, RewardTrainer
 
 
-@pytest.fixture(scope="module")
-def tokenizer() -> PreTrainedTokenizerFast:
-    return tiny.tiny_tokenizer(tiny.made_up_pairs(50), vocab_size=300)
-
-
 def make_trainer(model: PreTrainedModel, tokenizer: Any, out: Path, packing: Any) -> RewardTrainer:
     settings = {"report_to": "none", "disable_tqdm": True, "save_strategy": "no", "logging_steps": 1, "max_steps": 2}
     args = RewardConfig(str(out), packing=packing, gradient_checkpointing=False, **settings)
