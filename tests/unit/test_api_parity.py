@@ -10,6 +10,7 @@ import importlib
 import importlib.util
 import inspect
 import operator
+import pickle
 import subprocess
 import sys
 import typing
@@ -302,6 +303,12 @@ def test_old_module_paths_are_modules_like_any_other(path: str) -> None:
     assert spec is not None and spec.name == name and module.__spec__ is spec
     assert operator.attrgetter(path)(trl_tpu) is module
     assert module.RewardTrainer is trl_tpu.RewardTrainer
+
+
+@pytest.mark.parametrize(("module", "name"), [("prm_config", "PRMConfig"), ("prm_trainer", "PRMTrainer")])
+def test_process_rewards_are_at_the_paths_that_pickles_of_old_runs_name(module: str, name: str) -> None:
+    pickled = f"ctrl_tpu.experimental.prm.{module}\n{name}\n.".encode()
+    assert pickle.loads(pickled) is getattr(importlib.import_module("trl_tpu.experimental.prm"), name)
 
 
 def test_importing_the_package_is_light_and_every_public_name_can_be_imported() -> None:

@@ -10,8 +10,13 @@ from tokenized import dataset_of
 
 from trl_tpu import RewardConfig
 from trl_tpu.data.collators import DataCollatorForPreference, DictCollator
+from trl_tpu.data.measure import measure
 from trl_tpu.packing.pack import pack_unpadded, pad
 from trl_tpu.packing.planned import pack
+from trl_tpu.packing.shapes import RowShape
+from trl_tpu.parallel.mesh import MeshShape, parse_topology
+from trl_tpu.plan.layouts import Layout
+from trl_tpu.runtime import Remat
 from trl_tpu.runtime.native import Runtime
 from trl_tpu.training.batch_plan import BatchPlan
 
@@ -19,7 +24,7 @@ from trl_tpu.training.batch_plan import BatchPlan
 class Compiling(Runtime):
     """Plain torch that says it compiles, for which shapes are planned."""
 
-    plans_shapes = True
+    plans_shapes = has_attention_kernel = True
 
 
 COMPILING = Compiling()
@@ -69,6 +74,17 @@ def test_expanded_attention_is_chosen_before_training(tmp_path: Path) -> None:
     again = tiny.tiny_model(TOKENIZER)  # as `model_init` makes for a trial
     plan.use_model(again)
     assert again.config._attn_implementation == "trl_tpu_expanded"
+
+
+@pytest.mark.parametrize(("attention", "length"), [("masks", 2400), ("auto", 2560)])
+def test_the_rows_that_a_plan_counts_are_those_of_the_training(attention: str, length: int, tmp_path: Path) -> None:
+    """Long rows attend by a kernel, if masks are not asked for: its lengths are multiples of 256."""
+    data = dataset_of([([at] * 1700, [at] * 1000 + [99] * 700) for at in range(1, 11)])
+    model = tiny.tiny_model(TOKENIZER)
+    plan = make(tmp_path, COMPILING, model, data, settings={"packed_attention": attention})
+    topology = parse_topology("v6e:1x1")
+    layout = Layout(model, plan._args, measure(data).lengths, data, topology, MeshShape(), Remat.FULL, 4)
+    assert layout.shape[1] == length and RowShape(*layout.shape) in plan.planned.training_rows.shapes
 
 
 def test_a_row_length_too_short_for_the_evaluation_data_is_refused_before_training(tmp_path: Path) -> None:

@@ -49,6 +49,8 @@ def test_a_config_alone_is_planned_and_the_text_printed(model: str, capsys: pyte
     assert "3,000 pairs" in printed  # transformers' default of epochs is 3
     planned(model, f"{words} --max_steps 10 --gradient_accumulation_steps 2")
     assert "80 pairs" in capsys.readouterr().out  # of the steps, whatever the dataset has
+    (layout,) = planned(model, f"{words} --packing false")
+    assert layout.shape == (8, 512)  # a dialogue per row
 
 
 def test_what_does_not_fit_is_followed_by_what_would(model: str, capsys: pytest.CaptureFixture) -> None:
