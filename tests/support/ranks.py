@@ -40,6 +40,7 @@ WAYS: dict[str, tuple[int, str, str | None]] = {
     "ranked": (2, "ranked", "fsdp=2"),
     "ranked, padded": (2, "ranked, padded", "data=2"),
     "attributes": (2, "attributes", "fsdp=2"),
+    "steps": (2, "steps", "data=2"),
     "steps, planned": (2, "steps", "fsdp=2"),
     "steps, padded": (2, "steps, padded", "fsdp=2"),
     "data=4": (4, "plain", "data=4"),

@@ -96,6 +96,12 @@ def test_the_step_that_one_process_cannot_take_none_takes(alone: dict[str, Any],
         assert sum(log.get("nonfinite", 0) for log in found["not finite"]["logged"]) == 1
 
 
+def test_the_start_log_says_what_is_spread(together: Together) -> None:
+    described = together(2)[0]["fsdp=2"]["described"]
+    assert "0.06 MiB of parameters per device, 0.11 MiB in all" in described
+    assert "model.layers.*.mlp.up_proj.weight: [fsdp, null]" in described
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("count", [2, 8])
 def test_processes_give_what_the_mesh_of_xla_gives(
