@@ -1,10 +1,9 @@
-"""Every field of `RewardConfig` and every argument of `RewardTrainer`: obeyed, refused, or listed in a guide.
+"""Every field of `RewardConfig`: obeyed, refused, or listed in a guide.
 
 A field that is in no table here, as one that transformers adds, has to be tried and put into one.
 """
 
 import dataclasses
-import inspect
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -14,17 +13,15 @@ import pytest
 import tiny
 import torch
 import transformers
-from peft import LoraConfig
 from places import EXAMPLES
 from training import trained
-from transformers import BitsAndBytesConfig, EvalPrediction, TrainerCallback
+from transformers import EvalPrediction, TrainerCallback
 
 import trl_tpu
 from trl_tpu import RewardConfig, RewardTrainer
 from trl_tpu.config.checks import LIMITS, REMOVED, XLA_LIMITS
 from trl_tpu.data.collators import DataCollatorForPreference
 from trl_tpu.errors import UserError
-from trl_tpu.modeling.adapters import is_peft_model
 from trl_tpu.runtime import current
 
 
@@ -207,46 +204,9 @@ def check_a_run_reads_and_calls(folder: Path) -> None:
     assert trainer.args is args
 
 
-ARGUMENTS = _names("""
-    model args data_collator train_dataset eval_dataset processing_class compute_metrics callbacks optimizers
-    optimizer_cls_and_kwargs preprocess_logits_for_metrics quantization_config peft_config model_init tokenizer
-    max_length
-""")
-
-
-def check_the_other_arguments(folder: Path) -> None:
-    """Those that a run does not need, or that exclude those it has."""
-    assert set(inspect.signature(RewardTrainer).parameters) == ARGUMENTS
-    pairs = tiny.made_up_pairs(16)
-    tokenizer = tiny.tiny_tokenizer(pairs)
-    model = tiny.tiny_model(tokenizer)
-    args = RewardConfig(str(folder), bf16=False, report_to="none")
-    data: dict[str, Any] = {
-        "args": args,
-        "train_dataset": pairs,
-        "optimizer_cls_and_kwargs": (torch.optim.SGD, {"lr": 1e-3}),
-    }
-    lora = LoraConfig(task_type="SEQ_CLS", r=2)
-    made = RewardTrainer(model_init=lambda: model, tokenizer=tokenizer, peft_config=lora, max_length=14, **data)
-    assert isinstance(made.create_optimizer(), torch.optim.SGD)
-    assert is_peft_model(made.model) and made.model.get_base_model() is model and 0 < len(made.train_dataset) < 16  # type: ignore[arg-type]
-    assert made.processing_class.get_vocab() == tokenizer.get_vocab()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    data = {"args": args, "train_dataset": pairs, "processing_class": tokenizer}
-    if current().is_spmd:
-        with pytest.raises(ValueError, match="optimizer_cls_and_kwargs"):
-            RewardTrainer(model, optimizers=(optimizer, None), **data)
-    else:
-        assert RewardTrainer(model, optimizers=(optimizer, None), **data).optimizer is optimizer
-    model.save_pretrained(folder / "model")
-    with pytest.raises((UserError, ImportError), match="bitsandbytes"):
-        RewardTrainer(str(folder / "model"), quantization_config=BitsAndBytesConfig(load_in_8bit=True), **data)
-
-
 CHECKS: list[Callable[[Path], None]] = [
     check_every_field_is_in_a_class,
     check_what_is_read_elsewhere_and_what_is_listed,
     check_settings_are_refused,
     check_a_run_reads_and_calls,
-    check_the_other_arguments,
 ]

@@ -1,4 +1,4 @@
-"""Every setting is obeyed, refused, or listed in a guide; so is every argument of the trainer."""
+"""Every setting is obeyed, refused, or listed in a guide."""
 
 from collections.abc import Callable
 from pathlib import Path

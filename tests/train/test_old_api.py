@@ -13,6 +13,7 @@ import pytest
 import tiny
 import torch
 from datasets import Dataset
+from peft import LoraConfig
 from torch.nn.functional import logsigmoid
 from training import QUIET, losses, trained
 from transformers import (
@@ -276,6 +277,9 @@ def test_model_init_may_stand_where_trl_once_had_it(old: Old, tmp_path: Path) ->
     own = torch.optim.SGD(old.model.parameters(), lr=0.1)
     todays = RewardTrainer(old.model, *arguments[1:], optimizers=[own, None])  # type: ignore[arg-type]
     assert todays.optimizer is own
+    lora = LoraConfig(task_type="SEQ_CLS", r=2)
+    adapted = RewardTrainer(*arguments, model_init=lambda: old.model, peft_config=lora)
+    assert adapted.model.get_base_model() is old.model
 
 
 def test_bad_arguments_and_data_stop_before_training(old: Old, tmp_path: Path) -> None:
