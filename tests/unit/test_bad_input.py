@@ -123,9 +123,7 @@ def weight_elsewhere(index: dict[str, Any]) -> None:
 
 CASES = {
     # flags
-    "batches of no pair": Case(flags(per_device_train_batch_size=0), ["per_device_train_batch_size", "0"]),
     "a misspelled flag": Case(flags(lerning_rate=1), ["--lerning_rate 1"]),
-    "a tab in YAML": Case(config("seed:\n\t- 1"), ["DIR/c.yaml", "line 2, column 1"]),
     "a mixture without a path": Case(config("datasets: [{pth: x}]"), ["`datasets`", "'pth'"]),
     "no such sharding plan": Case(flags(sharding_plan="{folder}/p.yaml"), ["DIR/p.yaml"]),
     "a stream without an end": Case(flags(dataset_streaming="true", max_steps=-1), ["max_steps", "-1"]),

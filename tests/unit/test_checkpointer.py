@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoModelForSequenceClassification
 
-from trl_tpu.checkpoint import folders, state_dict
+from trl_tpu.checkpoint import folders
 from trl_tpu.checkpoint.checkpointer import Checkpointer, Contents
 from trl_tpu.checkpoint.folders import MANIFEST_FILE, RemoteRun, RunFolder, find_faults
 from trl_tpu.checkpoint.state_dict import older_weights
@@ -73,20 +73,6 @@ def test_a_checkpoint_has_every_weight_once_and_loads_as_a_model(
     assert all(name.startswith("optimizer.") for name in load_file(state))
     loaded = AutoModelForSequenceClassification.from_pretrained(folder, num_labels=1).state_dict()
     assert all(torch.equal(loaded[name], weight) for name, weight in model.state_dict().items())
-
-
-def test_a_save_that_fails_is_counted_and_leaves_nothing(
-    checkpointer: Checkpointer, contents: MakeContents, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """While training stops for it, or beside training."""
-    checkpointer.save(contents(1))
-    checkpointer.save(contents(2, describe=fail))
-    checkpointer.wait()
-    monkeypatch.setattr(state_dict, "write_state", fail)
-    checkpointer.save(contents(3))
-    checkpointer.wait()
-    assert checkpointer.failed == [str(tmp_path / name) for name in ("checkpoint-2", "checkpoint-3")]
-    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-1"]
 
 
 def test_processes_that_do_not_meet_end_the_run_rather_than_a_save(contents: MakeContents) -> None:

@@ -7,7 +7,6 @@ import re
 import shutil
 import signal
 import tempfile
-import zipfile
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -212,19 +211,14 @@ def test_a_checkpoint_at_a_url_is_exported_and_leaves_no_copy(tmp_path: Path, mo
     ("checkpoint", "out", "name"),
     [
         ("ftp://127.0.0.1:1/a", "out", "ftp://127.0.0.1:1/a"),
-        ("zip://::{folder}/hostile.zip", "out", "'../../escaped'"),
         ("memory://exported/nothing", "out", "memory://exported/nothing"),
         ("nosuch://exported", "out", "nosuch://exported"),
         ("c", "memory://out", "memory://out"),
     ],
 )
-def test_unusable_urls_are_named(
-    checkpoint: str, out: str, name: str, tmp_path: Path, refused: Callable[..., str]
-) -> None:
-    with zipfile.ZipFile(tmp_path / "hostile.zip", "w") as archive:
-        archive.writestr("config.json", "{}")
-        archive.writestr("../../escaped", "hostile")
-    assert name in refused("export", checkpoint.format(folder=tmp_path), out)
+def test_unusable_urls_are_named(checkpoint: str, out: str, name: str, refused: Callable[..., str]) -> None:
+    """Files of a URL that would be written outside its copy are refused in `test_checkpointer.py`."""
+    assert name in refused("export", checkpoint, out)
 
 
 # ---- memory

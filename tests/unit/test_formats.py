@@ -1,6 +1,5 @@
 """The data functions give what TRL 1.16's give, but where TRL's are wrong."""
 
-import inspect
 from typing import Any
 
 import pytest
@@ -16,7 +15,6 @@ from trl_tpu import data_utils
 from trl_tpu.data import chat_templates, formats
 from trl_tpu.trainer.utils import pad
 
-NAMES = [name for name in vars(data_utils) if hasattr(chat_templates, name) and not name.startswith("_")]
 FORMS = rows_of_every_form()
 EXAMPLES: list[dict[str, Any]] = [
     {"messages": [user("Hi"), assistant("Yes?")]},
@@ -30,14 +28,6 @@ EXAMPLES: list[dict[str, Any]] = [
     {"text": "Hi"},
     *[row for rows in FORMS.values() for row in rows],
 ]
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_signatures_are_trls(name: str) -> None:
-    def parameters(function: Any) -> list[tuple[str, Any, Any]]:
-        return [(p.name, p.kind, p.default) for p in inspect.signature(function).parameters.values()]
-
-    assert parameters(getattr(data_utils, name)) == parameters(getattr(reference, name))
 
 
 @pytest.mark.parametrize("example", EXAMPLES)

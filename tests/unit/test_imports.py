@@ -102,13 +102,6 @@ def test_what_a_runtime_can_is_asked_and_not_its_name() -> None:
         assert not compared & {"xla", "native"}, module
 
 
-def test_data_losses_mesh_and_plan_know_no_device_and_no_trainer() -> None:
-    rooms = [module for module in MODULES if module.startswith(("trl_tpu.data.", "trl_tpu.packing."))]
-    for module in (*rooms, "trl_tpu.modeling.losses", "trl_tpu.parallel.mesh", "trl_tpu.parallel.sharding_plan"):
-        reached = {name.split(".")[1] for name in reached_from(module) if name in MODULES and "." in name}
-        assert reached <= {"data", "errors", "packing", "parallel"}, module
-
-
 # each room, and the rooms below it; names at the top of the package are TRL's paths for what the rooms hold
 BELOW = {
     "errors": set(),

@@ -56,6 +56,7 @@ def read_back(batch: Rows, pair: int, half: int) -> list[int]:
 @given(pairs=batches)
 def test_every_token_sees_the_path_to_it_at_positions_from_zero(layout: Any, pairs: list[Any]) -> None:
     batch = layout(pairs)
+    assert layout is packed or (len(batch.input_ids_RL) == 1 and (batch.input_ids_RL != PAD).all())
     for index, sequences in enumerate(pairs):
         assert [read_back(batch, index, half) for half in (0, 1)] == list(map(list, sequences))
         assert batch.score_row_S[2 * index] == batch.score_row_S[2 * index + 1]
@@ -132,14 +133,6 @@ def test_a_prompt_that_all_the_data_shares_is_planned_for_once_a_row() -> None:
     prompt = [1] * 100
     pairs = [(prompt + [2 + index] * 19, prompt + [100 + index]) for index in range(8)]
     assert packed(pairs, [shared]).input_ids_RL.size == shared.rows * shared.length
-
-
-@given(batches)
-def test_an_unpadded_row_has_no_padding(pairs: list[Any]) -> None:
-    batch = unpadded(pairs)
-    assert (batch.input_ids_RL != PAD).all()
-    assert batch.input_ids_RL.shape[0] == 1
-    assert batch.input_ids_RL.size <= sum(len(ids) for pair in pairs for ids in pair)
 
 
 def test_trees_grow_where_sharing_saves_more_than_attention_costs() -> None:

@@ -148,7 +148,7 @@ def test_subparsers_take_yaml_defaults(tmp_path: Path) -> None:
     [
         ("- 1\n- 2\n", "config.yaml"),
         ("", "config.yaml"),
-        ("a: [1", "config.yaml"),
+        ("seed:\n\t- 1", "config.yaml.*line 2, column 1"),
         ("steps: 1\nsteps: 2", "'steps'.*line 2, column 1"),
         ("env: text\nsteps: 1", "`env`"),
         ("steps: 1\nenv: {A: [b]}", "`env`"),

@@ -49,11 +49,6 @@ def test_bucket_lengths_cover_the_longest_in_few_even_steps(longest: int, most: 
         assert longer <= 2 * shorter + multiple  # at most about half of a row is padding
 
 
-def test_a_row_length_too_short_for_a_pair_is_refused() -> None:
-    with pytest.raises(ValueError, match="row_length=100.*130"):
-        plan_rows(np.array([40, 130]), 2, row_length=100)
-
-
 @functools.cache
 def tokenized(source: str) -> list[tuple[list[int], list[int]]]:
     """The pairs whose dialogues have at most 1,024 tokens."""

@@ -133,12 +133,6 @@ def test_a_model_that_expands_reads_other_batches_as_before(family: str) -> None
             assert_equal(gradients(expanded, rewards), theirs)
 
 
-def test_a_window_counts_positions_not_columns() -> None:
-    """The other tail stands between a tail and its prompt; it must not use up the window."""
-    pairs = [(PROMPT + [1] * 9, PROMPT + [2, 3])]
-    assert_all_layouts_are_padded_rows("Mistral, sliding window", pairs)
-
-
 def test_no_tensor_has_the_row_length_squared_but_in_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes: list[int] = []
 
