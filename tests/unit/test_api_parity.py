@@ -55,6 +55,7 @@ DIFFERENT: dict[str, dict[str, str]] = {
     "RewardTrainer's methods": {
         "parameters of training_step: args, kwargs; ours model, inputs, num_items_in_batch": "transformers' own",
     },
+    "parameters of the functions": {"get_dataset_column_names ours alone: name": "of the dataset, for our errors"},
 }
 # area -> reason -> names of ours
 OURS_ALONE: dict[str, dict[str, str]] = {
@@ -233,7 +234,7 @@ AREAS: dict[str, Callable[[], Iterator[str]]] = {
     "RewardTrainer's parameters": lambda: _parameters(trl.RewardTrainer.__init__, trl_tpu.RewardTrainer.__init__),
     "RewardTrainer's methods": trainer_methods,
     "top-level names": top_level_names,
-    "parameters of the top-level functions": function_parameters,
+    "parameters of the functions": function_parameters,
 }
 
 
