@@ -13,7 +13,6 @@ import operator
 import pickle
 import typing
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -45,9 +44,6 @@ DIFFERENT: dict[str, dict[str, str]] = {
         "ModelConfig's default of lora_task_type: 'CAUSAL_LM', ours 'SEQ_CLS'": "peft rejects TRL's for classifiers",
         "ModelConfig's ours alone: torch_dtype": "the name of `dtype` up to TRL 0.23",
         "DatasetMixtureConfig's type of datasets": "a list of DatasetConfig, which is a class of each package",
-    },
-    "values of configs once made": {
-        "RewardConfig {}: TRL raises ValueError, ours has bf16=False": "TRL's default asks for bf16 on any CPU"
     },
     "RewardTrainer's parameters": {
         "default of model: <class 'inspect._empty'>, ours None": "model_init can be given instead",
@@ -148,57 +144,6 @@ def other_config_fields() -> Iterator[str]:
         yield from (f"{ours.__name__}'s {text}" for text in _dataclass_fields(theirs, ours))
 
 
-SETTINGS: list[dict[str, Any]] = [
-    {},
-    {"use_cpu": True},
-    {"fp16": True},
-    {"bf16": False, "pad_to_multiple_of": "8"},
-    {"bf16": False, "pad_to_multiple_of": "none"},
-    {"bf16": False, "model_init_kwargs": '{"dtype": "bfloat16"}'},
-    {"bf16": False, "gradient_checkpointing_kwargs": '{"use_reentrant": true}', "pad_token": "<pad>"},
-    {"bf16": False, "max_length": None, "eval_strategy": "steps", "eval_steps": 3, "logging_steps": 0.5},
-    {"bf16": False, "logging_steps": 0},
-]
-
-
-def _made(config: Callable[..., Any], settings: dict[str, Any]) -> dict[str, Any] | ValueError:
-    try:
-        values = vars(config(**settings))
-    except ValueError as error:
-        return error
-    return {key: str(value) for key, value in values.items() if not key.startswith(("_", "distributed_state"))}
-
-
-MODEL_SETTINGS: list[dict[str, Any]] = [
-    {"lora_target_modules": ["all-linear"]},
-    {"lora_target_modules": ["q_proj", "v_proj"]},
-    {"lora_target_modules": []},
-    {"load_in_4bit": True, "load_in_8bit": True},
-]
-
-
-def config_values() -> Iterator[str]:
-    for settings in SETTINGS:
-        theirs = _made(partial(trl.RewardConfig, "out"), settings)
-        ours = _made(partial(trl_tpu.RewardConfig, "out"), settings | {"optim": "adamw_torch_fused"})
-        yield from (f"RewardConfig {settings}: {text}" for text in _values(theirs, ours))
-    for settings in MODEL_SETTINGS:
-        theirs, ours = (
-            _made(each, settings | {"lora_task_type": "SEQ_CLS"}) for each in (trl.ModelConfig, ModelConfig)
-        )
-        yield from (f"ModelConfig {settings}: {text}" for text in _values(theirs, ours))
-
-
-def _values(theirs: dict[str, Any] | ValueError, ours: dict[str, Any] | ValueError) -> Iterator[str]:
-    if isinstance(theirs, dict) and isinstance(ours, dict):
-        if different := {key: (theirs[key], ours[key]) for key in theirs if theirs[key] != ours.get(key, theirs[key])}:
-            yield str(different)
-    elif isinstance(ours, dict):
-        yield f"TRL raises {type(theirs).__name__}, ours has bf16={ours.get('bf16')}"
-    elif isinstance(theirs, dict):
-        yield f"TRL takes it, ours raises {ours!r}"
-
-
 def trainer_methods() -> Iterator[str]:
     reference, own = (
         [name for name in dir(each) if not name.startswith("_")] for each in (trl.RewardTrainer, trl_tpu.RewardTrainer)
@@ -230,7 +175,6 @@ def top_level_names() -> Iterator[str]:
 AREAS: dict[str, Callable[[], Iterator[str]]] = {
     "RewardConfig's fields": config_fields,
     "fields of the other configs": other_config_fields,
-    "values of configs once made": config_values,
     "RewardTrainer's parameters": lambda: _parameters(trl.RewardTrainer.__init__, trl_tpu.RewardTrainer.__init__),
     "RewardTrainer's methods": trainer_methods,
     "top-level names": top_level_names,
