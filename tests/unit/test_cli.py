@@ -6,11 +6,13 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import datasets
 import pytest
+import scored_files
 from places import ROOT
 
 import trl_tpu
@@ -100,14 +102,10 @@ def test_the_score_command_prints_texts(good_model: Path, capsys: pytest.Capture
 def test_the_command_prints_the_accuracy_of_pairs(
     good_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    rows = [{"chosen": a, "rejected": b, "id": i} for i, (a, b) in enumerate(zip(TEXTS, TEXTS[1:], strict=False))]
-    rows.append({"chosen": "same", "rejected": "same", "id": 9})
-    source, output = tmp_path / "pairs.jsonl", tmp_path / "out.jsonl"
-    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    words = ["score", "--model_name_or_path", str(good_model), "--dataset_name", str(source), "--max_length", "12"]
-    assert cli.main([*words, "--output", str(output)]) == 0
-    written = [json.loads(line) for line in output.read_text().splitlines()]
-    assert [{key: row[key] for key in rows[0]} for row in written] == rows
+    rows = [{"chosen": a, "rejected": b} for a, b in pairwise([*TEXTS, "same", "same"])]
+    source, output = scored_files.write(tmp_path / "pairs.jsonl", rows), tmp_path / "out.jsonl"
+    assert cli.main([*scored_files.words(good_model, source, output), "--max_length", "12"]) == 0
+    written = scored_files.read(output)
     unlimited = trl_tpu.score(str(good_model), [row["chosen"] for row in rows])
     expected = [None if row["tokens"] > 12 else row["reward"] for row in unlimited]
     assert [row["reward_chosen"] for row in written] == pytest.approx(expected, abs=1e-5)

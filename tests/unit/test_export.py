@@ -320,14 +320,6 @@ def _linked(name: str, folder: Path) -> None:
     (folder / name).symlink_to(folder.parent / "secret")
 
 
-def _large(folder: Path) -> list[str]:
-    """A value beyond float16. The adapters below have one in a sharded state."""
-    model = exports.llama()
-    model.score.weight.data[0, 3] = -1e5
-    model.save_pretrained(folder)
-    return ["--dtype", "float16"]
-
-
 def _broken_adapters(folder: Path) -> None:
     (folder / "model.safetensors").rename(folder / "adapter_model.safetensors")
     (folder / "adapter_config.json").write_text('{"r": 4')
@@ -344,7 +336,6 @@ REFUSED: list[tuple[Callable[[Path], list[str] | None], str]] = [
     (partial(_linked, "tokenizer.json"), "c/tokenizer.json"),
     (partial(_linked, "model.safetensors"), "c/model.safetensors"),
     (partial(_linked, "adapter_config.json"), "c/adapter_config.json"),
-    (_large, "score.weight.*--dtype"),
     (_broken_adapters, "c/adapter_config.json"),
 ]
 

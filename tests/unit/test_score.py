@@ -237,10 +237,6 @@ def alone(folder: Path, dialogues: list[Any]) -> list[float]:
     return rewards
 
 
-def chat(text: str, role: str) -> list[dict[str, str]]:
-    return [{"role": role, "content": text}]
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_form_gets_the_rewards_of_each_dialogue_alone(family: str, tmp_path: Path) -> None:
     folder = save(tmp_path, family)
@@ -263,7 +259,7 @@ def test_every_form_gets_the_rewards_of_each_dialogue_alone(family: str, tmp_pat
     for row in check(lists, rewards_P2[:, [0, 1, 0]], "_chosen", "_rejected"):
         assert (len(row["tokens_chosen"]), len(row["tokens_rejected"])) == (1, 2)
 
-    asked = [(chat(row["prompt"], "user"), chat(row["chosen"], "assistant")) for row in PAIRS]
+    asked = [([user(row["prompt"])], [assistant(row["chosen"])]) for row in PAIRS]
     chats = [prompt + answer for prompt, answer in asked]
     rewards_P1 = np.reshape(alone(folder, chats), (-1, 1))
     check(chats, rewards_P1, "")

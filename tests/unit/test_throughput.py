@@ -4,6 +4,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -51,13 +52,6 @@ def test_logs_have_rates_and_memory(tmp_path: Path) -> None:
     assert 0.5 * resident < second["memory_gib"] < 100 and first["memory_gib"] <= second["memory_gib"]
 
 
-class Clock:
-    now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 def model_of(model_type: str, **more: Any) -> Any:
     config = AutoConfig.for_model(model_type, num_labels=1, pad_token_id=0, **SIZES | more)
     with torch.device("meta"):
@@ -65,8 +59,8 @@ def model_of(model_type: str, **more: Any) -> Any:
 
 
 def test_rates_leave_out_pauses_and_what_was_done_before_a_resume(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock, runtime = Clock(), Runtime()
-    monkeypatch.setattr(time, "monotonic", clock)
+    clock, runtime = SimpleNamespace(now=100.0), Runtime()
+    monkeypatch.setattr(time, "monotonic", lambda: clock.now)
     monkeypatch.setattr(runtime, "chip", lambda: "v5litepod")
     peak = peak_flops_of("v5litepod")
     assert peak is not None
