@@ -9,19 +9,19 @@ import ast
 import importlib.util
 import inspect
 import re
-from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import overridden
 import pytest
-import tiny
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 from places import ROOT
-from transformers import AutoModelForSequenceClassification, Trainer
+from transformers import Trainer
 
-from trl_tpu import RewardConfig, RewardTrainer
+import trl_tpu
+from trl_tpu import RewardTrainer
 from trl_tpu.experimental.prm import PRMTrainer
 
 # ---- transformers.Trainer: what is overridden
@@ -53,33 +53,9 @@ def test_an_override_takes_what_transformers_gives(name: str) -> None:
 
 
 def test_overrides_are_called(tmp_path: Path) -> None:
-    """By transformers or a user, in a run that evaluates, saves, resumes and predicts."""
-    # a subclass with a loss of its own would be given padded rows
-    names = {"compute_loss"}
-
-    def watched(name: str, method: Any) -> Any:
-        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-            names.add(name)
-            return method(self, *args, **kwargs)
-
-        return call
-
-    methods = {name: watched(name, getattr(RewardTrainer, name)) for name in OVERRIDES if name not in names}
-    watching = type("Watching", (RewardTrainer,), methods)
-    pairs = tiny.made_up_pairs(16)
-    model = tiny.save_tiny(tmp_path / "model", [*pairs["prompt"], *pairs["chosen"], *pairs["rejected"]], layers=1)
-    args = RewardConfig(
-        str(tmp_path / "out"), max_steps=3, per_device_train_batch_size=4, save_steps=1, logging_steps=1, eval_steps=1,
-        eval_strategy="steps", load_best_model_at_end=True, report_to="none", disable_tqdm=True,
-    )  # fmt: skip
-    load = partial(AutoModelForSequenceClassification.from_pretrained, model, num_labels=1)
-    made: tuple[dict[str, Any], ...] = ({"model": model}, {"model_init": lambda: load()})
-    for given, resume in zip(made, (None, str(tmp_path / "out" / "checkpoint-1")), strict=True):
-        trainer = watching(args=args, train_dataset=pairs, eval_dataset=pairs, **given)
-        trainer.train(resume_from_checkpoint=resume)
-    trainer.predict(pairs)
-    trainer.save_model()
-    assert names == set(OVERRIDES)
+    """In a run that evaluates, saves, resumes and predicts; `test_old_api.py` trains with a `model_init`."""
+    called = overridden.run(trl_tpu, tmp_path)["called"]
+    assert set(OVERRIDES) - set().union(*called.values()) == {"call_model_init"}
 
 
 # ---- transformers.Trainer: what is read and set
