@@ -9,7 +9,6 @@ it: the system takes them back when it needs them.
 """
 
 import json
-import re
 import sys
 import threading
 from pathlib import Path
@@ -18,34 +17,22 @@ from typing import Any
 import exports
 import peft
 import torch
-from allocator import give_back_at_once
+from allocator import give_back_at_once, private_bytes
 from transformers import AutoModelForSequenceClassification, LlamaConfig, PreTrainedModel
 
 from trl_tpu.checkpoint.export import export_checkpoint
 from trl_tpu.checkpoint.state_dict import trained_weights
 
 # 42 million float32 weights: 168 MB, of which the embedding and a layer are a tenth each
-CONFIG: dict[str, Any] = exports.SIZES | {
-    "vocab_size": 8192,
-    "hidden_size": 512,
-    "intermediate_size": 2048,
-    "num_hidden_layers": 9,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "head_dim": 128,
-}
-
-
-def allocated() -> int:
-    status = Path("/proc/self/status").read_text(encoding="utf-8")
-    return int(re.search(r"RssAnon:\s+(\d+) kB", status)[1]) * 1024  # type: ignore[index]
+CONFIG: dict[str, Any] = exports.SIZES | {"vocab_size": 8192, "hidden_size": 512, "intermediate_size": 2048}
+CONFIG |= {"num_hidden_layers": 9, "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 128}
 
 
 class Peak:
     """Looks at the process's memory every few milliseconds, as a context."""
 
     def __enter__(self) -> "Peak":
-        self.before = self.most = allocated()
+        self.before = self.most = private_bytes()
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._watch)
         self._thread.start()
@@ -57,7 +44,7 @@ class Peak:
 
     def _watch(self) -> None:
         while not self._end.wait(0.002):
-            self.most = max(self.most, allocated())
+            self.most = max(self.most, private_bytes())
 
 
 def make_checkpoint(folder: Path, way: str) -> Path:
