@@ -44,6 +44,7 @@ def test_one_local_file_is_a_dataset_with_the_split_train(name: str, streaming: 
     write(tmp_path / name)
     splits = load_named_dataset(ScriptArguments(dataset_name=str(tmp_path / name), dataset_streaming=streaming))
     assert list(splits) == ["train"] and list(splits["train"]) == ROWS
+    assert list(utils.open_rows(str(tmp_path / name))[0]) == ROWS  # as `score` reads
     mixture = DatasetMixtureConfig([DatasetConfig(str(tmp_path / name), columns=["chosen"])], streaming=streaming)
     assert list(get_dataset(mixture)["train"]) == [{"chosen": row["chosen"]} for row in ROWS]
 

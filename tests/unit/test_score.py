@@ -203,7 +203,6 @@ TOKENIZER = tiny.tiny_tokenizer([text for row in PAIRS for text in row.values()]
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 48},
     "gpt2": {"n_head": 4, "n_layer": 2, "n_embd": 32, "n_positions": 256},
-    "qwen2": {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 48},
     "bloom": {"n_head": 4, "n_layer": 2},  # ALiBi: padded rows
 }
 
@@ -357,18 +356,13 @@ def test_killed_and_started_again_it_keeps_whole_chunks(model: Path, tmp_path: P
     assert ended.stdout.splitlines()[:-1] == first.stdout.splitlines()[:-1], "the verdict is on all rows"
 
 
-def test_rows_of_stdin_parquet_and_gzip(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_of_stdin(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files of all kinds are read in `test_get_dataset.py`."""
     rows = [{"text": row["prompt"], "number": number} for number, row in enumerate(PAIRS)]
-    Dataset.from_list(rows).to_parquet(tmp_path / "rows.parquet")
-    Dataset.from_list(rows).to_json(tmp_path / "rows.jsonl.gz", compression="gzip")
-    lines = "".join(json.dumps(row) + "\n" for row in rows).encode()
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(lines)))
-    found = []
-    for name in ("-", tmp_path / "rows.parquet", tmp_path / "rows.jsonl.gz"):
-        assert cli.main(words(model, name, tmp_path / "out.jsonl")) == 0
-        found.append(read(tmp_path / "out.jsonl"))
-    assert found[0] == found[1] == found[2]
-    assert [{key: row[key] for key in ("text", "number")} for row in found[0]] == rows
+    source, output = write(tmp_path / "rows.jsonl", rows), tmp_path / "out.jsonl"
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(source.read_bytes())))
+    assert cli.main(words(model, "-", output)) == 0
+    assert [{key: row[key] for key in rows[0]} for row in read(output)] == rows
 
 
 def test_a_broken_line_is_a_row_without_reward(model: Path, tmp_path: Path, refused: Callable[..., str]) -> None:
