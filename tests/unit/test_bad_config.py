@@ -84,6 +84,7 @@ def test_bad_arguments_of_the_trainer(case: str, start: Any) -> None:
 
 
 NAMES = ["helpful", "brief"]
+NO_DURATIONS = ("", "2", "2h 30m", "2h30", "30m2h", "1h1h", "2H", "2:30", "1.5h", "-1h", "0h", "02h", "90s", "1h\n")
 BAD_SETTINGS: list[tuple[str, dict[str, Any]]] = [
     ("per_device_train_batch_size", {"per_device_train_batch_size": 0}),
     ("truncation_mode", {"truncation_mode": "keep_middle"}),
@@ -103,6 +104,8 @@ BAD_SETTINGS: list[tuple[str, dict[str, Any]]] = [
     ("scan_layers", {"scan_layers": True}),
     ("train_sampling_strategy", {"group_by_prompt": True, "train_sampling_strategy": "sequential"}),
     ("train_sampling_strategy", {"group_by_prompt": True, "train_sampling_strategy": "group_by_length"}),
+    *(("training_time_limit", {"training_time_limit": value}) for value in (*NO_DURATIONS, "٢h", "h", 90, True)),
+    *(("save_interval_minutes", {"save_interval_minutes": value}) for value in (-5.0, math.nan)),
 ]
 
 

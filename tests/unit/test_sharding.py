@@ -14,10 +14,11 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
-from transformers import AutoConfig, AutoModelForSequenceClassification
+from transformers import AutoConfig
 from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES
 
 from trl_tpu.errors import UserError
+from trl_tpu.modeling.model_shape import model_without_weights
 from trl_tpu.parallel import sharding_plan
 from trl_tpu.parallel.mesh import AXES, BATCH_AXES, MeshShape, parse_mesh, parse_topology
 from trl_tpu.parallel.shard import ShardReport, place_model, plan_model
@@ -118,10 +119,7 @@ def test_every_style_of_transformers_splits_a_weight_or_is_known_to_leave_it_who
 
 
 def on_meta(model_type: str, **sizes: Any) -> Any:
-    with torch.device("meta"):
-        return AutoModelForSequenceClassification.from_config(
-            AutoConfig.for_model(model_type, num_labels=1, pad_token_id=0, **sizes)
-        )
+    return model_without_weights(AutoConfig.for_model(model_type, num_labels=1, pad_token_id=0, **sizes), "float32")
 
 
 MODELS = {

@@ -21,7 +21,7 @@ from transformers import AutoConfig, AutoModelForSequenceClassification
 from trl_tpu import RewardConfig, RewardTrainer
 from trl_tpu.data.comparisons import ComparisonRule, compare, pairs_of
 from trl_tpu.evaluation.judge import RewardSums
-from trl_tpu.modeling.model_shape import needed_flops, read_model, work_of_a_pair
+from trl_tpu.modeling.model_shape import model_without_weights, needed_flops, read_model, work_of_a_pair
 from trl_tpu.packing.shapes import PairLengths
 from trl_tpu.parallel.mesh import peak_flops_of
 from trl_tpu.runtime import current
@@ -54,8 +54,7 @@ def test_logs_have_rates_and_memory(tmp_path: Path) -> None:
 
 def model_of(model_type: str, **more: Any) -> Any:
     config = AutoConfig.for_model(model_type, num_labels=1, pad_token_id=0, **SIZES | more)
-    with torch.device("meta"):
-        return AutoModelForSequenceClassification.from_config(config)
+    return model_without_weights(config, "float32")
 
 
 def test_rates_leave_out_pauses_and_what_was_done_before_a_resume(monkeypatch: pytest.MonkeyPatch) -> None:
