@@ -5,7 +5,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tiny import tiny_model, tiny_tokenizer
-from transformers import GPT2Config, GPT2ForSequenceClassification
 
 PAIR = {"prompt": "Count on from 1:", "chosen": " 2 3 4", "rejected": " 4 2"}
 FLAGS = {
@@ -48,9 +47,3 @@ class Job:
 
     def write_pairs(self, *rows: dict[str, object]) -> None:
         self.pairs.write_text("\n".join(map(json.dumps, rows)))
-
-
-def learned_positions(job: Job) -> None:
-    """A model that has a table of 64 positions, where others compute them."""
-    sizes = {"n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 64, "num_labels": 1, "pad_token_id": 0}
-    GPT2ForSequenceClassification(GPT2Config(vocab_size=300, **sizes)).save_pretrained(job.model)

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from datetime import UTC, date, datetime, time
 from decimal import Decimal
 from pathlib import Path
-from shutil import copytree
 from typing import Any
 
 import apart
@@ -21,7 +20,6 @@ import pyarrow.parquet as pq
 import pytest
 import tiny
 import torch
-from bad_input import Job, learned_positions
 from datasets import Dataset
 from preference_forms import TEMPLATE, TOOLS, assistant, user
 from scored_files import read, words, write
@@ -36,12 +34,6 @@ from trl_tpu.scoring.scorer import Batches, Scorer
 from trl_tpu.scripts import score
 
 CHAT = [user("Hi"), assistant("Hello")]
-
-
-@pytest.fixture
-def own_model(good_model: Path, tmp_path: Path) -> Path:
-    """A model that a test may spoil."""
-    return copytree(good_model, tmp_path / "model")
 
 
 def test_messages_are_rendered_with_their_rows_tools_and_template_arguments(good_model: Path) -> None:
@@ -64,18 +56,17 @@ def test_messages_are_rendered_with_their_rows_tools_and_template_arguments(good
     "spoiled",
     [
         {"text": None},
-        {"text": "a " * 99},  # beyond the model's learned positions
+        {"text": "a " * 300},  # beyond the model's learned positions
         {"messages": [{"role": "user", "content": None}]},
         {"messages": CHAT, "tools": "["},
     ],
 )
 def test_a_row_that_cannot_be_scored_is_named_and_the_others_are_scored(
-    spoiled: dict[str, Any], own_model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    spoiled: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    learned_positions(Job(tmp_path))
     good = {key: {"text": "a", "messages": CHAT}.get(key) for key in spoiled}
     rows, output = write(tmp_path / "rows.jsonl", [good, spoiled, good]), tmp_path / "out.jsonl"
-    assert cli.main(words(own_model, rows, output)) == 0
+    assert cli.main(words(save(tmp_path / "model", "gpt2"), rows, output)) == 0
     first, second, third = read(output)
     assert first == third and isinstance(first["reward"], float) and first["not_scored"] is None
     told = f"Row 1 of the scored dataset: `{next(iter(spoiled))}`"
@@ -178,17 +169,16 @@ def test_json_lines_say_once_which_columns_they_cannot_hold(tmp_path: Path, capl
         assert [{key: row[key] for key in plain} for row in read(tmp_path / "out.jsonl")] == [plain] * 3
 
 
-def test_what_is_not_finite_is_null_and_told(
-    own_model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    model: Any = AutoModelForSequenceClassification.from_pretrained(own_model)
+def test_what_is_not_finite_is_null_and_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = save(tmp_path / "model")
+    model: Any = AutoModelForSequenceClassification.from_pretrained(folder)
     with torch.no_grad():
         model.score.weight.fill_(torch.finfo(torch.float32).max)
-    model.save_pretrained(own_model)
+    model.save_pretrained(folder)
     row = {"text": "a", "reward": 2.0, "weight": math.nan, "of": [math.inf, 1.0]}
     Dataset.from_list([row, {**row, "text": "b"}]).to_parquet(tmp_path / "rows.parquet")
     with caplog.at_level(logging.WARNING, logger="trl_tpu"):
-        assert cli.main(words(own_model, tmp_path / "rows.parquet", tmp_path / "out.jsonl")) == 1
+        assert cli.main(words(folder, tmp_path / "rows.parquet", tmp_path / "out.jsonl")) == 1
     expected = {"reward": None, "weight": None, "of": [None, 1.0]}
     for text, written in zip("ab", read(tmp_path / "out.jsonl"), strict=True):
         assert {key: written[key] for key in ("text", *expected)} == {"text": text, **expected}
