@@ -10,10 +10,12 @@ import pytest
 @pytest.fixture(scope="session")
 def good_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny saved model that trains and scores: to be copied by whoever spoils it."""
-    from bad_input import save_good_model  # imports torch, which the process that hands out tests does not need
+    import tiny  # imports torch, which the process that hands out tests does not need
 
     folder = tmp_path_factory.mktemp("good") / "model"
-    save_good_model(folder)
+    tokenizer = tiny.tiny_tokenizer(["Count on from 1: 2 3 4 4 2"], vocab_size=300)
+    tiny.tiny_model(tokenizer, hidden=16, layers=1).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
     return folder
 
 

@@ -7,16 +7,52 @@ column that the error must name. Rules that other tests hold by the function tha
 
 import json
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from shutil import copytree
 from typing import Any, NamedTuple
 
 import pytest
-from bad_input import PAIR, Job
 from safetensors.torch import load_file, save_file
 
 from trl_tpu import cli
 from trl_tpu.checkpoint.folders import RUN_FILE
+
+PAIR = {"prompt": "Count on from 1:", "chosen": " 2 3 4", "rejected": " 4 2"}
+FLAGS = {
+    "model_name_or_path": "{folder}/model",
+    "dataset_name": "{folder}/pairs.jsonl",
+    "output_dir": "{folder}/out",
+    "bf16": "false",
+    "report_to": "none",
+    "max_steps": "1",
+    "per_device_train_batch_size": "2",
+    "gradient_checkpointing": "false",
+}
+
+
+@dataclass
+class Job:
+    """A command that works: a folder with ``model/``, ``pairs.jsonl`` and ``out/``, and flags; a case spoils one."""
+
+    folder: Path
+    flags: dict[str, str] = field(default_factory=lambda: dict(FLAGS))
+
+    @property
+    def model(self) -> Path:
+        return self.folder / "model"
+
+    @property
+    def pairs(self) -> Path:
+        return self.folder / "pairs.jsonl"
+
+    def words(self) -> list[str]:
+        named = {name: text.replace("{folder}", str(self.folder)) for name, text in self.flags.items()}
+        return [word for name, text in named.items() for word in (f"--{name}", text)]
+
+    def write_pairs(self, *rows: dict[str, object]) -> None:
+        self.pairs.write_text("\n".join(map(json.dumps, rows)))
+
 
 Spoil = Callable[[Job], Any]
 
