@@ -1,6 +1,6 @@
 """Time of scoring, against the plain loop: batches of 8 dialogues in the data's order, padded to their longest.
 
-USE_TORCH_XLA=0 python -m tests.benchmarks.bench_score [--models 64x4 256x6] [--data pairs answers]
+python -m tests.benchmarks.bench_score [--models 64x4 256x6] [--data pairs answers]
 
 A model is its hidden size and its number of layers. "pairs" are those of `bench_time_per_pair`, "answers" are 8 to
 each long prompt, made from a seed. Plain torch, float32. Both sides tokenize, and load nothing. Runs alternate, each
@@ -10,28 +10,19 @@ The ratio of tokens that both sides compute is what bounds that of times: kernel
 as long for a token on both sides, from 128 tokens a dialogue on also if dialogues are computed one by one.
 """
 
-import os
-
-os.environ["USE_TORCH_XLA"] = "0"  # before transformers is imported
-os.environ["HF_HUB_OFFLINE"] = "1"
-
-import argparse
 import statistics
 import tempfile
-import time
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import torch
-import transformers
-from datasets import disable_progress_bars
+from real_pairs import best_pairs
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 import trl_tpu
 from trl_tpu.scoring.scorer import Scorer
 
-from . import bench_time_per_pair as per_pair
+from . import harness
 
 BATCH = 8
 RUNS = {"64x4": 5, "256x6": 3}
@@ -40,7 +31,7 @@ PROMPT_WORDS, ANSWER_WORDS, ANSWERS = 800, (20, 60), 8
 
 
 def pairs(count: int) -> list[dict[str, Any]]:
-    return per_pair.real(count).to_list()
+    return best_pairs(count).to_list()
 
 
 def answers(count: int) -> list[dict[str, Any]]:
@@ -60,35 +51,36 @@ def answers(count: int) -> list[dict[str, Any]]:
     ]
 
 
-def batches(tokenizer: Any, rows: list[dict[str, Any]]) -> Iterator[Any]:
-    """What the plain loop gives the model."""
-    dialogues = [
+DATA = {"pairs": pairs, "answers": answers}
+
+
+def dialogues(tokenizer: Any, rows: list[dict[str, Any]]) -> list[list[str]]:
+    """The batches of the plain loop."""
+    texts = [
         row.get("prompt", "") + answer + tokenizer.eos_token
         for row in rows
         for answer in row.get("completions") or (row["chosen"], row["rejected"])
     ]
-    for first in range(0, len(dialogues), BATCH):
-        yield tokenizer(dialogues[first : first + BATCH], padding=True, return_tensors="pt")
-
-
-def tokens_ratio(scorer: Scorer, rows: list[dict[str, Any]]) -> float:
-    """The tokens that we compute, over those that the plain loop computes, padding among them."""
-    plain, dialogues = 0, []
-    for batch in batches(scorer.tokenizer, rows):
-        plain += batch["input_ids"].numel()
-        for ids, mask in zip(batch["input_ids"], batch["attention_mask"], strict=True):
-            dialogues.append(ids[mask.bool()].numpy())
-    parts = (part for _, batch in scorer.batches(dialogues) for part in batch)
-    return sum(part.rows.input_ids_RL.numel() for part in parts) / plain
+    return [texts[first : first + BATCH] for first in range(0, len(texts), BATCH)]
 
 
 def plain_loop(model: Any, tokenizer: Any, rows: list[dict[str, Any]]) -> list[float]:
     rewards: list[float] = []
     with torch.inference_mode():
-        for batch in batches(tokenizer, rows):
-            inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
+        for batch in dialogues(tokenizer, rows):
+            inputs = tokenizer(batch, padding=True, return_tensors="pt", return_token_type_ids=False)
             rewards += model(**inputs).logits.squeeze(-1).tolist()
     return rewards
+
+
+def tokens_ratio(scorer: Scorer, rows: list[dict[str, Any]]) -> float:
+    """The tokens that we compute, over those that the plain loop computes, padding among them."""
+    ids = [scorer.tokenizer(batch)["input_ids"] for batch in dialogues(scorer.tokenizer, rows)]
+    plain = sum(len(batch) * max(map(len, batch)) for batch in ids)
+    parts = (
+        part for _, batch in scorer.batches([np.array(each) for batch in ids for each in batch]) for part in batch
+    )
+    return sum(part.rows.input_ids_RL.numel() for part in parts) / plain
 
 
 def ours(scorer: Scorer, rows: list[dict[str, Any]]) -> list[float]:
@@ -99,40 +91,33 @@ def ours(scorer: Scorer, rows: list[dict[str, Any]]) -> list[float]:
 
 
 def compare(size: str, data: str) -> None:
-    rows = {"pairs": pairs, "answers": answers}[data](ROWS[data])
+    rows = DATA[data](ROWS[data])
     with tempfile.TemporaryDirectory() as folder:
-        folder = per_pair.save_model(folder, size, per_pair.real(400))
+        folder = harness.save_model(folder, size)
         model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32).eval()
         tokenizer, scorer = AutoTokenizer.from_pretrained(folder), Scorer(folder)
     systems = {"plain loop": lambda: plain_loop(model, tokenizer, rows), "trl_tpu": lambda: ours(scorer, rows)}
-    seconds: dict[str, list[float]] = {name: [] for name in systems}
-    rewards: dict[str, list[float]] = {}
+
+    def run(system: str) -> dict[str, Any]:
+        seconds: list[float] = []
+        with harness.timed(seconds):
+            rewards = systems[system]()
+        return {"s": seconds[0], "rewards": rewards}
+
     ours(scorer, rows[:8])
-    for _ in range(RUNS.get(size, 3)):
-        for name, run in systems.items():
-            start = time.perf_counter()
-            rewards[name] = run()
-            seconds[name].append(time.perf_counter() - start)
-    ratios = [own / plain for own, plain in zip(seconds["trl_tpu"], seconds["plain loop"], strict=True)]
-    plain, own = (statistics.median(times) for times in seconds.values())
-    difference = np.abs(np.subtract(rewards["trl_tpu"], rewards["plain loop"])).max()
+    plain, own = harness.alternate(RUNS.get(size, 3), systems, run).values()
+    ratios = harness.ratios(own, plain, "s")
+    difference = np.abs(np.subtract(own[0]["rewards"], plain[0]["rewards"])).max()
     print(
-        f"{data:8} {size:>7} {len(rows):5} rows: plain loop {plain:6.2f} s, ours {own:6.2f} s, ratio "
-        f"{statistics.median(ratios):.3f} (from {min(ratios):.3f} to {max(ratios):.3f}), of tokens "
-        f"{tokens_ratio(scorer, rows):.3f}; rewards differ by {difference:.0e} at most",
+        f"{data:8} {size:>7} {len(rows):5} rows: plain loop {harness.median(plain, 's'):6.2f} s, "
+        f"ours {harness.median(own, 's'):6.2f} s, ratio {statistics.median(ratios):.3f} (from {min(ratios):.3f} to "
+        f"{max(ratios):.3f}), of tokens {tokens_ratio(scorer, rows):.3f}; rewards differ by {difference:.0e} at most",
         flush=True,
     )
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--models", nargs="*", default=list(RUNS))
-    parser.add_argument("--data", nargs="*", default=list(ROWS), choices=list(ROWS))
-    parser.add_argument("--threads", type=int, default=2)
-    options = parser.parse_args()
-    torch.set_num_threads(options.threads)
-    disable_progress_bars()
-    transformers.utils.logging.disable_progress_bar()
+    options = harness.options(models=list(RUNS), data=DATA)
     for size in options.models:
         for kind in options.data:
             compare(size, kind)

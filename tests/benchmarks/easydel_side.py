@@ -4,19 +4,11 @@ python easydel_side.py FOLDER PAIRS.json STEPS PAIRS_A_BATCH LEARNING_RATE MAX_L
 """
 
 import json
-import os
 import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
-
-os.environ |= {
-    "JAX_PLATFORMS": "cpu",
-    "HF_HUB_OFFLINE": "1",
-    "TOKENIZERS_PARALLELISM": "false",
-    "WANDB_MODE": "disabled",
-}
 
 import easydel as ed
 import jax

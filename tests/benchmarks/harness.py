@@ -1,0 +1,201 @@
+"""What benchmarks share: timed training of both systems, alternating runs, processes of their own, and tables."""
+
+import argparse
+import contextlib
+import importlib
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import real_pairs
+import tiny
+import torch
+import training
+from datasets import Dataset, disable_progress_bars
+from transformers.utils import logging
+
+from trl_tpu.data.batch import apart, tensors_in
+from trl_tpu.data.measure import read_row
+
+TRL, PAIRS_A_BATCH = "TRL 1.16", 8
+XLA = {"USE_TORCH_XLA": "1", "PJRT_DEVICE": "CPU"}
+#: What small models train with: TRL's optimizer, and no recomputed layers.
+SMALL: dict[str, Any] = {"gradient_checkpointing": False, "optim": "adamw_torch_fused"}
+Runs = list[dict[str, Any]]
+
+
+# ---- training
+
+
+def package_of(system: str) -> Any:
+    return importlib.import_module("trl" if system == TRL else "trl_tpu")
+
+
+def config(system: str, folder: str, **settings: Any) -> Any:
+    """Return a system's config: float32, on the chosen device, each step logged, nothing saved or printed."""
+    common = training.QUIET | {"logging_steps": 1, "save_strategy": "no", "per_device_train_batch_size": PAIRS_A_BATCH}
+    if system == TRL and os.environ["USE_TORCH_XLA"] == "0":
+        common["use_cpu"] = True
+    return package_of(system).RewardConfig(folder, **common | settings)
+
+
+@dataclass
+class Trained:
+    trainer: Any
+    seconds: float
+    cpu_seconds: float
+
+    @property
+    def losses(self) -> list[float]:
+        return training.losses(self.trainer)
+
+    @property
+    def seconds_a_pair(self) -> float:
+        args = self.trainer.args
+        return self.seconds / (args.max_steps * args.per_device_train_batch_size)
+
+    def tokens(self) -> int:
+        """Return the tokens that the steps, or without a number of steps an epoch, compute, padding among them."""
+        steps = self.trainer.args.max_steps
+        batches = islice(self.trainer.get_train_dataloader(), steps if steps > 0 else None)
+        parts = [tensors_in(part) for batch in batches for part in apart(batch)]
+        return sum(part["input_ids_RL" if "input_ids_RL" in part else "input_ids"].numel() for part in parts)
+
+    def real_tokens(self) -> int:
+        """Return the tokens of all sequences of the data."""
+        return sum(len(ids) for row in self.trainer.train_dataset for ids in read_row(row)["answers"])
+
+
+@contextlib.contextmanager
+def timed(seconds: list[float], clock: Callable[[], float] = time.perf_counter) -> Iterator[None]:
+    began = clock()
+    yield
+    seconds.append(clock() - began)
+
+
+def train(
+    system: str, model: str, pairs: Dataset, peft_config: Any = None, callbacks: Any = None, **settings: Any
+) -> Trained:
+    """Train without printing; only the training loop is timed."""
+    seconds: list[float] = []
+    with tempfile.TemporaryDirectory() as folder, open(os.devnull, "w") as quiet, contextlib.redirect_stdout(quiet):
+        trainer = package_of(system).RewardTrainer(
+            model,
+            config(system, folder, **settings),
+            train_dataset=pairs,
+            peft_config=peft_config,
+            callbacks=callbacks,
+        )
+        with timed(seconds), timed(seconds, time.process_time):
+            trainer.train()
+    cpu_seconds, wall_seconds = seconds
+    return Trained(trainer, wall_seconds, cpu_seconds)
+
+
+def save_model(folder: str, size: str, pairs: Dataset | None = None) -> str:
+    """Save a model of a size such as 64x4, its hidden size and number of layers, and a tokenizer of the pairs."""
+    hidden, layers = map(int, size.split("x"))
+    texts = real_pairs.best_pairs(400) if pairs is None else pairs
+    return tiny.save_tiny(Path(folder), texts, hidden, layers, num_attention_heads=8, num_key_value_heads=8)
+
+
+# ---- runs
+
+
+def options(run: Callable[..., Any] | None = None, **defaults: Any) -> argparse.Namespace:
+    """Parse the command line: options of these defaults' types, of which a list takes several, a dictionary its keys.
+
+    In a process that `in_a_process` has started, call ``run``, print its result, and exit.
+    """
+    parser = argparse.ArgumentParser()
+    for name, default in (defaults | {"threads": 2}).items():
+        several: dict[str, Any] = {"nargs": "*"} if isinstance(default, list | dict) else {"type": type(default)}
+        if isinstance(default, dict):
+            several["choices"] = default = list(default)
+        parser.add_argument(f"--{name}", default=default, **several)
+    parser.add_argument("--run", nargs="*", help=argparse.SUPPRESS)
+    parsed = parser.parse_args()
+    torch.set_num_threads(parsed.threads)
+    disable_progress_bars()
+    logging.disable_progress_bar()
+    if run is not None and parsed.run is not None:
+        print(json.dumps(run(*parsed.run)))
+        sys.exit()
+    return parsed
+
+
+def in_a_process(benchmark: str, *words: Any, **environment: str) -> Any:
+    """Call the ``run`` of a benchmark with these words in a process of its own, and return its result."""
+    command = [sys.executable, "-m", f"tests.benchmarks.{benchmark}", "--run", *map(str, words)]
+    return result_of(command, os.environ | environment)
+
+
+def result_of(command: list[str], environment: dict[str, str]) -> Any:
+    """Return what the last line of a command says in JSON."""
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=environment, check=True)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def alternate(runs: int, systems: Iterable[str], run: Callable[[str], dict[str, Any]]) -> dict[str, Runs]:
+    """Run the systems one after another, several times, so that the machine's own speed cancels out of ratios."""
+    measured: dict[str, Runs] = {system: [] for system in systems}
+    for _ in range(runs):
+        for system, results in measured.items():
+            results.append(run(system))
+    return measured
+
+
+# ---- numbers
+
+
+def median(runs: Runs, name: str) -> float:
+    return statistics.median(run[name] for run in runs)
+
+
+def ratios(ours: Runs, theirs: Runs, name: str) -> list[float]:
+    return [one[name] / other[name] for one, other in zip(ours, theirs, strict=True)]
+
+
+def ratio(ours: Runs, theirs: Runs, name: str) -> float:
+    return statistics.median(ratios(ours, theirs, name))
+
+
+def show(title: str, columns: dict[str, str], rows: Iterable[tuple[Any, Iterable[Any]]]) -> None:
+    """Print a table: headings and the formats of their numbers, and each row as soon as it is there."""
+    widths = [max(len(heading), 8) + 3 for heading in columns]
+    print(f"\n{title}\n{'':18}" + "".join(f"{name:>{width}}" for name, width in zip(columns, widths, strict=True)))
+    for name, values in rows:
+        cells = zip(values, widths, columns.values(), strict=True)
+        print(f"{name!s:18}" + "".join(f"{value:>{width}{format_}}" for value, width, format_ in cells), flush=True)
+
+
+def show_beside_trl(title: str, columns: dict[str, str], measured: dict[str, Runs], shares: Iterable[str]) -> None:
+    """Print the medians of runs' numbers by system, some as shares of TRL's, and how far losses are from TRL's.
+
+    Args:
+        columns: Names of numbers in each run, and their formats.
+        shares: The names of numbers after which their shares of TRL's follow, medians over the runs.
+    """
+    headings = {}
+    for name, format_ in columns.items():
+        headings |= {name: format_} | ({f"{name}, of TRL's": ".4f"} if name in shares else {})
+
+    def row(runs: Runs) -> Iterator[float]:
+        for name in columns:
+            yield median(runs, name)
+            if name in shares:
+                yield ratio(runs, measured[TRL], name)
+        differences = zip(runs[0]["losses"], measured[TRL][0]["losses"], strict=True)
+        yield max(abs(ours - theirs) for ours, theirs in differences)
+
+    rows = ((system, row(runs)) for system, runs in measured.items())
+    show(title, headings | {"largest difference": ".1e"}, rows)
