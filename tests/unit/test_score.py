@@ -297,7 +297,7 @@ def test_the_best_answer_is_the_first_of_the_highest_reward(model: Path, tmp_pat
         trl_tpu.score(str(model), PAIRS, best_of_n=True)
 
 
-# the command in windows of 8 rows, killed when it writes a row: the first word says which, 0 for none
+# the command in windows of 8 rows, killed when it writes a row: the first word says which
 KILLED = """
 import os, signal, sys
 from trl_tpu import cli
@@ -311,39 +311,47 @@ def write_or_die(row):
         os.kill(os.getpid(), signal.SIGKILL)
     return json_line(row)
 score.json_line = write_or_die
-sys.exit(cli.main(sys.argv[2:]))
+cli.main(sys.argv[2:])
 """
 
 
-def test_killed_and_started_again_it_keeps_whole_chunks(model: Path, tmp_path: Path) -> None:
+def test_killed_and_started_again_it_keeps_whole_chunks(
+    model: Path,
+    tmp_path: Path,
+    refused: Callable[..., str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     """Parquet is resumed in the test of its types."""
     rows = [{**row, "note": {"number": n, "of": [n / 7]} if n % 3 else None} for n, row in enumerate(PAIRS)]
     rows[30]["chosen"] = None  # type: ignore[assignment]
     source = write(tmp_path / "rows.jsonl", rows)
     whole, output = tmp_path / "whole.jsonl", tmp_path / "out.jsonl"
 
-    def run(output: Path, kill_at: int, status: int, *more: str) -> Any:
-        return apart.run("-c", KILLED, str(kill_at), *words(model, source, output), *more, status=status)
+    def printed(output: Path) -> list[str]:
+        assert cli.main(words(model, source, output)) == 0
+        return capsys.readouterr().out.splitlines()[:-1]
 
-    first = run(whole, 0, 0)
+    monkeypatch.setattr(stream, "WINDOW", 8)
+    verdict = printed(whole)
     output.write_text("an earlier run's")
     for at, kept in ((5, 0), (20, 2), (12, 3)):  # in the first chunk; in the third; in the second after those
-        run(output, at, -9)
+        apart.run("-c", KILLED, str(at), *words(model, source, output), status=-9)
         assert output.read_text() == "an earlier run's"
         assert len(list(Path(f"{output}.partial").glob("*.jsonl"))) == kept
 
     other_data = ([{**rows[0], "chosen": "changed"}, *rows[1:]], rows[:9])
     for changed, flags in ((rows, ["--max_length", "9"]), *((data, []) for data in other_data)):
         write(source, changed)
-        assert "cannot be resumed" in run(output, 0, 2, *flags).stderr
+        assert f"{output}.partial" in refused(*words(model, source, output), *flags)
     write(source, rows)
-    ended = run(output, 0, 0)
-    assert "24 rows" in ended.stderr and output.read_bytes() == whole.read_bytes()
+    assert printed(output) == verdict, "it is on all rows"
+    assert "24 rows" in caplog.text and output.read_bytes() == whole.read_bytes()
     assert {path.name for path in tmp_path.iterdir()} == {"out.jsonl", "rows.jsonl", "whole.jsonl"}
     found = read(output)
     assert len(found) == len(rows) and found[30]["reward_chosen"] is None and "Row 30" in found[30]["not_scored"]
     assert [row["note"] for row in found] == [row["note"] for row in rows]
-    assert ended.stdout.splitlines()[:-1] == first.stdout.splitlines()[:-1], "the verdict is on all rows"
 
 
 def test_rows_of_stdin(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
