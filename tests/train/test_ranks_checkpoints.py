@@ -71,7 +71,9 @@ def test_a_process_that_is_told_to_end_ends_all_which_resume_to_the_bit(
     assert_same(tmp_path, folder)
 
 
-@pytest.mark.parametrize(("count", "mesh"), [(1, None), (4, "data=2,fsdp=2"), (XLA, "fsdp=4,tensor=2")])
+@pytest.mark.parametrize(
+    ("count", "mesh"), [(1, None), (4, "data=2,fsdp=2"), (4, "fsdp=2,tensor=2"), (XLA, "fsdp=4,tensor=2")]
+)
 def test_a_checkpoint_goes_to_another_mesh_and_back(
     count: int, mesh: str | None, train: Train, whole: Any, tmp_path: Path
 ) -> None:

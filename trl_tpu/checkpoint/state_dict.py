@@ -334,8 +334,19 @@ def read_optimizer(
 
 
 def read_torch_optimizer(optimizer: Optimizer, scheduler: Any, checkpoint: str | Path, runtime: Runtime) -> None:
-    """Load the files of transformers' Trainer into existing state, which keeps its layout."""
+    """Load the files of transformers' Trainer into existing state, which keeps its layout.
+
+    Raises:
+        UserError: Its groups of parameters are not this optimizer's.
+    """
     saved = torch.load(Path(checkpoint, OPTIMIZER_NAME), map_location="cpu", weights_only=True)
+    sizes = [[len(group["params"]) for group in each] for each in (saved["param_groups"], optimizer.param_groups)]
+    if sizes[0] != sizes[1]:  # state is by the parameters' numbers, which would be others' here
+        raise UserError(
+            f"The optimizer in {checkpoint} has groups of {sizes[0]} parameters, and this run's has {sizes[1]}: the "
+            "same parameters have to be trained, on a mesh without a tensor axis. Or start from its weights: give "
+            "its folder as the model."
+        )
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     with torch.no_grad():
         for index, values in saved["state"].items():
@@ -366,7 +377,20 @@ def _parameter_and_kind(name: str) -> tuple[str, str]:
 
 
 def _update_groups(optimizer: Optimizer, saved_groups: list[dict[str, Any]]) -> None:
-    """Take the groups' settings from a checkpoint, except for those that the run's arguments give."""
-    for group, saved in zip(optimizer.param_groups, saved_groups, strict=True):
-        for name in saved.keys() - set(_OF_ARGUMENTS):
-            group[name] = tuple(saved[name]) if isinstance(saved[name], list) else saved[name]  # JSON has no tuples
+    """Take the groups' settings from a checkpoint, except for those that the run's arguments give.
+
+    Raises:
+        UserError: There are more or fewer groups than there were, and what they had was not the same.
+    """
+    groups = [{name: saved[name] for name in saved.keys() - set(_OF_ARGUMENTS)} for saved in saved_groups]
+    if len(groups) != len(optimizer.param_groups):  # transformers splits them by the parameters' meshes
+        if any(group != groups[0] for group in groups):
+            raise UserError(
+                f"The checkpoint's optimizer has {len(groups)} groups of parameters with settings of their own, and "
+                f"this one has {len(optimizer.param_groups)}. Make the groups that it was trained with, or start from "
+                "its weights: give its folder as the model."
+            )
+        groups = groups[:1] * len(optimizer.param_groups)
+    for group, saved in zip(optimizer.param_groups, groups, strict=True):
+        # JSON has no tuples
+        group |= {name: tuple(value) if isinstance(value, list) else value for name, value in saved.items()}
