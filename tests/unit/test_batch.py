@@ -21,8 +21,8 @@ from trl.trainer.reward_trainer import DataCollatorForPreference as TrlCollator
 from trl_tpu.data.batch import BatchCollator, CollatedBatch, Part, apart
 from trl_tpu.data.collators import DataCollatorForPreference, DictCollator, RewardDataCollatorWithPadding, batches_in
 from trl_tpu.data.comparisons import ComparisonRule
-from trl_tpu.modeling.forward import use_tree_masks
 from trl_tpu.modeling.losses import Loss
+from trl_tpu.modeling.packability import use_tree_masks
 from trl_tpu.modeling.static_shapes import use_expanded_attention
 from trl_tpu.packing.pack import pack_unpadded, pad
 from trl_tpu.packing.planned import pack

@@ -34,8 +34,7 @@ from transformers.masking_utils import (
     sliding_window_causal_mask_function,
 )
 
-from trl_tpu.modeling.forward import use_tree_masks
-from trl_tpu.modeling.packability import PROVEN_TYPES, check_packing_is_exact
+from trl_tpu.modeling.packability import PROVEN_TYPES, check_packing_is_exact, use_tree_masks
 from trl_tpu.modeling.static_shapes import ExpansionImpossible, use_expanded_attention, window_of
 from trl_tpu.packing.pack import pack_unpadded
 from trl_tpu.packing.planned import pack

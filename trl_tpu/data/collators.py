@@ -3,6 +3,7 @@
 Our own batches are made in `trl_tpu.data.batch`. Rows in the columns of TRL up to 0.23 are converted here too.
 """
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -297,6 +298,22 @@ def old_margin(row: Row, where: str) -> dict[str, float]:
     margin = margin[0] if margin.shape == (1,) else margin
     checks.check_margin(margin, f"{where}: `margin`")
     return {"margin": float(margin)}
+
+
+_OLD_TOKEN_COLUMNS = {"chosen_input_ids": "chosen_ids", "rejected_input_ids": "rejected_ids"}
+
+
+def rename_old_columns(dataset: Any, columns: list[str]) -> tuple[Any, list[str]]:
+    """Give a dataset's columns of token ids the names that they have in TRL today; return its columns too."""
+    if not set(_OLD_TOKEN_COLUMNS) <= set(columns) or set(PAIR) <= set(columns):
+        return dataset, columns
+    warnings.warn(
+        "The columns `chosen_input_ids` and `rejected_input_ids` are deprecated and will not be supported in v1 "
+        "of TRL: rename them to `chosen_ids` and `rejected_ids`.",
+        FutureWarning,
+        stacklevel=4,
+    )
+    return dataset.rename_columns(_OLD_TOKEN_COLUMNS), [_OLD_TOKEN_COLUMNS.get(each, each) for each in columns]
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,9 @@ from typing import Any, cast
 
 import numpy as np
 import torch
+import torch.distributed
 import transformers.trainer
+from accelerate import PartialState
 from accelerate.data_loader import SeedableRandomSampler, SkipBatchSampler, SkipDataLoader
 from datasets import Dataset
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler
@@ -23,7 +25,16 @@ from transformers.trainer_utils import seed_worker
 
 from ..errors import UserError
 from ..packing.pack import in_order
-from .measure import ANSWERS, PAIR, has_form, is_prepared, measure, read_row, read_table, tables_of
+from .measure import (
+    ANSWERS,
+    PAIR,
+    has_form,
+    is_prepared,
+    measure,
+    read_row,
+    read_table,
+    tables_of,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -119,6 +130,22 @@ class ByPrompt(Sampler[int]):
         self._epoch += 1
 
 
+def by_prompt(sampler_fn: Callable[[Any], Any], args: Any, parts: int, dataset: Any) -> Any:
+    """Return the order in which pairs that share a prompt are together; a subclass's own order stays.
+
+    Args:
+        sampler_fn: Returns the order that a trainer would take of a dataset.
+        args: The run's settings.
+        parts: How many parts of a batch different processes compute.
+        dataset: Prepared pairs.
+    """
+    sampler = sampler_fn(dataset)
+    if type(sampler) is not RandomSampler:
+        return sampler
+    pairs = args.train_batch_size * parts * args.gradient_accumulation_steps
+    return ByPrompt(prompt_groups(dataset), pairs, args.seed if args.data_seed is None else args.data_seed)
+
+
 _DRAWN = 2048  # pairs whose tokens are read to know what they share
 
 
@@ -177,11 +204,15 @@ def host_batches(
 ) -> DataLoader[Any]:
     """Return a torch DataLoader with the loader settings of ``args``, without accelerate around it.
 
+    accelerate's would replicate batches, and forget its settings on resume; the order of pairs is the one it has.
     Workers that augment rows draw alike on all hosts that share a mesh, where each makes the whole batch.
     """
     settings: dict[str, Any] = {name: getattr(args, f"dataloader_{name}") for name in (*_SETTINGS, "drop_last")}
     seed = partial(seed_worker, num_workers=args.dataloader_num_workers, rank=0)
     settings["worker_init_fn"] = partial(outlive_sigterm, seed)
+    config: Any = args.accelerator_config  # the config has read its other forms
+    if sampler is not None and config.use_seedable_sampler:
+        sampler = training_order(dataset, sampler, args.data_seed)
     return DataLoader(dataset, batch_size, sampler=sampler, collate_fn=collate, **settings)
 
 
@@ -288,3 +319,16 @@ def _obey_parent() -> None:
     while signal.sigwaitinfo({signal.SIGTERM}).si_pid != os.getppid():
         pass
     os._exit(0)
+
+
+@contextmanager
+def main_processes_first() -> Iterator[None]:
+    """Let the main process work first, then that of each node, then all: the others find its work in a cache.
+
+    Where one process drives all devices of a host, as on XLA, none is waited for: hosts need not share a cache.
+    """
+    if not torch.distributed.is_initialized() or PartialState().num_processes == 1:
+        yield
+        return
+    with PartialState().main_process_first(), PartialState().local_main_process_first():
+        yield

@@ -5,11 +5,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+from datasets import Dataset, IterableDataset
 
 from ..errors import UserError, UserTypeError
 from . import checks
 from .checks import RAW_COLUMNS, PairKind, Row
-from .measure import ANSWERS, RANKING
+from .measure import ANSWERS, PAIR_LABELS, RANKING
 
 MOST_ANSWERS = 64
 
@@ -35,6 +36,19 @@ class RankingKind(PairKind):
     attributes: tuple[str, ...] = ()
     settings: tuple[str, ...] = ()
     columns = RANKING
+
+    def check_dataset(self, dataset: Dataset | IterableDataset, columns: list[str], name: str) -> None:
+        """Reject a stream of rankings, and columns that have no effect on them."""
+        if isinstance(dataset, IterableDataset):
+            raise UserError(
+                f"The {name} dataset is a stream of rankings, and nothing says how many answers a row may have. Make "
+                "it a dataset: `datasets.Dataset.from_list(list(stream.take(n)))`."
+            )
+        if unused := [column for column in PAIR_LABELS if column in columns]:
+            raise UserError(
+                f"The {name} dataset has rankings, whose loss does not use the column `{unused[0]}`. Drop the column: "
+                f"`dataset.remove_columns({unused})`."
+            )
 
     def raw_answers(self, row: Row, where: str) -> dict[str, Any]:
         """Check a raw row, and return its answers by their places in it."""

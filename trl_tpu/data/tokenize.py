@@ -1,29 +1,25 @@
 """Prepare rows for training: the token ids of their answers, as TRL 1.16 makes them, in columns of their own."""
 
 import logging
-import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from itertools import islice
 from typing import Any
 
 import numpy as np
-import torch.distributed
-from accelerate import PartialState
 from datasets import Dataset, IterableDataset
 from transformers import PreTrainedTokenizerBase
 
 from ..errors import UserError
 from . import checks
 from .checks import RAW_COLUMNS, PairKind
-from .collators import OldPairKind, read_old_row
+from .collators import OldPairKind, read_old_row, rename_old_columns
 from .formats import apply_template, convert_row, template_arguments
+from .loader import main_processes_first
 from .measure import (
     ANSWERS,
     OLD_KEYS,
     PAIR,
-    PAIR_LABELS,
     RANKING,
     SOLUTION,
     form_of,
@@ -38,7 +34,6 @@ from .traps import TRAPS, find_traps, report_equal_answers, warn, warn_of_traps
 
 logger = logging.getLogger(__name__)
 
-_OLD_TOKEN_COLUMNS = {"chosen_input_ids": "chosen_ids", "rejected_input_ids": "rejected_ids"}
 _STREAM_BATCH = 16  # rows tokenized at once from a stream: few, so that the first batch does not wait
 
 
@@ -81,16 +76,7 @@ def prepare_preference_dataset(
         UserError: Missing columns, no rows, null or empty values, margins that are not finite, token ids that the
             model lacks, or no row within ``max_length``. Errors number the rows as they came.
     """
-    columns = checks.column_names(dataset, name)
-    if set(_OLD_TOKEN_COLUMNS) <= set(columns) and not set(PAIR) <= set(columns):
-        warnings.warn(
-            "The columns `chosen_input_ids` and `rejected_input_ids` are deprecated and will not be supported in v1 "
-            "of TRL: rename them to `chosen_ids` and `rejected_ids`.",
-            FutureWarning,
-            stacklevel=3,
-        )
-        dataset = dataset.rename_columns(_OLD_TOKEN_COLUMNS)
-        columns = [_OLD_TOKEN_COLUMNS.get(column, column) for column in columns]
+    dataset, columns = rename_old_columns(dataset, checks.column_names(dataset, name))
     checks.check_one_form(columns, f"The {name} dataset")
     kind, is_tokenized = _kind_of(dataset, columns, name, rankings or RankingKind(), are_old)
     if not is_tokenized:
@@ -137,16 +123,7 @@ def _kind_of(
                 "pairs. Leave them out, or give `completions` with `scores` or `ranks`."
             )
         return PairKind(), has_token_pairs
-    if isinstance(dataset, IterableDataset):
-        raise UserError(
-            f"The {name} dataset is a stream of rankings, and nothing says how many answers a row may have. Make "
-            "it a dataset: `datasets.Dataset.from_list(list(stream.take(n)))`."
-        )
-    if unused := [column for column in PAIR_LABELS if column in columns]:
-        raise UserError(
-            f"The {name} dataset has rankings, whose loss does not use the column `{unused[0]}`. Drop the column: "
-            f"`dataset.remove_columns({unused})`."
-        )
+    rankings.check_dataset(dataset, columns, name)
     # one chosen answer and several rejected ones
     return replace(rankings, may_tie=rankings.may_tie or set(RAW_COLUMNS) <= set(columns)), has_token_rankings
 
@@ -160,19 +137,6 @@ def map_rows(
     with main_processes_first():
         dataset = dataset.map(function, num_proc=num_proc, desc=f"Tokenizing {name} dataset", **settings)
     return warn_of_traps(dataset, name) if TRAPS in dataset.column_names else dataset
-
-
-@contextmanager
-def main_processes_first() -> Iterator[None]:
-    """Let the main process work first, then that of each node, then all: the others find its work in a cache.
-
-    Where one process drives all devices of a host, as on XLA, none is waited for: hosts need not share a cache.
-    """
-    if not torch.distributed.is_initialized() or PartialState().num_processes == 1:
-        yield
-        return
-    with PartialState().main_process_first(), PartialState().local_main_process_first():
-        yield
 
 
 def _tokenize_rows(

@@ -70,6 +70,14 @@ class RewardSums:
         named = zip((*COUNTS, *SUMS), [*counts.tolist(), *sums.tolist()], strict=True)
         return cls(**dict(named), lowest=lowest.item(), highest=highest.item())
 
+    @classmethod
+    def of_saved(cls, sums: Mapping[str, Any]) -> "RewardSums":
+        """Read sums that a checkpoint holds: older ones knew only pairs, and squares about 0."""
+        found = {"comparisons": sums["pairs"], "answers": 2 * sums["pairs"], **sums}
+        if "squares" in found:
+            found["deviations"] = max(found.pop("squares") - sums["reward"] ** 2 / max(found["answers"], 1), 0.0)
+        return cls(**found)
+
     def __add__(self, other: "RewardSums") -> "RewardSums":
         """Return the sums over both sets of pairs."""
         added = {name: getattr(self, name) + getattr(other, name) for name in (*COUNTS, "tokens", *SUMS)}

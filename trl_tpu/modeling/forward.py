@@ -1,6 +1,5 @@
 """The rewards of a batch in one forward over all of its sequences, and attention over packed rows."""
 
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -10,8 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask_function
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.masking_utils import causal_mask_function
 from transformers.utils.output_capturing import CompileableContextVar
 
 from ..data.batch import Batch
@@ -153,36 +151,6 @@ def attend_by(
     AttentionMaskInterface.register(f"{OURS}{name}", partial(masks_while_read, masks, build))
     AttentionInterface.register(f"{OURS}{name}", partial(attend_tree_by_tree, attention))
     model.set_attn_implementation(f"{OURS}{name}")
-
-
-def use_tree_masks(model: PreTrainedModel) -> None:
-    """Let ``model`` build masks for packed rows, and attend in them as its attention implementation does.
-
-    Ordinary batches get the same masks as before.
-
-    Raises:
-        PackingImpossible: If the implementation takes no mask for each query and key, as flash and flex attention, or
-            the model's own code attends.
-    """
-    name = model.config._attn_implementation
-    if name.startswith(OURS):
-        return
-    plain = ALL_MASK_ATTENTION_FUNCTIONS.get(name)
-    if plain is None or name.startswith(("flash", "flex")):
-        raise PackingImpossible(
-            f"packed rows need attention that takes a mask, but the model uses {name!r}. Load it with "
-            "`attn_implementation=` 'sdpa' or 'eager'"
-        )
-    attend_by(model, name, plain, ALL_ATTENTION_FUNCTIONS.get(name, _eager_attention))
-    if not model.config._attn_implementation.startswith(OURS):
-        raise PackingImpossible(f"{type(model).__name__} does not attend through transformers' attention interface")
-
-
-def _eager_attention(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """Attend by the function that a model's module has beside it, transformers' "eager"."""
-    beside = (sys.modules[kind.__module__] for kind in type(module).__mro__)
-    own = next(own for each in beside if (own := getattr(each, "eager_attention_forward", None)))
-    return own(module, *args, **kwargs)
 
 
 def packed_scores(model: nn.Module, rows: TokenRows[torch.Tensor], **kwargs: Any) -> torch.Tensor:

@@ -1,5 +1,6 @@
 """The sizes of a model: the positions it can read, its weights, and the operations of its forward and backward."""
 
+import math
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -55,6 +56,11 @@ def position_groups(model: PreTrainedModel) -> Callable[[float], float]:
         if kind == "dynamic":
             return lambda length: length if length > config.max_position_embeddings else 0
     return lambda length: 0
+
+
+def outgrows_positions(model: PreTrainedModel, max_length: int | None) -> bool:
+    """Tell whether sequences may be so long that they change the positions of others in their batch."""
+    return position_groups(model)(max_length or math.inf) > 0
 
 
 @dataclass(frozen=True)

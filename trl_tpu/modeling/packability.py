@@ -1,5 +1,6 @@
 """Decides whether packed rows give a model's own rewards, by a trial before training."""
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -8,7 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.masking_utils import causal_mask_function
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask_function
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..data.batch import Batch, BatchCollator
 from ..data.collators import DataCollatorForPreference
@@ -16,7 +18,7 @@ from ..packing.pack import pack_unpadded, pad
 from ..packing.planned import pack
 from ..packing.shapes import RowPlan, RowShape
 from .adapters import without_adapters
-from .forward import MaskRule, PackingImpossible, note_scores, run_packed, use_tree_masks
+from .forward import OURS, MaskRule, PackingImpossible, attend_by, note_scores, run_packed
 from .outputs import find_score_head
 
 # relative, between float32 sums in two orders
@@ -240,3 +242,42 @@ def _reject_hidden_windows(model: PreTrainedModel, rules: list[MaskRule]) -> Non
             f"the config of {type(model).__name__} has {listed}, but it asked for causal masks only: its window may "
             "count columns of a row"
         )
+
+
+def own_code_of(model: PreTrainedModel) -> str | None:
+    """Name the part of ``model`` that computes rewards by a user's own code; None if there is none."""
+    try:
+        check_unmodified(model)
+    except PackingImpossible as found:
+        return str(found)
+    return None
+
+
+def use_tree_masks(model: PreTrainedModel) -> None:
+    """Let ``model`` build masks for packed rows, and attend in them as its attention implementation does.
+
+    Ordinary batches get the same masks as before.
+
+    Raises:
+        PackingImpossible: If the implementation takes no mask for each query and key, as flash and flex attention, or
+            the model's own code attends.
+    """
+    name = model.config._attn_implementation
+    if name.startswith(OURS):
+        return
+    plain = ALL_MASK_ATTENTION_FUNCTIONS.get(name)
+    if plain is None or name.startswith(("flash", "flex")):
+        raise PackingImpossible(
+            f"packed rows need attention that takes a mask, but the model uses {name!r}. Load it with "
+            "`attn_implementation=` 'sdpa' or 'eager'"
+        )
+    attend_by(model, name, plain, ALL_ATTENTION_FUNCTIONS.get(name, _eager_attention))
+    if not model.config._attn_implementation.startswith(OURS):
+        raise PackingImpossible(f"{type(model).__name__} does not attend through transformers' attention interface")
+
+
+def _eager_attention(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Attend by the function that a model's module has beside it, transformers' "eager"."""
+    beside = (sys.modules[kind.__module__] for kind in type(module).__mro__)
+    own = next(own for each in beside if (own := getattr(each, "eager_attention_forward", None)))
+    return own(module, *args, **kwargs)

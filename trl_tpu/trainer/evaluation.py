@@ -25,13 +25,14 @@ from transformers.utils import CONFIG_NAME
 from ..data.batch import Batch, CollatedBatch, apart, tensors_in
 from ..data.collators import NO_LABEL, TABLE, batch_of_pairs
 from ..data.comparisons import Labels
-from ..evaluation.judge import judge, sums_on_host
+from ..evaluation.judge import RewardSums, judge, sums_of, sums_on_host
 from ..modeling.adapters import complete_config, is_peft_model
 from ..modeling.forward import read_scores
-from ..modeling.outputs import BASE_CONFIG, Outputs
+from ..modeling.outputs import BASE_CONFIG, Outputs, set_scale
 from ..report.pages import is_generated, make_model_card, write_verdicts
 from ..runtime import Runtime
 from ..training.device_trainer import DeviceTrainer
+from ..training.progress import AddedMetrics
 from ..training.saving import write_card
 from ..training.statistics import scale_of
 from ..training.step import StepResult
@@ -137,6 +138,25 @@ class EvaluatingTrainer(DeviceTrainer):
 
     processing_class: PreTrainedTokenizerBase
     _tag_names: list[str]
+    _metrics: dict[str, AddedMetrics]
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Log, with the averages of what a subclass put into ``self._metrics[mode]``, as TRL's subclasses do."""
+        mode = "train" if self.model.training else "eval"
+        prefix = "" if mode == "train" else "eval_"
+        logs |= {f"{prefix}{key}": sum(values) / len(values) for key, values in self._metrics[mode].items()}
+        self._metrics[mode].clear()
+        set_scale(self.model.config, self.trl_tpu.statistics.scale)
+        super().log(logs, start_time)
+
+    def _last_metrics(self) -> dict[str, float]:
+        """Read from the device what the last step has computed, in this process: for a subclass that asks for it."""
+        if (last := self.trl_tpu.last_step) is None:
+            return {}
+        statistics = self.trl_tpu.statistics
+        sums = sums_of(last.rewards_SA, last.tokens_S > 0, last.table, statistics.attribute_weights)
+        metrics = RewardSums.read(*self.trl_tpu.runtime.fetch(sums)).metrics()
+        return metrics | {"num_tokens": statistics.num_tokens + statistics.read().tokens}
 
     def prediction_step(
         self,

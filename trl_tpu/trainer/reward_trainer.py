@@ -27,7 +27,7 @@ from ..data.collators import DataCollatorForPreference, _tokenize, batches_in
 from ..data.loader import prompts_in_training
 from ..data.measure import COLUMNS, PAIR, form_of
 from ..errors import UserTypeError
-from ..evaluation.judge import RewardSums, check_best_metric, check_eval_by, sums_of
+from ..evaluation.judge import check_best_metric, check_eval_by
 from ..modeling.adapters import without_adapters
 from ..modeling.build import (
     build_dataset,
@@ -41,7 +41,7 @@ from ..modeling.build import (
 from ..modeling.load import warn_of_unscored_eos
 from ..modeling.losses import Loss
 from ..modeling.model_shape import work_of_a_pair
-from ..modeling.outputs import Outputs, set_scale
+from ..modeling.outputs import Outputs
 from ..packing.shapes import RowPlan
 from ..training.batch_plan import BatchPlan
 from ..training.progress import AddedMetrics
@@ -265,15 +265,6 @@ class RewardTrainer(EvaluatingTrainer):
     def _batches_in(self, inputs: Mapping[str, Any]) -> Sequence[Batch]:
         return batches_in(inputs, self.processing_class.pad_token_id, self.trl_tpu.batch_plan.padding_side)
 
-    def _last_metrics(self) -> dict[str, float]:
-        """Read from the device what the last step has computed, in this process: for a subclass that asks for it."""
-        if (last := self.trl_tpu.last_step) is None:
-            return {}
-        statistics = self.trl_tpu.statistics
-        sums = sums_of(last.rewards_SA, last.tokens_S > 0, last.table, statistics.attribute_weights)
-        metrics = RewardSums.read(*self.trl_tpu.runtime.fetch(sums)).metrics()
-        return metrics | {"num_tokens": statistics.num_tokens + statistics.read().tokens}
-
     # ---- data
 
     def _prepare_dataset(self, dataset: Any, processing_class: Any, args: RewardConfig, dataset_name: str) -> Any:
@@ -287,17 +278,6 @@ class RewardTrainer(EvaluatingTrainer):
         if not self._is_own("_prepare_dataset") and form_of(prepared.column_names or ()) == PAIR:
             prepared = build_dataset(prepared, self.model, self.processing_class, self.args, name)
         return prepared
-
-    # ---- logging
-
-    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Log, with the averages of what a subclass put into ``self._metrics[mode]``, as TRL's subclasses do."""
-        mode = "train" if self.model.training else "eval"
-        prefix = "" if mode == "train" else "eval_"
-        logs |= {f"{prefix}{key}": sum(values) / len(values) for key, values in self._metrics[mode].items()}
-        self._metrics[mode].clear()
-        set_scale(self.model.config, self.trl_tpu.statistics.scale)
-        super().log(logs, start_time)
 
 
 _READ_BATCHES = (

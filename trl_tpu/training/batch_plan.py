@@ -1,7 +1,6 @@
 """Decides once whether a run's batches are packed, plans their shapes, and makes their collators."""
 
 import logging
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -21,8 +20,8 @@ from ..modeling.adapters import without_adapters
 from ..modeling.forward import PackingImpossible
 from ..modeling.layers import find_layers
 from ..modeling.losses import TIES
-from ..modeling.model_shape import position_groups
-from ..modeling.packability import check_unmodified, make_packable, reads_padding
+from ..modeling.model_shape import outgrows_positions
+from ..modeling.packability import make_packable, own_code_of
 from ..modeling.static_shapes import fit_to_device
 from ..packing.pack import pack_unpadded, pad
 from ..packing.planned import pack
@@ -82,7 +81,6 @@ class BatchPlan:
         self.planned = PlannedShapes(args, runtime, fixed_rows)
         self.plans_shapes = runtime.plans_shapes
         self._is_unpadded = not self.plans_shapes and fixed_rows is None  # where batches are packed
-        self._reads_padding: dict[str, bool] = {}  # by the user's own code in the model
         self._pad_because(self._obstacle_in_settings(model) or self._obstacle_in_code())
         self.use_model(model)
 
@@ -115,9 +113,7 @@ class BatchPlan:
                 self._pad_because(str(reason))
         if self.packed and not self._packs(self._train_dataset):
             self._pad_because("train_dataset is a stream, and row shapes are chosen from the data beforehand")
-        self.planned.use_model(self._model, self.packed)
-        if not self.packed and self.plans_shapes:
-            self._keeps_lengths()  # on the host still, where trying it compiles nothing
+        self.planned.use_model(model, self._pad_token_id, self.packed)
 
     def prepare(self, train_dataset: Any, eval_dataset: Any) -> None:
         """Plan the rows of prepared datasets, choose how they attend, and check that a `row_length` holds every pair.
@@ -157,7 +153,7 @@ class BatchPlan:
         obstacles = {
             "packing is turned off": args.packing == "false",
             "neftune_noise_alpha scales its noise by the length of rows": args.neftune_noise_alpha,
-            "long dialogues change positions beside them (see max_length)": _outgrows_rope(model, args),
+            "long dialogues change positions beside them (see max_length)": outgrows_positions(model, args.max_length),
             "accelerate shards the model, with which packed rows were not tried": (
                 shards or parse_flag_from_env("ACCELERATE_USE_FSDP")
             ),
@@ -177,22 +173,6 @@ class BatchPlan:
         if method.endswith("_dataloader") and self._args.train_batch_size > self._args.per_device_train_batch_size:
             return f"{method} is overridden; what its loader calls a batch is one over all devices of the mesh"
         return f"{method} is overridden, and such code expects padded rows"
-
-    def _keeps_lengths(self) -> bool:
-        """Return whether batches keep TRL's lengths, as more padding gives other rewards.
-
-        Some forwards of users' and learned prompts do; and so do positions that depend on the longest sequence.
-        """
-        own_code = _own_code(self._whole_model)
-        if own_code is not None and own_code not in self._reads_padding and not self._args.pad_to_multiple_of:
-            self._reads_padding[own_code] = reads_padding(self._whole_model, self._pad_token_id)
-            if self._reads_padding[own_code]:
-                logger.warning(
-                    f"Batches keep the length of their longest dialogue, each length compiled anew, since rewards "
-                    f"change with padding: {own_code}. `pad_to_multiple_of` makes lengths few; as in TRL, it changes "
-                    "rewards too."
-                )
-        return self._reads_padding.get(own_code or "", False) or _outgrows_rope(self._model, self._args)
 
     # ---- collators
 
@@ -231,7 +211,7 @@ class BatchPlan:
         """
         self._collator = user_collator
         if self.packed:
-            self._pad_because(self._obstacle_in_code() or _own_code(self._whole_model))
+            self._pad_because(self._obstacle_in_code() or own_code_of(self._whole_model))
         args, (index, count) = self._args, self._runtime.batch_part
         answers = measure(dataset).answers if is_prepared(dataset) else 2  # a stream has pairs
         rule = ComparisonRule(
@@ -269,13 +249,10 @@ class BatchPlan:
     def _lengths_of(self, dataset: Any) -> tuple[int, ...] | None:
         """Choose the row lengths of padded batches of ``dataset`` on a device that compiles once per length.
 
-        A few that fit the data, or with `pad_to_multiple_of` the multiples. None where lengths are not planned: on
-        other devices, for collators of users, where rewards would change, and for a stream without `max_length`.
+        None where lengths are not planned: on other devices, for collators of users, and as `PlannedShapes` says.
         """
         is_ours = self._collator is None or isinstance(self._collator, _COLLATORS)
-        if not self.plans_shapes or self._keeps_lengths() or not is_ours:
-            return None
-        return self.planned.lengths(dataset)
+        return self.planned.lengths(dataset) if self.plans_shapes and is_ours else None
 
     @property
     def shapes(self) -> int | None:
@@ -302,17 +279,3 @@ class BatchPlan:
             return f"padded to their longest ({self.padded_because})"
         listed = " or ".join(map(str, lengths)) if len(lengths) <= 4 else f"one of {len(lengths)} lengths in"
         return f"padded to {listed} tokens ({self.padded_because})"
-
-
-def _own_code(model: PreTrainedModel) -> str | None:
-    """Name the part of ``model`` that computes rewards by a user's own code; None if there is none."""
-    try:
-        check_unmodified(model)
-    except PackingImpossible as found:
-        return str(found)
-    return None
-
-
-def _outgrows_rope(model: PreTrainedModel, args: RewardConfig) -> bool:
-    """Tell whether sequences may be so long that they change the positions of others in their batch."""
-    return position_groups(model)(args.max_length or math.inf) > 0

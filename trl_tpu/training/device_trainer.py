@@ -21,20 +21,18 @@ training_step                       a batch in one or several micro-batches
 floating_point_ops                  operations of packed rows; end the micro-batch's program
 _get_grad_norm                      judge whether the step is finite
 _maybe_log_save_evaluate            all hosts decide alike; one stop of the device per log
-_finalize_training                  wait for saves; leave nonfinite steps out of the mean loss
+_finalize_training                  layers apart again; leave nonfinite steps out of the mean loss
 ==================================  ==========================================================================
 """
 
 import contextlib
 import logging
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.data import RandomSampler
 from transformers import ProgressCallback, get_scheduler
 from transformers.trainer_utils import has_length
 
@@ -43,16 +41,14 @@ from ..checkpoint.state_dict import give_weights_on_host
 from ..config.checks import check_final_rate
 from ..data.batch import apart, tensors_in
 from ..data.loader import (
-    ByPrompt,
     WholeStream,
+    by_prompt,
     collate_marked,
     host_batches,
     outlive_sigterm,
-    prompt_groups,
     rows_of_step,
     skip_batches,
     skipping_by,
-    training_order,
 )
 from ..errors import UserError
 from ..parallel import shard
@@ -152,33 +148,7 @@ class DeviceTrainer(SavingTrainer):
             ours.at_late_sigterm()
         return output
 
-    def _begin(self) -> None:
-        """Begin to count, or go on counting: the model and all state are ready for the first step."""
-        ours = self.trl_tpu
-        ours.runtime.step_boundary()  # what placed and loaded them is no part of it
-        progress, ours.checkpoints.progress = ours.checkpoints.progress, None
-        parts = [] if progress is None else progress["processes"]
-        open_loss = ours.statistics.start(self.state.global_step, parts)
-        self._tr_loss = ours.statistics.loss_sum(open_loss)
-        if progress is not None:
-            self._total_loss_scalar = -open_loss  # `train_loss` is of the steps since the resume
-            self._globalstep_last_logged = progress["logged_step"]
-        ours.agreement.start(self.state.global_step)
-        # transformers looks for the best checkpoint only where it was saved
-        if (best := ours.checkpoints.best_so_far(ours.run_folder)) is not None:
-            self.state.best_model_checkpoint = best
-        ours.recompiles.start(ours.batch_plan.shapes)
-
     # ---- placement and precision
-
-    @property
-    def is_distributed_loading_by_transformers(self) -> bool:
-        """Whether the model is spread over processes: not in transformers' constructor, which then refuses to save."""
-        return "trl_tpu" in vars(self) and shard.mesh_of(self.model) is not None
-
-    @is_distributed_loading_by_transformers.setter
-    def is_distributed_loading_by_transformers(self, _: bool) -> None:
-        """Leave it to transformers to ask the model, and do not listen."""
 
     def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
         built = super()._build_accelerator_args(**kwargs)
@@ -238,7 +208,7 @@ class DeviceTrainer(SavingTrainer):
         is_stream = isinstance(dataset, torch.utils.data.IterableDataset)
         is_grouped = is_training and self.args.group_by_prompt
         if is_grouped:
-            sampler_fn = partial(self._by_prompt, sampler_fn)
+            sampler_fn = partial(by_prompt, sampler_fn, self.args, parts)
         if not self._shards_model:
             if is_stream and parts > 1:
                 if not is_training:
@@ -266,20 +236,8 @@ class DeviceTrainer(SavingTrainer):
         else:
             dataset = self._remove_unused_columns(dataset, description=description)
             sampler = None if sampler_fn is None else sampler_fn(dataset)
-        config: Any = self.args.accelerator_config  # the config has read its other forms
-        if sampler is not None and config.use_seedable_sampler:
-            sampler = training_order(dataset, sampler, self.args.data_seed)
-        # accelerate's loader would replicate batches, and forget its settings on resume
         batches = host_batches(dataset, collate, batch_size, sampler, self.args)
         return runtime.loader(batches, BATCH_AXES)
-
-    def _by_prompt(self, sampler_fn: Callable[[Any], Any], dataset: Any) -> Any:
-        """Return the order in which pairs that share a prompt are together; a subclass's own order stays."""
-        args, sampler = self.args, sampler_fn(dataset)
-        if type(sampler) is not RandomSampler:
-            return sampler
-        pairs = args.train_batch_size * self._batch_parts * args.gradient_accumulation_steps
-        return ByPrompt(prompt_groups(dataset), pairs, args.seed if args.data_seed is None else args.data_seed)
 
     def _run_epoch(self, model: Any, epoch: int, train_dataloader: Any, *args: Any, **kwargs: Any) -> None:
         def skip(loader: Any, count: int) -> Any:
@@ -446,28 +404,10 @@ class DeviceTrainer(SavingTrainer):
     # ---- after the last step
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
-        ours, stopped_by = self.trl_tpu, self.trl_tpu.preemption.stopped_by
-        ours.step_state.unstack()  # before the best model is loaded and callbacks look at the model
-        if ours.statistics.skips_nonfinite:
-            self._leave_nonfinite_out(ours.statistics)
-        # a save in progress may delete older checkpoints; launchers end all processes when one has ended
-        ours.checkpointer.settle()
-        if stopped_by is not None:
-            done, of = self.state.global_step, self.state.max_steps
-            logger.warning("At step %s of %s: %s.", done, of, ours.unfinished(stopped_by))
-        # with a limit of 1 it would delete all but the best: also the one to resume from after a stop, and whatever
-        # else is named `checkpoint-*`. It reads the limit in the middle, and there is no other way to tell it
-        limit, self.args.save_total_limit = self.args.save_total_limit, None
-        try:
-            result = super()._finalize_training(*args, **kwargs)
-        finally:
-            self.args.save_total_limit = limit
-        if stopped_by is None and self.state.best_model_checkpoint is not None and not ours.best_model_lost:
-            ours.checkpointer.keep_best_alone(ours.run_folder, Path(self.state.best_model_checkpoint).name)
-        self._report_pushes()
-        if ours.checkpointer.failed:
-            logger.error("These checkpoints were NOT saved: %s", ", ".join(ours.checkpointer.failed))
-        return result
+        self.trl_tpu.step_state.unstack()  # before the best model is loaded and callbacks look at the model
+        if self.trl_tpu.statistics.skips_nonfinite:
+            self._leave_nonfinite_out(self.trl_tpu.statistics)
+        return super()._finalize_training(*args, **kwargs)
 
     def _leave_nonfinite_out(self, statistics: StepStatistics) -> None:
         """Take the steps that are not finite out of the mean that `train_loss` is, also those since the last log."""

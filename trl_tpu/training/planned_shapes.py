@@ -11,6 +11,9 @@ from transformers import PreTrainedModel
 from ..config.reward_config import RewardConfig
 from ..data.loader import sizes_by_prompt
 from ..data.measure import PAIR, has_form, is_prepared, measure
+from ..modeling.adapters import without_adapters
+from ..modeling.model_shape import outgrows_positions
+from ..modeling.packability import own_code_of, reads_padding
 from ..modeling.static_shapes import ExpansionImpossible, use_expanded_attention
 from ..packing.shapes import RowPlan, attention_crossover_length, bucket_lengths, plan_rows, round_up
 from ..runtime import Runtime
@@ -71,12 +74,32 @@ class PlannedShapes:
         self._plans: dict[tuple[str, int], RowPlan] = {}
         self._sizes_N: np.ndarray | None = None  # of training pairs, where `group_by_prompt` orders them
         self._train_dataset: Any = None
+        self._reads_padding: dict[str, bool] = {}  # by the user's own code in the model
 
-    def use_model(self, model: PreTrainedModel, is_packed: bool) -> None:
-        """Plan for ``model``, without adapters: the first one, or one that `model_init` made anew."""
-        self._model = model
+    def use_model(self, model: PreTrainedModel, pad_token_id: int, is_packed: bool) -> None:
+        """Plan for ``model``: the first one, or one that `model_init` made anew."""
+        self._whole_model, self._model, self._pad_token_id = model, without_adapters(model), pad_token_id
         if is_packed and self.expands:
-            use_expanded_attention(model)
+            use_expanded_attention(self._model)
+        if not is_packed and self._runtime.plans_shapes:
+            self._keeps_lengths()  # on the host still, where trying it compiles nothing
+
+    def _keeps_lengths(self) -> bool:
+        """Return whether batches keep TRL's lengths, as more padding gives other rewards.
+
+        Some forwards of users' and learned prompts do; and so do positions that depend on the longest sequence.
+        """
+        own_code = own_code_of(self._whole_model)
+        if own_code is not None and own_code not in self._reads_padding and not self._args.pad_to_multiple_of:
+            self._reads_padding[own_code] = reads_padding(self._whole_model, self._pad_token_id)
+            if self._reads_padding[own_code]:
+                logger.warning(
+                    f"Batches keep the length of their longest dialogue, each length compiled anew, since rewards "
+                    f"change with padding: {own_code}. `pad_to_multiple_of` makes lengths few; as in TRL, it changes "
+                    "rewards too."
+                )
+        reads = self._reads_padding.get(own_code or "", False)
+        return reads or outgrows_positions(self._model, self._args.max_length)
 
     def prepare(self, train_dataset: Any, evaluated: Sequence[Any], is_packed: bool) -> None:
         """Plan the rows of prepared datasets; see `BatchPlan.prepare`."""
@@ -149,7 +172,12 @@ class PlannedShapes:
         return attention_crossover_length(self._hidden_size)
 
     def lengths(self, dataset: Any) -> tuple[int, ...] | None:
-        """Return the few row lengths of padded batches of ``dataset``; None for a stream without `max_length`."""
+        """Return the row lengths of padded batches: a few that fit ``dataset``, or multiples of `pad_to_multiple_of`.
+
+        None where rewards would change with them, and for a stream without `max_length`.
+        """
+        if self._keeps_lengths():
+            return None
         is_known = isinstance(dataset, Dataset) and len(dataset) > 0
         longest = int(measure(dataset).lengths.longest_P.max()) if is_known else self._args.max_length
         if not longest:

@@ -8,6 +8,7 @@ _save_checkpoint                    hand a checkpoint's contents to the `Checkpo
 _load_from_checkpoint               weights back into their shards
 _load_best_model                    the same
 _load_optimizer_and_scheduler       the optimizer's state back into its shards
+_finalize_training                  wait for saves, keep the best
 _load_rng_state                     go on without a device's random numbers, where TRL wrote the checkpoint
 ==================================  ==========================================================================
 """
@@ -15,7 +16,7 @@ _load_rng_state                     go on without a device's random numbers, whe
 import json
 import logging
 import signal
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
@@ -33,13 +34,11 @@ from ..checkpoint.checkpointer import Checkpointer, CheckpointLoader, Contents, 
 from ..checkpoint.folders import RemoteRun, RunFolder, files_in, fill_aside, is_ours
 from ..checkpoint.state_dict import PROGRESS_FILE, older_weights, optimizer_numbers, whole_weights
 from ..config.reward_config import RewardConfig, is_url, private_folder
-from ..data.measure import is_prepared, measure
 from ..errors import UserError
 from ..modeling.adapters import complete_config, save_adapter_config
 from ..modeling.losses import Loss
-from ..parallel.shard import (
-    saves_what_it_is_given,
-)
+from ..modeling.outputs import saved_scale, set_scale
+from ..parallel.shard import mesh_of, saves_what_it_is_given
 from ..report.pages import add_card
 from ..runtime import current
 from .batch_plan import BatchPlan
@@ -47,7 +46,7 @@ from .optimizer import StepState, bare
 from .progress import RecompileGuard
 from .statistics import StepStatistics
 from .step import StepResult
-from .stopping import SIGTERM, HostAgreement, Preemption, Unfinished
+from .stopping import SIGTERM, HostAgreement, Preemption, Unfinished, check_alike, describe_run, digest
 
 logger = logging.getLogger(__name__)
 
@@ -62,54 +61,10 @@ _SETTINGS = (
 """Settings on which the numbers of a step depend."""
 
 
-def check_alike(runs: Sequence[Mapping[str, Any]]) -> None:
-    """Raise UserError if hosts were started with different arguments, data or checkpoints.
-
-    Args:
-        runs: Of each host, by name, what has to be the same on all.
-    """
-    faults = []
-    for name in runs[0]:
-        hosts_of: dict[str, list[int]] = {}
-        for host, run in enumerate(runs):
-            hosts_of.setdefault(json.dumps(run[name], default=str), []).append(host)
-        if len(hosts_of) > 1:
-            faults.append(f"{name} is " + " and ".join(f"{value} on {_named(on)}" for value, on in hosts_of.items()))
-    if faults:
-        raise UserError(
-            f"All hosts must train the same run, but {'; '.join(faults)}. Start the same command on every host, with "
-            "the same data, and an output_dir that all of them share."
-        )
-
-
 def order_of_pairs(args: Any, processes: int, train_dataset: Any) -> dict[str, Any]:
     """Return everything that each step's numbers depend on: settings, batch size and training data."""
     order = {name: getattr(args, name) for name in _SETTINGS}
     return order | {"the batch": args.train_batch_size * processes, "training data": digest(train_dataset)}
-
-
-def describe_run(args: Any, eval_dataset: Any, resume: str | bool | None) -> dict[str, Any]:
-    """Return the mesh, evaluation data and checkpoints, which have to be the same on every host of a mesh too."""
-    return {
-        "mesh": str(args.mesh_shape),
-        "eval data": digest(eval_dataset),
-        "the checkpoint to resume from": Path(resume).name if isinstance(resume, str) else bool(resume),
-        "the checkpoints": sorted(path.name for path in Path(str(args.output_dir)).glob("checkpoint-*")),
-    }
-
-
-def digest(dataset: Any) -> Any:
-    """Return the number of pairs and their checksum; None for a stream; for a dict, that of each dataset."""
-    if isinstance(dataset, dict):
-        return {name: digest(part) for name, part in dataset.items()}
-    if not is_prepared(dataset):
-        return None
-    return f"{len(dataset)} pairs ({measure(dataset).checksum:08x})"
-
-
-def _named(hosts: list[int]) -> str:
-    more = f" and {len(hosts) - 8} more" if len(hosts) > 8 else ""
-    return f"{'host' if len(hosts) == 1 else 'hosts'} {', '.join(map(str, hosts[:8]))}{more}"
 
 
 def keeps_state(accelerator: Accelerator) -> bool:
@@ -209,6 +164,15 @@ class SavingTrainer(Trainer):
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     @property
+    def is_distributed_loading_by_transformers(self) -> bool:
+        """Whether the model is spread over processes: not in transformers' constructor, which then refuses to save."""
+        return "trl_tpu" in vars(self) and mesh_of(self.model) is not None
+
+    @is_distributed_loading_by_transformers.setter
+    def is_distributed_loading_by_transformers(self, _: bool) -> None:
+        """Leave it to transformers to ask the model, and do not listen."""
+
+    @property
     def _shards_model(self) -> bool:
         return current().shards_model
 
@@ -230,6 +194,23 @@ class SavingTrainer(Trainer):
         bases = {each.base_model_name_or_path or "" for each in getattr(self.model, "peft_config", {}).values()} - {""}
         together(lambda: run.begin(ours.checkpoints.place, step, bases), all_gather_object)
         return checkpoint
+
+    def _begin(self) -> None:
+        """Begin to count, or go on counting: the model and all state are ready for the first step."""
+        ours = self.trl_tpu
+        ours.runtime.step_boundary()  # what placed and loaded them is no part of it
+        progress, ours.checkpoints.progress = ours.checkpoints.progress, None
+        parts = [] if progress is None else progress["processes"]
+        open_loss = ours.statistics.start(self.state.global_step, parts)
+        self._tr_loss = ours.statistics.loss_sum(open_loss)
+        if progress is not None:
+            self._total_loss_scalar = -open_loss  # `train_loss` is of the steps since the resume
+            self._globalstep_last_logged = progress["logged_step"]
+        ours.agreement.start(self.state.global_step)
+        # transformers looks for the best checkpoint only where it was saved
+        if (best := ours.checkpoints.best_so_far(ours.run_folder)) is not None:
+            self.state.best_model_checkpoint = best
+        ours.recompiles.start(ours.batch_plan.shapes)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write the model, or its adapters, as safetensors with config and tokenizer beside it.
@@ -299,6 +280,27 @@ class SavingTrainer(Trainer):
             if not job.cancelled() and (error := job.exception()) is not None:
                 logger.error("An upload to %s FAILED, the repository is as before: %s", self.hub_model_id, error)
 
+    def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
+        ours, stopped_by = self.trl_tpu, self.trl_tpu.preemption.stopped_by
+        # a save in progress may delete older checkpoints; launchers end all processes when one has ended
+        ours.checkpointer.settle()
+        if stopped_by is not None:
+            done, of = self.state.global_step, self.state.max_steps
+            logger.warning("At step %s of %s: %s.", done, of, ours.unfinished(stopped_by))
+        # with a limit of 1 it would delete all but the best: also the one to resume from after a stop, and whatever
+        # else is named `checkpoint-*`. It reads the limit in the middle, and there is no other way to tell it
+        limit, self.args.save_total_limit = self.args.save_total_limit, None
+        try:
+            result = super()._finalize_training(*args, **kwargs)
+        finally:
+            self.args.save_total_limit = limit
+        if stopped_by is None and self.state.best_model_checkpoint is not None and not ours.best_model_lost:
+            ours.checkpointer.keep_best_alone(ours.run_folder, Path(self.state.best_model_checkpoint).name)
+        self._report_pushes()
+        if ours.checkpointer.failed:
+            logger.error("These checkpoints were NOT saved: %s", ", ".join(ours.checkpointer.failed))
+        return result
+
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         if not self.trl_tpu.checkpoints.load_weights(self.model, resume_from_checkpoint):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
@@ -315,7 +317,8 @@ class SavingTrainer(Trainer):
             ours.best_model_lost = f"{best}: {'; '.join(faults)}"
             logger.error("The best model is LOST, and the last one is in its place: %s.", ours.best_model_lost)
         elif ours.checkpoints.load_weights(self.model, folder):
-            ours.statistics.note_best(self.model, folder)
+            ours.statistics.evaluated = saved_scale(folder)
+            set_scale(self.model.config, ours.statistics.scale)
             logger.info("Loaded the best model, from %s (score: %s).", best, self.state.best_metric)
         else:  # it has no state of ours, but a model's files
             self.state.best_model_checkpoint = folder

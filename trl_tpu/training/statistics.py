@@ -12,8 +12,10 @@ from accelerate import Accelerator
 
 from ..data.comparisons import Comparisons
 from ..evaluation.judge import COUNTS, SUMS, RewardSums, between, sums_of
-from ..evaluation.verdict import Verdict
-from ..modeling.outputs import RewardScale, saved_scale, set_scale
+from ..evaluation.verdict import (
+    Verdict,
+)
+from ..modeling.outputs import RewardScale
 from ..parallel.mesh import GiB, peak_flops_of
 from ..runtime import Runtime
 from .optimizer import bare
@@ -121,7 +123,7 @@ class StepStatistics:
             The open sum of losses.
         """
         index, count = (0, 1) if (of := self._accelerator) is None else (of.process_index, of.num_processes)
-        saved = [RewardSums(**_renamed(part["metrics"]["open"])) for part in parts]
+        saved = [RewardSums.of_saved(part["metrics"]["open"]) for part in parts]
         self._before, self._step = sum(saved, RewardSums()), step  # the next log counts them, its rates do not
         self._seconds, self._since = 0.0, time.monotonic()
         self.evaluated = None
@@ -298,24 +300,6 @@ class StepStatistics:
         """Mean and deviation of rewards: in the last evaluation, else in the last logs with `_SAMPLE` pairs."""
         return self.evaluated or scale_of(sum(self._windows, RewardSums()), "the last pairs of training")
 
-    def note_best(self, model: Any, folder: str) -> None:
-        """Take the rewards' mean and deviation of the best ``model``, as saved in ``folder``, into its config."""
-        self.evaluated = saved_scale(folder)
-        set_scale(model.config, self.scale)
-
-
-def scale_of(sums: RewardSums, of: str) -> RewardScale | None:
-    """Return the mean and the standard deviation of rewards; None where there are none, or all are alike.
-
-    Args:
-        sums: Sums over the rewards.
-        of: What was rewarded, for the model card.
-    """
-    if not sums.answers:
-        return None
-    mean, variance = sums.reward / sums.answers, sums.deviations / sums.answers
-    return RewardScale(mean, variance**0.5, sums.answers, of) if variance > 0 and sums.lowest < sums.highest else None
-
 
 def _rewards_in(counts: torch.Tensor, sums: torch.Tensor) -> RewardSums:
     """Read the fetched vectors of `StepStatistics`."""
@@ -328,14 +312,6 @@ def _rewards_in(counts: torch.Tensor, sums: torch.Tensor) -> RewardSums:
 
 def _steps_in(counts: torch.Tensor) -> StepCounts:
     return StepCounts(*counts.split(_PARTS_OF_COUNTS)[-1].tolist())
-
-
-def _renamed(sums: Mapping[str, Any]) -> dict[str, Any]:
-    """Return saved sums by today's names: older checkpoints knew only pairs, and squares about 0."""
-    found = {"comparisons": sums["pairs"], "answers": 2 * sums["pairs"], **sums}
-    if "squares" in found:
-        found["deviations"] = max(found.pop("squares") - sums["reward"] ** 2 / max(found["answers"], 1), 0.0)
-    return found
 
 
 def _added(
@@ -374,3 +350,16 @@ def _counted(steps_4: torch.Tensor, finite_1: torch.Tensor, limit: int) -> torch
     taken, nonfinite, in_a_row = taken + 1, nonfinite + failed, (in_a_row + 1) * failed
     reached_at = torch.where((reached_at == 0) & (in_a_row >= limit), taken, reached_at)
     return torch.stack([taken, nonfinite, in_a_row, reached_at])
+
+
+def scale_of(sums: RewardSums, of: str) -> RewardScale | None:
+    """Return the mean and the standard deviation of rewards; None where there are none, or all are alike.
+
+    Args:
+        sums: Sums over the rewards.
+        of: What was rewarded, for the model card.
+    """
+    if not sums.answers:
+        return None
+    mean, variance = sums.reward / sums.answers, sums.deviations / sums.answers
+    return RewardScale(mean, variance**0.5, sums.answers, of) if variance > 0 and sums.lowest < sums.highest else None

@@ -1,6 +1,7 @@
 """How a run stops or saves before its time: SIGTERM, a time limit, and votes between its processes."""
 
 import contextlib
+import json
 import logging
 import os
 import signal
@@ -9,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
@@ -16,7 +18,8 @@ from accelerate.utils import gather_object
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import DefaultFlowCallback, ExportableState
 
-from ..errors import NOT_SAVED, UNFINISHED
+from ..data.measure import is_prepared, measure
+from ..errors import NOT_SAVED, UNFINISHED, UserError
 from ..runtime import Runtime, Value
 
 logger = logging.getLogger(__name__)
@@ -311,3 +314,47 @@ class StepCallback(TrainerCallback):
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         self._check(state.global_step)
         self._preemption.note_step(state.global_step, state.max_steps)
+
+
+def check_alike(runs: Sequence[Mapping[str, Any]]) -> None:
+    """Raise UserError if hosts were started with different arguments, data or checkpoints.
+
+    Args:
+        runs: Of each host, by name, what has to be the same on all.
+    """
+    faults = []
+    for name in runs[0]:
+        hosts_of: dict[str, list[int]] = {}
+        for host, run in enumerate(runs):
+            hosts_of.setdefault(json.dumps(run[name], default=str), []).append(host)
+        if len(hosts_of) > 1:
+            faults.append(f"{name} is " + " and ".join(f"{value} on {_named(on)}" for value, on in hosts_of.items()))
+    if faults:
+        raise UserError(
+            f"All hosts must train the same run, but {'; '.join(faults)}. Start the same command on every host, with "
+            "the same data, and an output_dir that all of them share."
+        )
+
+
+def describe_run(args: Any, eval_dataset: Any, resume: str | bool | None) -> dict[str, Any]:
+    """Return the mesh, evaluation data and checkpoints, which have to be the same on every host of a mesh too."""
+    return {
+        "mesh": str(args.mesh_shape),
+        "eval data": digest(eval_dataset),
+        "the checkpoint to resume from": Path(resume).name if isinstance(resume, str) else bool(resume),
+        "the checkpoints": sorted(path.name for path in Path(str(args.output_dir)).glob("checkpoint-*")),
+    }
+
+
+def digest(dataset: Any) -> Any:
+    """Return the number of pairs and their checksum; None for a stream; for a dict, that of each dataset."""
+    if isinstance(dataset, dict):
+        return {name: digest(part) for name, part in dataset.items()}
+    if not is_prepared(dataset):
+        return None
+    return f"{len(dataset)} pairs ({measure(dataset).checksum:08x})"
+
+
+def _named(hosts: list[int]) -> str:
+    more = f" and {len(hosts) - 8} more" if len(hosts) > 8 else ""
+    return f"{'host' if len(hosts) == 1 else 'hosts'} {', '.join(map(str, hosts[:8]))}{more}"
