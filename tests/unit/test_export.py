@@ -29,7 +29,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from trl_tpu import RewardConfig, RewardTrainer, cli
+from trl_tpu import cli
 from trl_tpu.checkpoint.export import export_checkpoint
 from trl_tpu.checkpoint.folders import describe_files, files_in, publish
 from trl_tpu.checkpoint.state_dict import trained_weights
@@ -53,21 +53,15 @@ def test_a_sharded_state_becomes_transformers_files(make: Callable[[], PreTraine
     model = make()
     checkpoint = exports.checkpoint_of(model, tmp_path / "c")
     for size in ("5GB", "20KB"):
-        export_checkpoint(checkpoint, tmp_path / f"out-{size}", max_shard_size=size)
-        model.save_pretrained(tmp_path / f"reference-{size}", max_shard_size=size)
-        assert exports.same_weights(loaded(tmp_path / f"out-{size}"), model.state_dict())
-    ours, theirs = ((tmp_path / f"{name}-5GB/model.safetensors").read_bytes() for name in ("out", "reference"))
-    assert ours == theirs
-    out, reference = tmp_path / "out-20KB", tmp_path / "reference-20KB"
-    index, expected = (json.loads((each / "model.safetensors.index.json").read_text()) for each in (out, reference))
-    assert index["weight_map"].keys() == expected["weight_map"].keys()
-    unique = {id(tensor): tensor for tensor in model.state_dict(keep_vars=True).values()}.values()
-    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in unique)
-    shards = {path: load_file(path).values() for path in out.glob("*.safetensors")}
-    assert len(shards) > 2 and {path.name for path in shards} == set(index["weight_map"].values())
-    assert all(len(held) == 1 or sum(tensor.nbytes for tensor in held) <= 20_000 for held in shards.values())
-    others = {path.name for path in out.iterdir() if "safetensors" not in path.name}
-    assert others == {"config.json", "tokenizer_config.json"}
+        out, reference = tmp_path / f"out-{size}", tmp_path / f"reference-{size}"
+        export_checkpoint(checkpoint, out, max_shard_size=size)
+        model.save_pretrained(reference, max_shard_size=size)
+        assert exports.same_weights(loaded(out), model.state_dict())
+        names = {path.name for path in reference.iterdir()}
+        assert {path.name for path in out.iterdir()} == names | {"tokenizer_config.json"}
+        for name in names - {"config.json"}:
+            assert (out / name).read_bytes() == (reference / name).read_bytes(), name
+    assert len(names) > 4, "shards, their index, and the config"
     assert len(list(tmp_path.iterdir())) == 5, "nothing is left beside the outputs"
 
 
@@ -112,7 +106,12 @@ def test_what_belongs_to_a_model_goes_along_and_nothing_else(tmp_path: Path) -> 
     (folder / "own.py").write_text("from .used import x\nfrom .absent import y\nfrom ./../run import z\n")
     (folder / "additional_chat_templates").mkdir()
     along = ["tokenizer.json", "vocab.txt", "qwen.tiktoken", "spiece.model", "LICENSE", "README.md", "used.py"]
-    along += ["own_config.py", "generation_config.json", "additional_chat_templates/tools.jinja"]
+    along += [
+        "own_config.py",
+        "generation_config.json",
+        "chat_template.jinja",
+        "additional_chat_templates/tools.jinja",
+    ]
     beside = ["service-account.json", "notes.txt", "diary.md", "run.py", "trainer_state.json"]
     beside += ["additional_chat_templates/key"]
     for name in (*along, *beside):
@@ -207,18 +206,11 @@ def test_a_checkpoint_at_a_url_is_exported_and_leaves_no_copy(tmp_path: Path, mo
     assert not list(temporary.iterdir())
 
 
-@pytest.mark.parametrize(
-    ("checkpoint", "out", "name"),
-    [
-        ("ftp://127.0.0.1:1/a", "out", "ftp://127.0.0.1:1/a"),
-        ("memory://exported/nothing", "out", "memory://exported/nothing"),
-        ("nosuch://exported", "out", "nosuch://exported"),
-        ("c", "memory://out", "memory://out"),
-    ],
-)
-def test_unusable_urls_are_named(checkpoint: str, out: str, name: str, refused: Callable[..., str]) -> None:
+@pytest.mark.parametrize("url", ["ftp://127.0.0.1:1/a", "memory://exported/nothing", "nosuch://exported"])
+def test_unusable_urls_are_named(url: str, refused: Callable[..., str]) -> None:
     """Files of a URL that would be written outside its copy are refused in `test_checkpointer.py`."""
-    assert name in refused("export", checkpoint, out)
+    for words in ((url, "out"), ("c", url)):
+        assert url in refused("export", *words)
 
 
 # ---- memory
@@ -243,14 +235,9 @@ def test_the_host_holds_the_model_once(way: str, tmp_path: Path) -> None:
 
 KILLED = """
 import os, signal, sys
-from transformers import PreTrainedModel
-from trl_tpu.checkpoint.export import export_checkpoint
-save = PreTrainedModel.save_pretrained
-def save_and_die(*args, **kwargs):
-    save(*args, **kwargs)
-    os.kill(os.getpid(), signal.SIGKILL)
-PreTrainedModel.save_pretrained = save_and_die
-export_checkpoint(sys.argv[1], sys.argv[2])
+from trl_tpu.checkpoint import export
+export.write_old_names = lambda _: os.kill(os.getpid(), signal.SIGKILL)  # when all is written
+export.export_checkpoint(*sys.argv[1:])
 """
 
 
@@ -369,56 +356,46 @@ KINDS: dict[str, tuple[Callable[[], PreTrainedModel], peft.PeftConfig]] = {
     ),
     "ia3": (exports.llama, peft.IA3Config(task_type="SEQ_CLS", init_ia3_weights=False)),
 }  # fmt: skip
+QUERIES = LORA | {"target_modules": ["q_proj"]}
 
 
-@pytest.fixture(params=KINDS)
-def adapted(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
-    """A model with random adapters; its base is a language model's checkpoint, without a reward head."""
-    make, config = KINDS[request.param]
-    model = make()
-    model.config.architectures = [type(model).__name__]
-    folder = tmp_path / "base"
-    model.save_pretrained(folder)
-    causal = AutoModelForCausalLM.from_pretrained(folder)  # takes the backbone, and a head of its own
-    causal.save_pretrained(folder)
-    read = AutoModelForSequenceClassification.from_pretrained(folder, num_labels=1)
+def adapted(base: PreTrainedModel, config: peft.PeftConfig, folder: Path) -> Any:
+    """Random adapters on a base that is saved in a folder, read in float32."""
+    base.save_pretrained(folder)
+    read = AutoModelForSequenceClassification.from_pretrained(folder, num_labels=1, dtype=torch.float32)
     result = peft.get_peft_model(read, config)
-    torch.manual_seed(1)
-    with torch.no_grad():
-        for parameter in result.parameters():
-            if parameter.requires_grad:
-                parameter.normal_(std=0.3)
+    for parameter in result.parameters():
+        if parameter.requires_grad:
+            parameter.data.normal_(std=0.3)
     return result.eval()
 
 
-def lora(base: PreTrainedModel, folder: Path, **settings: Any) -> Any:
-    """Adapters of ``q_proj`` on a base that is saved in a folder, read in float32."""
-    base.save_pretrained(folder)
-    read = AutoModelForSequenceClassification.from_pretrained(folder, num_labels=1, dtype=torch.float32)
-    return peft.get_peft_model(read, peft.LoraConfig(target_modules=["q_proj"], **settings))
-
-
-def state_checkpoint(adapted: Any, folder: Path) -> Path:
+def state_checkpoint(model: Any, folder: Path) -> Path:
     """A checkpoint of several hosts: the adapters are in its state alone."""
-    adapted.peft_config["default"].save_pretrained(folder)
-    exports.write_state(folder / "state", trained_weights(adapted))
+    model.peft_config["default"].save_pretrained(folder)
+    exports.write_state(folder / "state", trained_weights(model))
     return folder
 
 
-def test_adapters_are_written_as_peft_does_and_merged_as_peft_does(adapted: Any, tmp_path: Path) -> None:
-    checkpoint, saved = state_checkpoint(adapted, tmp_path / "c"), tmp_path / "saved"
-    adapted.save_pretrained(saved)
+@pytest.mark.parametrize("kind", KINDS)
+def test_adapters_are_written_as_peft_does_and_merged_as_peft_does(kind: str, tmp_path: Path) -> None:
+    """The base is a language model's checkpoint, without a reward head."""
+    make, config = KINDS[kind]
+    model = adapted(make(), config, tmp_path / "base")
+    AutoModelForCausalLM.from_pretrained(tmp_path / "base").save_pretrained(tmp_path / "base")
+    checkpoint, saved = state_checkpoint(model, tmp_path / "c"), tmp_path / "saved"
+    model.save_pretrained(saved)
     expected = load_file(saved / "adapter_model.safetensors")
     for source, out in ((checkpoint, tmp_path / "from_state"), (saved, tmp_path / "from_files")):
         export_checkpoint(source, out)
         assert exports.same_weights(load_file(out / "adapter_model.safetensors"), expected)
         again = peft.AutoPeftModelForSequenceClassification.from_pretrained(out, num_labels=1)
-        assert exports.same_weights(peft.get_peft_model_state_dict(again), peft.get_peft_model_state_dict(adapted))
+        assert exports.same_weights(peft.get_peft_model_state_dict(again), peft.get_peft_model_state_dict(model))
 
     for source, out in ((checkpoint, tmp_path / "merged_state"), (saved, tmp_path / "merged_files")):
         export_checkpoint(source, out, merge=True, max_shard_size="20KB")
         assert not list(out.glob("adapter*")) and len(list(out.glob("*.safetensors"))) > 2
-    adapted.merge_and_unload().save_pretrained(tmp_path / "merged")
+    model.merge_and_unload().save_pretrained(tmp_path / "merged")
     reference = AutoModelForSequenceClassification.from_pretrained(tmp_path / "merged", num_labels=1)
     for out in (tmp_path / "merged_state", tmp_path / "merged_files"):
         # the same float32 operations
@@ -426,11 +403,11 @@ def test_adapters_are_written_as_peft_does_and_merged_as_peft_does(adapted: Any,
 
 
 def test_a_bfloat16_base_is_merged_in_float32_and_rounded_once(tmp_path: Path) -> None:
-    adapted = lora(exports.llama().bfloat16(), tmp_path / "base", **LORA)
-    checkpoint = state_checkpoint(adapted, tmp_path / "c")
+    model = adapted(exports.llama().bfloat16(), peft.LoraConfig(**QUERIES), tmp_path / "base")
+    checkpoint = state_checkpoint(model, tmp_path / "c")
     export_checkpoint(checkpoint, tmp_path / "rounded", merge=True)
     export_checkpoint(checkpoint, tmp_path / "exact", merge=True, dtype=torch.float32)
-    expected = adapted.merge_and_unload().state_dict()
+    expected = model.merge_and_unload().state_dict()
     assert exports.same_weights(load_file(tmp_path / "exact" / "model.safetensors"), expected)
     rounded = {name: tensor.bfloat16() for name, tensor in expected.items()}
     assert exports.same_weights(load_file(tmp_path / "rounded" / "model.safetensors"), rounded)
@@ -438,8 +415,10 @@ def test_a_bfloat16_base_is_merged_in_float32_and_rounded_once(tmp_path: Path) -
 
 def test_a_head_that_is_nowhere_and_another_base_are_refused(tmp_path: Path) -> None:
     exports.llama(hidden_size=16).save_pretrained(tmp_path / "narrow")
-    adapted = lora(exports.llama(), tmp_path / "base", r=2)  # no task type: the head is frozen, and not saved
-    checkpoint = state_checkpoint(adapted, tmp_path / "c")
+    model = adapted(
+        exports.llama(), peft.LoraConfig(r=2), tmp_path / "base"
+    )  # no task type: the head is frozen, and not saved
+    checkpoint = state_checkpoint(model, tmp_path / "c")
     AutoModelForCausalLM.from_pretrained(tmp_path / "base").save_pretrained(tmp_path / "base")
     with pytest.raises(ValueError, match="score.weight"):
         export_checkpoint(checkpoint, tmp_path / "out", merge=True)
@@ -450,32 +429,15 @@ def test_a_head_that_is_nowhere_and_another_base_are_refused(tmp_path: Path) -> 
 
 def test_a_value_that_float16_cannot_hold_is_refused(tmp_path: Path) -> None:
     """In adapters, and in what comes of merging them."""
-    adapted = lora(exports.llama(), tmp_path / "base", **LORA)
-    for parameter in adapted.parameters():
+    model = adapted(exports.llama(), peft.LoraConfig(**QUERIES), tmp_path / "base")
+    for parameter in model.parameters():
         parameter.data.fill_(300)  # the product of two is beyond float16
-    checkpoint = state_checkpoint(adapted, tmp_path / "c")
+    checkpoint = state_checkpoint(model, tmp_path / "c")
     export_checkpoint(checkpoint, tmp_path / "adapters", dtype=torch.float16)
     with pytest.raises(UserError, match="q_proj.weight.*--dtype"):
         export_checkpoint(checkpoint, tmp_path / "out", merge=True, dtype=torch.float16)
-    adapted.score.weight.data[:] = 1e5
+    model.score.weight.data[:] = 1e5
     shutil.rmtree(checkpoint)
     with pytest.raises(UserError, match="score.weight.*--dtype"):
-        export_checkpoint(state_checkpoint(adapted, checkpoint), tmp_path / "out", dtype=torch.float16)
+        export_checkpoint(state_checkpoint(model, checkpoint), tmp_path / "out", dtype=torch.float16)
     assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize("peft_config", [None, peft.LoraConfig(target_modules=["q_proj"], **LORA)])
-def test_a_trainers_checkpoint_has_what_an_export_needs(peft_config: Any, tmp_path: Path) -> None:
-    model = tiny.save_tiny(tmp_path / "base", ["some", "text"])
-    args = RewardConfig(str(tmp_path / "run"), report_to="none", bf16=False, max_steps=1, save_steps=1)
-    trainer: Any = RewardTrainer(model, args, train_dataset=tiny.made_up_pairs(8), peft_config=peft_config)
-    trainer.train()
-    merge, out = peft_config is not None, tmp_path / "out"
-    export_checkpoint(tmp_path / "run" / "checkpoint-1", out, merge=merge)
-    expected = trainer.model.merge_and_unload() if merge else trainer.model
-    exported = AutoModelForSequenceClassification.from_pretrained(out, num_labels=1)
-    assert exports.same_weights(exported.state_dict(), expected.state_dict())
-    assert exported.config.pad_token_id == expected.config.pad_token_id
-    assert AutoTokenizer.from_pretrained(out).chat_template == trainer.processing_class.chat_template
-    export_checkpoint(tmp_path / "run" / "checkpoint-1", tmp_path / "unmerged")
-    assert (tmp_path / "unmerged" / "tokenizer_config.json").is_file()
