@@ -13,7 +13,6 @@ import operator
 import pickle
 import typing
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -33,6 +32,8 @@ _NOT_OF_REWARDS = (
     *("get_training_chat_template", "_from_value", "_chatml"),
 )
 
+_DATASETS = "type of datasets: list[trl.scripts.utils.DatasetConfig], ours list[trl_tpu.scripts.utils.DatasetConfig]"
+
 # area -> difference -> reason
 DIFFERENT: dict[str, dict[str, str]] = {
     "RewardConfig's fields": {
@@ -43,7 +44,7 @@ DIFFERENT: dict[str, dict[str, str]] = {
     "fields of the other configs": {
         "ModelConfig's default of lora_task_type: 'CAUSAL_LM', ours 'SEQ_CLS'": "peft rejects TRL's for classifiers",
         "ModelConfig's ours alone: torch_dtype": "the name of `dtype` up to TRL 0.23",
-        "DatasetMixtureConfig's type of datasets": "a list of DatasetConfig, which is a class of each package",
+        f"DatasetMixtureConfig's {_DATASETS}": "a class of each package",
     },
     "RewardTrainer's parameters": {
         "default of model: <class 'inspect._empty'>, ours None": "model_init can be given instead",
@@ -97,38 +98,44 @@ def _names(theirs: typing.Iterable[str], ours: typing.Iterable[str]) -> Iterator
     yield from (f"ours alone: {name}" for name in ours if name not in theirs)
 
 
-def _dataclass_fields(theirs: Any, ours: Any) -> Iterator[str]:
-    reference, own = ({field.name: field for field in dataclasses.fields(each)} for each in (theirs, ours))
-    yield from _names(reference, own)
-    hints, own_hints = typing.get_type_hints(theirs), typing.get_type_hints(ours)
-    for name in reference.keys() & own.keys():
-        field, own_field = reference[name], own[name]
-        if (field.default, field.default_factory) != (own_field.default, own_field.default_factory):
-            yield f"default of {name}: {_shown(field.default)}, ours {_shown(own_field.default)}"
-        if hints[name] != own_hints[name]:
-            own_class = "trl_tpu" in str(own_hints[name])
-            yield f"type of {name}" + ("" if own_class else f": {hints[name]}, ours {own_hints[name]}")
-        if (field.init, field.metadata.get("choices")) != (own_field.init, own_field.metadata.get("choices")):
-            yield f"choices of {name}"
-    order = [name for name in own if name in reference]
-    if order != [name for name in reference if name in own]:
-        yield f"order: {order}"
+def _differences(theirs: dict[str, dict[str, str]], ours: dict[str, dict[str, str]]) -> Iterator[str]:
+    """Of names in their order, and of what each is."""
+    yield from _names(theirs, ours)
+    order = [name for name in ours if name in theirs]
+    if order != [name for name in theirs if name in ours]:
+        yield f"order: {', '.join(order)}"
+    for name in order:
+        for what, value in theirs[name].items():
+            if value != ours[name][what]:
+                yield f"{what} of {name}: {value}, ours {ours[name][what]}"
 
 
 def _shown(default: Any) -> str:
     return repr(getattr(default, "value", default))
 
 
+def _dataclass_fields(theirs: Any, ours: Any) -> Iterator[str]:
+    def fields(config: Any) -> dict[str, dict[str, str]]:
+        types = typing.get_type_hints(config)
+        return {
+            each.name: {
+                "default": _shown(each.default),
+                "factory": repr(each.default_factory),
+                "type": str(types[each.name]),
+                "choices": str((each.init, each.metadata.get("choices"))),
+            }
+            for each in dataclasses.fields(config)
+        }
+
+    return _differences(fields(theirs), fields(ours))
+
+
 def _parameters(theirs: Callable[..., Any], ours: Callable[..., Any]) -> Iterator[str]:
-    reference, own = (inspect.signature(each).parameters for each in (theirs, ours))
-    yield from _names(reference, own)
-    if [name for name in own if name in reference] != list(reference):
-        yield f"order: {', '.join(own)}"
-    for name in reference.keys() & own.keys():
-        if _shown(reference[name].default) != _shown(own[name].default):
-            yield f"default of {name}: {_shown(reference[name].default)}, ours {_shown(own[name].default)}"
-        if reference[name].kind != own[name].kind:
-            yield f"kind of {name}: {reference[name].kind}, ours {own[name].kind}"
+    def parameters(function: Callable[..., Any]) -> dict[str, dict[str, str]]:
+        found = inspect.signature(function).parameters
+        return {name: {"default": _shown(each.default), "kind": str(each.kind)} for name, each in found.items()}
+
+    return _differences(parameters(theirs), parameters(ours))
 
 
 def config_fields() -> Iterator[str]:
@@ -207,36 +214,28 @@ def test_the_old_name_of_dtype_is_read_and_given() -> None:
     assert ModelConfig().trust_remote_code is False
 
 
-@pytest.mark.parametrize(
-    ("module", "names"),
-    [
-        ("trainer", ["ModelConfig", "RewardConfig", "RewardTrainer", "get_peft_config", "get_quantization_config"]),
-        ("trainer.reward_config", ["RewardConfig"]),
-        ("trainer.reward_trainer", ["RewardTrainer", "DataCollatorForPreference"]),
-        ("trainer.model_config", ["ModelConfig"]),
-        ("trainer.utils", ["disable_dropout_in_model", "remove_none_values"]),
-        ("scripts", ["DatasetMixtureConfig", "ScriptArguments", "TrlParser", "get_dataset", "init_zero_verbose"]),
-        ("scripts.utils", ["DatasetConfig", "DatasetMixtureConfig", "ScriptArguments", "TrlParser", "get_dataset"]),
-        ("scripts.reward", ["main", "make_parser"]),
-        ("cli", ["main"]),
-        ("data_utils", ["apply_chat_template", "is_conversational", "maybe_apply_chat_template"]),
-        ("chat_template_utils", ["clone_chat_template"]),
-    ],
-)
-def test_names_are_at_trls_module_paths(module: str, names: list[str]) -> None:
-    theirs = importlib.import_module(f"trl.{module}")
-    ours = importlib.import_module(f"trl_tpu.{module}")
-    for name in names:
-        assert hasattr(theirs, name)
-        assert callable(getattr(ours, name))
+IMPORTS = """
+from trl.trainer import ModelConfig, RewardConfig, RewardTrainer, get_peft_config, get_quantization_config
+from trl.trainer.reward_config import RewardConfig
+from trl.trainer.reward_trainer import RewardTrainer, DataCollatorForPreference
+from trl.trainer.model_config import ModelConfig
+from trl.trainer.utils import disable_dropout_in_model, remove_none_values
+from trl.scripts import DatasetMixtureConfig, ScriptArguments, TrlParser, get_dataset, init_zero_verbose
+from trl.scripts.utils import DatasetConfig, DatasetMixtureConfig, ScriptArguments, TrlParser, get_dataset
+from trl.scripts.reward import main, make_parser
+from trl.cli import main
+from trl.data_utils import apply_chat_template, is_conversational, maybe_apply_chat_template
+from trl.chat_template_utils import clone_chat_template
+"""
 
 
-@pytest.mark.parametrize("module", ["trl.trainer.reward_trainer", "trl.scripts.reward"])
-def test_what_trls_own_modules_import_of_it_is_at_the_same_paths(module: str) -> None:
-    theirs = importlib.import_module(module)
-    for node in ast.walk(ast.parse(Path(str(theirs.__file__)).read_text(encoding="utf-8"))):
-        if isinstance(node, ast.ImportFrom) and (node.level or node.module == "trl"):
-            path = importlib.util.resolve_name("." * node.level + str(node.module), theirs.__package__)
+@pytest.mark.parametrize("module", [None, "trl.trainer.reward_trainer", "trl.scripts.reward"])
+def test_what_users_and_trls_own_modules_import_of_it_is_at_the_same_paths(module: str | None) -> None:
+    exec(IMPORTS)  # they are TRL's
+    own = module and importlib.import_module(module)
+    for node in ast.walk(ast.parse(inspect.getsource(own) if own else IMPORTS)):
+        if isinstance(node, ast.ImportFrom) and (node.level or str(node.module).split(".")[0] == "trl"):
+            path = importlib.util.resolve_name("." * node.level + str(node.module), own and own.__package__)
             ours = importlib.import_module(path.replace("trl", "trl_tpu", 1))
             assert [alias.name for alias in node.names if not hasattr(ours, alias.name)] == []
 
