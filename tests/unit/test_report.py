@@ -48,12 +48,16 @@ def history(steps: int = 6, scale: float = 1.0) -> list[dict[str, Any]]:
     return logs
 
 
+def write_state(folder: Path, logs: list[dict[str, Any]], step: int = 12) -> None:
+    state = {"log_history": logs, "global_step": step, "max_steps": 12}
+    (folder / "trainer_state.json").write_text(json.dumps(state))
+
+
 def run_folder(folder: Path, logs: list[dict[str, Any]]) -> Path:
     """A run that was resumed at step 4, with two checkpoints."""
     for step in (4, 12):
         (folder / f"checkpoint-{step}").mkdir(parents=True)
-        state = {"log_history": [each for each in logs if each["step"] <= step], "global_step": step, "max_steps": 12}
-        (folder / f"checkpoint-{step}" / "trainer_state.json").write_text(json.dumps(state))
+        write_state(folder / f"checkpoint-{step}", [each for each in logs if each["step"] <= step], step)
     (folder / "_run.json").write_text('{"run": "x", "resumed_at": [4]}')
     return folder
 
@@ -109,12 +113,11 @@ def test_a_run_is_read_from_its_last_checkpoint_or_its_folder_where_that_goes_on
     assert (found.step, found.max_steps, found.resumed_at) == (12, 12, [4])
     assert found.series("loss") == ([2, 4, 6, 8, 10, 12], [1 / step for step in range(2, 13, 2)])
     assert found.evaluated("accuracy") == {"": ([4, 8, 12], [0.7, 0.7, 0.7])}
-    more = [*history(), {"step": 12, "eval_accuracy": 0.9}]
-    state = {"log_history": more, "global_step": 12, "max_steps": 12}
-    (run / "trainer_state.json").write_text(json.dumps(state))
-    assert read_run(run, "run").series("eval_accuracy")[1][-1] == 0.9
-    (run / "trainer_state.json").write_text(json.dumps(state | {"log_history": history(9, scale=3.0)}))
-    assert read_run(run, "run").series("loss")[0][-1] == 12, "the folder's is of an earlier run"
+    earlier = history(9, scale=3.0)
+    for logs, last in (([*history(), {"step": 12, "eval_accuracy": 0.9}], 0.9), (earlier, 0.7)):
+        write_state(run, logs)
+        found = read_run(run, "run")
+        assert (found.series("loss")[0][-1], found.series("eval_accuracy")[1][-1]) == (12, last)
     assert read_run(run / "checkpoint-4", "run").step == 4
     (run / "checkpoint-best").mkdir()
     (run / "checkpoint-best" / "trainer_state.json").write_text("{}")
@@ -157,6 +160,5 @@ def test_a_report_overwrites_only_what_a_report_wrote(tmp_path: Path, refused: C
 
 
 def test_names_of_evaluation_sets_are_kept_apart() -> None:
-    names = ["a/b", "a_b", "a b", "", "ä%"]
-    files = [verdict_name(name) for name in names]
-    assert len(set(files)) == len(names) and not any("/" in file for file in files)
+    files = {verdict_name(name) for name in ("a/b", "a_b", "a b", "", "ä%")}
+    assert len(files) == 5 and not any("/" in file for file in files)

@@ -41,6 +41,7 @@ def test_fsdp_splits_one_dimension_by_rows_in_whole_tiles_or_the_largest(shape: 
     assert (f"fsdp={fsdp}" in placement.reason) is (split is None)
 
 
+MESH = MeshShape(fsdp=4, tensor=2)
 LAYER = {
     "layers.*.q": "colwise",
     "layers.*.o": "rowwise",
@@ -75,7 +76,7 @@ LAYER = {
     ],
 )
 def test_tensor_goes_before_fsdp(name: str, shape: tuple[int, ...], axes: PartitionSpec) -> None:
-    plan = Plan(MeshShape(fsdp=4, tensor=2), LAYER)
+    plan = Plan(MESH, LAYER)
     assert plan.place(name, shape).axes == axes
     wrapped = f"base_model.model.{name}" if "lora" in name else name.replace(".weight", ".base_layer.weight")
     assert plan.place(wrapped, shape).axes == axes
@@ -83,10 +84,8 @@ def test_tensor_goes_before_fsdp(name: str, shape: tuple[int, ...], axes: Partit
 
 def test_whole_experts_go_over_tensor_where_it_divides_them() -> None:
     """The expert-parallel plan goes before the tensor-parallel one, as in transformers."""
-    expert_styles = {"layers.*.experts.gate_up": "grouped_gemm", "layers.*.experts.down": "grouped_gemm"}
-    plan = Plan(MeshShape(fsdp=4, tensor=2), LAYER, expert_styles)
+    plan = Plan(MESH, LAYER, {"layers.*.experts.gate_up": "grouped_gemm"})
     assert plan.place("layers.0.experts.gate_up", (8, 64, 32)).axes == ("tensor", "fsdp", None)
-    assert plan.place("layers.0.experts.down", (8, 32, 64)).axes == ("tensor", None, "fsdp")
     assert plan.place("layers.0.experts.gate_up", (7, 64, 32)).axes == (None, "tensor", "fsdp")
 
 
@@ -151,27 +150,22 @@ def test_of_real_models_next_to_nothing_stays_replicated(model_type: str, mesh: 
     assert whole / devices <= parts < 1.02 * whole / devices
 
 
-def test_heads_that_tensor_would_cut_are_refused_by_the_models_config() -> None:
-    model = on_meta("qwen3", num_attention_heads=20, num_key_value_heads=4, num_hidden_layers=1)
-    plan_model(model, MeshShape(fsdp=2, tensor=4))
-    with pytest.raises(ValueError, match="num_attention_heads=20 / tensor=8 is no whole number"):
+def test_a_model_without_a_plan_is_refused_on_a_tensor_axis_and_no_other() -> None:
+    model = on_meta("gpt2", n_layer=1, n_embd=64, n_head=4)
+    plan_model(model, MeshShape(fsdp=8))
+    with pytest.raises(ValueError, match="GPT2ForSequenceClassification .* tensor=2"):
+        plan_model(model, MeshShape(fsdp=4, tensor=2))
+
+
+def test_heads_are_whole_over_tensor_where_it_is_larger_and_refused_where_it_would_cut_them() -> None:
+    model = on_meta("qwen3", num_attention_heads=20, num_key_value_heads=2, num_hidden_layers=1)
+    with pytest.raises(ValueError, match="num_attention_heads=20 / tensor=8"):
         plan_model(model, MeshShape(tensor=8))
-
-
-def test_fewer_key_and_value_heads_than_devices_stay_whole_over_tensor() -> None:
-    model = on_meta("qwen3", num_attention_heads=32, num_key_value_heads=4, num_hidden_layers=1)
-    plan, parameters = plan_model(model, MeshShape(fsdp=2, tensor=8)), dict(model.named_parameters())
+    plan, parameters = plan_model(model, MeshShape(fsdp=2, tensor=4)), dict(model.named_parameters())
     whole, split = ("fsdp", None), ("tensor", "fsdp")
     for name, axes in {"k_proj": whole, "v_proj": whole, "q_proj": split, "o_proj": split[::-1]}.items():
         weight = f"model.layers.0.self_attn.{name}.weight"
         assert plan.place(weight, tuple(parameters[weight].shape)).axes == axes, name
-
-
-def test_a_model_without_a_plan_is_refused_on_a_tensor_axis_and_no_other() -> None:
-    model = on_meta("gpt2", n_layer=1, n_embd=64, n_head=4)
-    plan_model(model, MeshShape(fsdp=8))
-    with pytest.raises(ValueError, match=r"GPT2ForSequenceClassification has no tensor-parallel plan .* tensor=2"):
-        plan_model(model, MeshShape(fsdp=4, tensor=2))
 
 
 # ---- placing, and the report
@@ -208,7 +202,6 @@ def test_tied_parameters_stay_tied_count_once_and_keep_their_flags() -> None:
 # ---- a user's sharding plan
 
 
-MESH = MeshShape(fsdp=4, tensor=2)
 SHAPES = {
     "model.embed_tokens.weight": (128, 64),
     "model.layers.0.mlp.down_proj.weight": (64, 96),
@@ -225,15 +218,8 @@ def rules(folder: Path, text: str) -> Rules:
 
 
 def test_the_first_pattern_decides_and_auto_leaves_it_to_the_derived_plan(tmp_path: Path) -> None:
-    given = rules(
-        tmp_path,
-        """
-        model.embed_tokens.weight: [tensor, fsdp]
-        model.layers.1.*: [null, [fsdp, tensor]]
-        model.layers.*.down_proj.weight: [data, null]
-        "*": auto
-        """,
-    )
+    text = "model.embed_tokens.weight: [tensor, fsdp]\nmodel.layers.1.*: [null, [fsdp, tensor]]\n"
+    given = rules(tmp_path, f"{text}model.layers.*.down_proj.weight: [data, null]\n'*': auto")
     plan = Plan(MESH, {"model.norm": "replicate"}, rules=given)
     given.check(SHAPES)
     placed = {name: plan.place(name, shape) for name, shape in SHAPES.items()}
@@ -290,10 +276,14 @@ def test_a_wrong_plan_is_rejected_by_pattern_and_parameter(tmp_path: Path, text:
 counts = st.integers(1, 16)
 
 
-@given(counts, counts, counts)
-def test_the_product_is_the_number_of_devices_and_minus_one_fills(data: int, fsdp: int, tensor: int) -> None:
+@given(counts, counts, counts, st.integers(1, 4))
+def test_the_product_is_the_number_of_devices_and_minus_one_fills(
+    within: int, fsdp: int, tensor: int, slices: int
+) -> None:
+    """Slices are the outer part of data."""
+    data = slices * within
     devices = data * fsdp * tensor
-    shape = MeshShape(data, fsdp, tensor)
+    shape = MeshShape(data, fsdp, tensor, slices)
     for spec in (
         f"data={data},fsdp={fsdp},tensor={tensor}",
         f" tensor={tensor}, fsdp = {fsdp} , data={data}",
@@ -301,22 +291,12 @@ def test_the_product_is_the_number_of_devices_and_minus_one_fills(data: int, fsd
         f"data={data},fsdp=-1,tensor={tensor}",
         f"data={data},fsdp={fsdp},tensor=-1",
     ):
-        assert parse_mesh(spec, devices) == shape
+        assert parse_mesh(f"slices={slices},{spec}", devices) == shape
+        assert parse_mesh(spec, devices, slices) == shape  # found by the runtime
     assert shape.devices == prod(shape.sizes.values()) == shape.batch_shards * tensor == devices
     assert parse_mesh("tensor=-1", devices) == MeshShape(tensor=devices)  # axes without a name have size 1
-    assert tuple(shape.sizes) == AXES == (*BATCH_AXES, "tensor")
-    assert parse_mesh(str(shape), devices) == shape
-
-
-@given(counts, counts, counts, st.integers(1, 4))
-def test_slices_are_the_outer_part_of_data(within: int, fsdp: int, tensor: int, slices: int) -> None:
-    data = slices * within
-    devices = data * fsdp * tensor
-    shape = MeshShape(data, fsdp, tensor, slices)
-    assert parse_mesh(f"slices={slices},data={data},fsdp={fsdp},tensor={tensor}", devices) == shape
-    assert parse_mesh(f"data={data},fsdp={fsdp},tensor={tensor}", devices, slices) == shape  # found by the runtime
     assert parse_mesh(f"slices={slices},fsdp=-1", devices) == MeshShape(slices, devices // slices, 1, slices)
-    assert parse_mesh(f"slices={slices},data=-1", devices) == MeshShape(devices, 1, 1, slices)
+    assert tuple(shape.sizes) == AXES == (*BATCH_AXES, "tensor")
     assert parse_mesh(str(shape), devices) == shape
 
 
