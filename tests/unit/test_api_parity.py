@@ -50,7 +50,8 @@ DIFFERENT: dict[str, dict[str, str]] = {
         "default of model: <class 'inspect._empty'>, ours None": "model_init can be given instead",
     },
     "RewardTrainer's methods": {
-        "parameters of training_step: args, kwargs; ours model, inputs, num_items_in_batch": "transformers' own",
+        "parameters of training_step: (self, *args, **kwargs), "
+        "ours (self, model, inputs, num_items_in_batch=None)": "transformers' own",
     },
     "parameters of the functions": {"get_dataset_column_names ours alone: name": "of the dataset, for our errors"},
 }
@@ -152,15 +153,17 @@ def other_config_fields() -> Iterator[str]:
 
 
 def trainer_methods() -> Iterator[str]:
-    reference, own = (
-        [name for name in dir(each) if not name.startswith("_")] for each in (trl.RewardTrainer, trl_tpu.RewardTrainer)
-    )
-    yield from _names(reference, own)
-    for name in (name for name in reference if name in own and callable(getattr(trl.RewardTrainer, name))):
-        theirs, ours = getattr(trl.RewardTrainer, name), getattr(trl_tpu.RewardTrainer, name)
-        if list(_parameters(theirs, ours)):
-            shown = [", ".join(list(inspect.signature(each).parameters)[1:]) for each in (theirs, ours)]
-            yield f"parameters of {name}: {shown[0]}; ours {shown[1]}"
+    def methods(trainer: type) -> dict[str, dict[str, str]]:
+        found = {name: getattr(trainer, name) for name in dir(trainer) if not name.startswith("_")}
+        return {name: {"parameters": _bare(each)} if callable(each) else {} for name, each in found.items()}
+
+    return _differences(methods(trl.RewardTrainer), methods(trl_tpu.RewardTrainer))
+
+
+def _bare(function: Callable[..., Any]) -> str:
+    """The signature without annotations."""
+    parameters = inspect.signature(function).parameters.values()
+    return str(inspect.Signature([each.replace(annotation=each.empty) for each in parameters]))
 
 
 def function_parameters() -> Iterator[str]:

@@ -9,13 +9,13 @@ import pytest
 import torch
 import trl
 from datasets import Dataset
+from exports import same_weights
 from preference_forms import TEMPLATE, tiny_config, tiny_model, tiny_tokenizer
 from safetensors.torch import save_file
 from transformers import (
     AutoModelForSequenceClassification,
     BertConfig,
     BertForMaskedLM,
-    PreTrainedModel,
     ProcessorMixin,
     Qwen2ForCausalLM,
     set_seed,
@@ -68,19 +68,12 @@ def settle(model: Any, tokenizer: Any, **settings: Any) -> Any:
     return load.settle_tokenizer(model, tokenizer, trl_tpu.RewardConfig("out", report_to="none", **settings))[0]
 
 
-def assert_equal_weights(ours: PreTrainedModel, theirs: PreTrainedModel) -> None:
-    mine, others = ours.state_dict(), theirs.state_dict()
-    assert mine.keys() == others.keys()
-    for name, value in mine.items():
-        assert value.dtype == others[name].dtype and torch.equal(value, others[name]), name
-
-
 def test_the_model_of_a_name_is_trls_with_the_same_random_head(checkpoint: str, tmp_path: Path) -> None:
     theirs = trainer_of(trl, tmp_path, {"seed": 7}, model=checkpoint).model
     set_seed(7)
     ours = load.load_model(checkpoint)
     assert ours.config.num_labels == 1 and ours.dtype == torch.float32
-    assert_equal_weights(ours, theirs)
+    assert same_weights(ours.state_dict(), theirs.state_dict())
 
 
 def test_settings_of_loading_are_trls_or_named(
@@ -143,7 +136,7 @@ def test_a_backbone_that_a_checkpoint_lacks_part_of_is_the_same_read_in_either_w
     for in_files in (False, True):
         set_seed(3)
         models.append(load.load_model(str(tmp_path), in_files=in_files))
-    assert_equal_weights(*models)
+    assert same_weights(*(model.state_dict() for model in models))
 
 
 @pytest.mark.parametrize(
@@ -259,7 +252,7 @@ def test_cloning_a_chat_template_is_trls(source_tokenizer: str, multiple: int | 
     assert tokenizer.eos_token == their_tokenizer.eos_token == "<|eot|>"
     assert model.config.eos_token_id == their_model.config.eos_token_id == tokenizer.eos_token_id
     assert len(tokenizer.get_vocab()) == model.get_input_embeddings().num_embeddings
-    assert_equal_weights(model, their_model)
+    assert same_weights(model.state_dict(), their_model.state_dict())
     # as a model that is planned has none: there are no embeddings whose mean new ones could have
     bare = load.clone_chat_template(
         model_without_weights(tiny_config(), "float32"), tiny_tokenizer(), source_tokenizer, multiple

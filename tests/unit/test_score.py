@@ -256,12 +256,10 @@ def test_every_form_gets_the_rewards_of_each_dialogue_alone(family: str, tmp_pat
 
 
 LONG = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [4.0, 6.0, 8.0, 9.0], "rope_theta": 1e4}
+DYNAMIC = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}
 ROPES: dict[str, dict[str, Any]] = {  # that change beyond 32 tokens
     "phi3": {"max_position_embeddings": 128, "original_max_position_embeddings": 32, "rope_parameters": LONG},
-    "llama": {
-        "max_position_embeddings": 32,
-        "rope_parameters": {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4},
-    },
+    "llama": {"max_position_embeddings": 32, "rope_parameters": DYNAMIC},
 }
 
 
@@ -354,22 +352,18 @@ def test_killed_and_started_again_it_keeps_whole_chunks(
     assert [row["note"] for row in found] == [row["note"] for row in rows]
 
 
-def test_rows_of_stdin(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_broken_line_is_a_row_without_reward_also_of_stdin(
+    model: Path, tmp_path: Path, refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Files of all kinds are read in `test_get_dataset.py`."""
-    rows = [{"text": row["prompt"], "number": number} for number, row in enumerate(PAIRS)]
-    source, output = write(tmp_path / "rows.jsonl", rows), tmp_path / "out.jsonl"
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(source.read_bytes())))
-    assert cli.main(words(model, "-", output)) == 0
-    assert [{key: row[key] for key in rows[0]} for row in read(output)] == rows
-
-
-def test_a_broken_line_is_a_row_without_reward(model: Path, tmp_path: Path, refused: Callable[..., str]) -> None:
     source, output = tmp_path / "rows.jsonl", tmp_path / "out.jsonl"
     source.write_text('{"text": "a"}\n\n{"text": "b"\n[1]\n{"text": "c"}\n')
-    assert cli.main(words(model, source, output)) == 0
-    reasons = [row["not_scored"] for row in read(output)]
-    assert reasons[0] is reasons[3] is None
-    assert "line 3" in reasons[1] and "line 4" in reasons[2]
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(source.read_bytes())))
+    for dataset in (source, "-"):
+        assert cli.main(words(model, dataset, output)) == 0
+        first, *broken, last = read(output)
+        assert [(row["text"], row["not_scored"]) for row in (first, last)] == [("a", None), ("c", None)]
+        assert ["line 3" in broken[0]["not_scored"], "line 4" in broken[1]["not_scored"]] == [True, True]
     source.write_text("no JSON\n")
     assert "line 1" in refused(*words(model, source, output))
 
