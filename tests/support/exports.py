@@ -92,5 +92,9 @@ def checkpoint_of(model: PreTrainedModel, folder: Path) -> Path:
 
 
 def same_weights(first: Mapping[str, torch.Tensor], second: Mapping[str, torch.Tensor]) -> bool:
-    """Bit by bit, under the same names."""
-    return first.keys() == second.keys() and all(first[name].equal(second[name]) for name in first)
+    """Bit by bit and of the same dtypes, under the same names."""
+
+    def same(one: torch.Tensor, two: torch.Tensor) -> bool:
+        return one.dtype == two.dtype and one.equal(two)
+
+    return first.keys() == second.keys() and all(same(first[name], second[name]) for name in first)

@@ -5,9 +5,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
 from datasets import Dataset
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import LlamaConfig, LlamaForSequenceClassification, PreTrainedTokenizerFast, set_seed
+from transformers import (
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForSequenceClassification,
+    PreTrainedTokenizerFast,
+    set_seed,
+)
 
 
 def made_up_pairs(count: int, seed: int = 0, margin: bool = False) -> Dataset:
@@ -102,3 +110,16 @@ def save_tiny(folder: Path, texts: Any, hidden: int = 32, layers: int = 2, **con
     tiny_model(tokenizer, hidden, layers, **config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return str(folder)
+
+
+def rewards_alone(folder: Path | str, dialogues: list[Any]) -> list[float]:
+    """The reference: transformers' own model in plain torch, one dialogue at a time, without padding."""
+    model: Any = AutoModelForSequenceClassification.from_pretrained(folder).eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder)  # each family has a class of its own
+    rewards = []
+    for dialogue in dialogues:
+        is_text = isinstance(dialogue, str)
+        text = dialogue + "<eos>" if is_text else "".join(f"{m['role']}: {m['content']}\n" for m in dialogue)
+        with torch.inference_mode():
+            rewards.append(model(torch.tensor([tokenizer(text)["input_ids"]])).logits.item())
+    return rewards

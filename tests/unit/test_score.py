@@ -23,7 +23,7 @@ import torch
 from datasets import Dataset
 from preference_forms import TEMPLATE, TOOLS, assistant, user
 from scored_files import read, words, write
-from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoConfig, AutoModelForSequenceClassification
 
 import trl_tpu
 from trl_tpu import cli
@@ -213,19 +213,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save(tmp_path_factory.mktemp("model"))
 
 
-def alone(folder: Path, dialogues: list[Any]) -> list[float]:
-    """The reference: transformers' own model, one dialogue at a time."""
-    model: Any = AutoModelForSequenceClassification.from_pretrained(folder).eval()
-    tokenizer = AutoTokenizer.from_pretrained(folder)  # each family has a class of its own
-    rewards = []
-    for dialogue in dialogues:
-        is_text = isinstance(dialogue, str)
-        text = dialogue + "<eos>" if is_text else "".join(f"{m['role']}: {m['content']}\n" for m in dialogue)
-        with torch.inference_mode():
-            rewards.append(model(torch.tensor([tokenizer(text)["input_ids"]])).logits.item())
-    return rewards
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_form_gets_the_rewards_of_each_dialogue_alone(family: str, tmp_path: Path) -> None:
     folder = save(tmp_path, family)
@@ -239,7 +226,7 @@ def test_every_form_gets_the_rewards_of_each_dialogue_alone(family: str, tmp_pat
         return scored
 
     texts = [row["prompt"] + row[half] for row in PAIRS for half in ("chosen", "rejected")]
-    rewards_P2 = np.reshape(alone(folder, texts), (-1, 2))
+    rewards_P2 = np.reshape(tiny.rewards_alone(folder, texts), (-1, 2))
     check(texts, rewards_P2.reshape(-1, 1), "")
     check(PAIRS, rewards_P2, "_chosen", "_rejected")
     many = [{"prompt": row["prompt"], "completions": [row["chosen"], row["rejected"], row["chosen"]]} for row in PAIRS]
@@ -250,7 +237,7 @@ def test_every_form_gets_the_rewards_of_each_dialogue_alone(family: str, tmp_pat
 
     asked = [([user(row["prompt"])], [assistant(row["chosen"])]) for row in PAIRS]
     chats = [prompt + answer for prompt, answer in asked]
-    rewards_P1 = np.reshape(alone(folder, chats), (-1, 1))
+    rewards_P1 = np.reshape(tiny.rewards_alone(folder, chats), (-1, 1))
     check(chats, rewards_P1, "")
     check([{"prompt": prompt, "completions": [answer] * 2} for prompt, answer in asked], rewards_P1[:, [0, 0]], "s")
 
@@ -268,7 +255,7 @@ def test_positions_that_change_beyond_a_length(family: str, tmp_path: Path, monk
     monkeypatch.setitem(FAMILIES, family, FAMILIES["llama"] | ROPES[family])
     scorer = Scorer(str(save(tmp_path, family)))
     texts = [" ".join(map(str, range(count))) for count in (3, 60, 20, 12, 45, 60, 9, 14, 16, 46, 8)]
-    expected = [alone(tmp_path, [text])[0] for text in texts]
+    expected = [tiny.rewards_alone(tmp_path, [text])[0] for text in texts]
     for order in (texts, texts[::-1]):  # one after the other: what a long one leaves behind reaches no other
         found = {row["text"]: row["reward"] for row in trl_tpu.score(scorer, order)}
         assert [found[text] for text in texts] == pytest.approx(expected, abs=1e-5)
@@ -377,7 +364,7 @@ def test_a_dialogue_that_computes_nan_takes_none_of_its_neighbors_along(tmp_path
         model.get_input_embeddings().weight[bad] = torch.nan
     model.save_pretrained(folder)
     scorer = Scorer(str(folder))
-    expected = alone(folder, texts)
+    expected = tiny.rewards_alone(folder, texts)
     assert np.isnan(expected).tolist() == [False, True, False, False, True]
     for batches in (scorer.batches, Batches(scorer.pad_token_id, 256, 192).planned):
         scorer.batches = batches

@@ -8,7 +8,7 @@ import pytest
 import tiny
 import torch
 from counters import count
-from transformers import AutoModelForSequenceClassification, AutoTokenizer, BertConfig, BertForSequenceClassification
+from transformers import AutoTokenizer, BertConfig, BertForSequenceClassification
 
 import trl_tpu
 from trl_tpu import cli
@@ -18,15 +18,6 @@ from trl_tpu.scoring.scorer import Scorer
 pytestmark = pytest.mark.eight
 
 WINDOW = 24
-
-
-def one_by_one(folder: str, texts: list[str]) -> list[float]:
-    """The reference: plain torch, no padding."""
-    model = AutoModelForSequenceClassification.from_pretrained(folder).eval()
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    with torch.inference_mode():
-        ids = [tokenizer(text + tokenizer.eos_token, return_tensors="pt")["input_ids"] for text in texts]
-        return [model(input_ids=each).logits.item() for each in ids]
 
 
 @pytest.fixture
@@ -49,7 +40,7 @@ def test_rewards_are_those_of_each_dialogue_alone_by_one_program_for_each_row_le
     assert after.compiles - before.compiles == 2, "a program for rows of 128 columns, and one for those of 256"
     texts = [row["prompt"] + row[half] for row in rows for half in ("chosen", "rejected")]
     found = [row[f"reward_{half}"] for row in seen for half in ("chosen", "rejected")]
-    assert found == pytest.approx(one_by_one(model_folder, texts), abs=1e-5)
+    assert found == pytest.approx(tiny.rewards_alone(model_folder, texts), abs=1e-5)
 
     answers = [{"prompt": row["prompt"], "completions": [row["chosen"], row["rejected"]]} for row in rows[:WINDOW]]
     before = count()
@@ -81,7 +72,7 @@ def test_a_model_that_cannot_be_packed_is_scored_in_padded_rows_of_few_lengths(
     texts = [row["chosen"] for row in tiny.made_up_pairs(30).to_list()]
     scorer = Scorer(str(tmp_path), tokens_per_pass=256)
     first = [row["reward"] for row in trl_tpu.score(scorer, texts)]
-    assert first == pytest.approx(one_by_one(str(tmp_path), texts), abs=1e-5)
+    assert first == pytest.approx(tiny.rewards_alone(tmp_path, texts), abs=1e-5)
     before = count().compiles
     assert [row["reward"] for row in trl_tpu.score(scorer, texts[:5])] == pytest.approx(first[:5], abs=1e-6)
     assert count().compiles == before
