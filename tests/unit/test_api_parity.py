@@ -235,10 +235,10 @@ from trl.chat_template_utils import clone_chat_template
 @pytest.mark.parametrize("module", [None, "trl.trainer.reward_trainer", "trl.scripts.reward"])
 def test_what_users_and_trls_own_modules_import_of_it_is_at_the_same_paths(module: str | None) -> None:
     exec(IMPORTS)  # they are TRL's
-    own = module and importlib.import_module(module)
+    own = None if module is None else importlib.import_module(module)
     for node in ast.walk(ast.parse(inspect.getsource(own) if own else IMPORTS)):
         if isinstance(node, ast.ImportFrom) and (node.level or str(node.module).split(".")[0] == "trl"):
-            path = importlib.util.resolve_name("." * node.level + str(node.module), own and own.__package__)
+            path = importlib.util.resolve_name("." * node.level + str(node.module), own.__package__ if own else None)
             ours = importlib.import_module(path.replace("trl", "trl_tpu", 1))
             assert [alias.name for alias in node.names if not hasattr(ours, alias.name)] == []
 
