@@ -55,7 +55,8 @@ def test_a_verdict_worked_out_by_hand() -> None:
     assert found.loss == pytest.approx((2 * math.log(4 / 3) + math.log(4) + math.log(2)) / 4)
     # three picks with confidence 3/4, of which two are right; a tie with 1/2, half right
     assert found.calibration.ece == pytest.approx(3 / 4 * (3 / 4 - 2 / 3))
-    assert [(each.count, each.accuracy) for each in found.calibration.bins] == [(1, 0.5), (3, pytest.approx(2 / 3))]
+    bins = [(each.high - each.low, each.count, each.accuracy) for each in found.calibration.bins]
+    assert np.array(bins) == pytest.approx(np.array([(0.05, 1, 0.5), (0.05, 3, 2 / 3)]))
     assert found.calibration.brier == pytest.approx((2 * (1 / 4) ** 2 + (3 / 4) ** 2 + (1 / 2) ** 2) / 4)
     assert {name: (each.value, each.count) for name, each in found.groups.items()} == {"a": (1, 2), "b\0": (0, 2)}
     assert found.mean_over_groups == 0.5
