@@ -11,8 +11,7 @@ import tiny
 import torch
 import transformers
 from datasets import Dataset
-from decoders import StayInFloat64
-from judgements import BATCH, by_transformers, load, save_model, settings, solutions
+from judgements import by_transformers, load, save_model, settings, solutions
 from peft import AutoPeftModelForTokenClassification, LoraConfig, TaskType
 from training import logged, losses, trained
 from transformers import AutoTokenizer, DataCollatorForTokenClassification
@@ -59,10 +58,18 @@ def make(model: str, tmp_path: Path) -> Make:
 
 
 def run_of(model: str, out: Path, kind: type[PRMTrainer] = PRMTrainer, **more: Any) -> Any:
-    collator = more.pop("data_collator", None)
-    data = {"train_dataset": solutions(22), "eval_dataset": solutions(9, seed=1)}
-    trainer = trained(kind(load(model), settings(out, **more), collator, **data))
-    return trainer
+    given = {name: more.pop(name) for name in ("data_collator", "peft_config") if name in more}
+    given |= {"train_dataset": solutions(22), "eval_dataset": solutions(9, seed=1)}
+    return trained(kind(load(model), settings(out, **more), **given))
+
+
+def classifier(family: str, vocabulary: int, **more: Any) -> Any:
+    """A token classifier of another family."""
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes |= {"num_key_value_heads": 4, "head_dim": 8, "vocab_size": vocabulary}
+    tokens = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 1}
+    config = getattr(transformers, f"{family}Config")(**sizes | tokens, num_labels=2, **more)
+    return getattr(transformers, f"{family}ForTokenClassification")(config).eval()
 
 
 def test_packed_and_padded_are_what_transformers_computes(model: str, tmp_path: Path) -> None:
@@ -87,22 +94,6 @@ def test_packed_and_padded_are_what_transformers_computes(model: str, tmp_path: 
     assert own[-1]["eval_accuracy"] == padded[-1]["eval_accuracy"]
     logits, labels, _ = runs[1].predict(solutions(5, seed=2))
     assert logits.shape == (*labels.shape, 2) and (labels == -100).any()
-
-
-def test_gradients_are_those_of_the_models_own_loss_in_float64(model: str, tmp_path: Path) -> None:
-    trainer = PRMTrainer(load(model, dtype=torch.float64), settings(tmp_path), train_dataset=solutions(6))
-    rows = trainer.train_dataset.to_list()
-    (batch, *_) = trainer.get_train_dataloader()
-    packed, own = trainer.model, load(model, dtype=torch.float64)
-    padded = DataCollatorForTokenClassification(trainer.processing_class)(rows[:BATCH])
-    with StayInFloat64():
-        loss = trainer.compute_loss(packed, batch)
-        expected = own(**padded).loss
-    assert loss.item() == pytest.approx(expected.item(), rel=1e-12)
-    loss.backward()
-    expected.backward()
-    for one, two in zip(packed.parameters(), own.parameters(), strict=True):
-        torch.testing.assert_close(one.grad, two.grad, rtol=0, atol=1e-9)
 
 
 def test_a_resumed_run_is_the_same_run(model: str, tmp_path: Path) -> None:
@@ -130,13 +121,8 @@ def test_scores_are_the_log_odds_at_the_ends_of_steps(
     model: str, tmp_path: Path, family: str, separator: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     tokenizer = AutoTokenizer.from_pretrained(model)
-    config = getattr(transformers, f"{family}Config")(
-        vocab_size=len(tokenizer), hidden_size=32, num_hidden_layers=2, num_attention_heads=4, pad_token_id=0,
-        bos_token_id=1, eos_token_id=1, num_labels=2,
-    )  # fmt: skip
-    if separator != "\n":  # as TRL saves it, it has none
-        config.step_separator = separator
-    made = getattr(transformers, f"{family}ForTokenClassification")(config).eval()
+    # as TRL saves it, it has none
+    made = classifier(family, len(tokenizer), **({} if separator == "\n" else {"step_separator": separator}))
     made.save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
     rows = [*solutions(9).to_list(), {"prompt": "None:", "completions": []}, {"prompt": None, "completions": ["a"]}]
@@ -255,10 +241,7 @@ def test_adapters_train_alike_packed_and_padded(model: str, tmp_path: Path) -> N
     for packing in (True, False):
         peft_config = LoraConfig(task_type=TaskType.TOKEN_CLS, r=4, target_modules=["q_proj", "v_proj"])
         torch.manual_seed(0)
-        trainer = PRMTrainer(
-            load(model), settings(tmp_path, packing=packing), train_dataset=solutions(22), peft_config=peft_config
-        )
-        trainer.train()
+        trainer = run_of(model, tmp_path, packing=packing, peft_config=peft_config)
         found.append(losses(trainer))
     assert found[0] == pytest.approx(found[1], abs=1e-6)
     trainer.save_model(str(tmp_path / "saved"))
@@ -272,11 +255,7 @@ def test_adapters_train_alike_packed_and_padded(model: str, tmp_path: Path) -> N
 @pytest.mark.parametrize(("family", "obstacle"), [("Gemma", None), ("GPT2", "no `score` head")])
 def test_other_families_are_tried(model: str, tmp_path: Path, family: str, obstacle: str | None) -> None:
     tokenizer = AutoTokenizer.from_pretrained(model)
-    config = getattr(transformers, f"{family}Config")(
-        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=4, head_dim=8, pad_token_id=0, bos_token_id=1, eos_token_id=1, num_labels=2,
-    )  # fmt: skip
-    made = getattr(transformers, f"{family}ForTokenClassification")(config)
-    trainer = PRMTrainer(made, settings(tmp_path), train_dataset=solutions(8), processing_class=tokenizer)
+    made, rows = classifier(family, len(tokenizer)), solutions(8)
+    trainer = PRMTrainer(made, settings(tmp_path), train_dataset=rows, processing_class=tokenizer)
     reason = trainer.batch_plan.padded_because
     assert (reason is None) if obstacle is None else (obstacle in reason)
