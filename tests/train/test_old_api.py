@@ -14,7 +14,7 @@ import tiny
 import torch
 from datasets import Dataset
 from peft import LoraConfig
-from torch.nn.functional import logsigmoid
+from torch.nn.functional import cross_entropy, logsigmoid
 from training import QUIET, losses, trained
 from transformers import (
     EvalPrediction,
@@ -60,10 +60,8 @@ def old(made: Old) -> Old:
     return made._replace(model=copy.deepcopy(made.model), tokenizer=copy.deepcopy(made.tokenizer))
 
 
-RATE = 1e-2
 OFTEN = QUIET | {"save_strategy": "no", "logging_steps": 1}
-FULL_BATCH: dict[str, Any] = {"per_device_train_batch_size": 12, "learning_rate": RATE}
-FULL_BATCH["lr_scheduler_type"] = "constant"
+FULL_BATCH: dict[str, Any] = {"per_device_train_batch_size": 12, "learning_rate": 1e-2}
 
 
 def config(folder: Path, **settings: Any) -> RewardConfig:
@@ -78,88 +76,51 @@ def rewards_alone(model: LlamaForSequenceClassification, pairs: Dataset) -> torc
     return torch.tensor(rewards, dtype=torch.float64)
 
 
-def mean_loss(rewards_N2: torch.Tensor, margin_N: Any) -> float:
-    return -logsigmoid(rewards_N2[:, 0] - rewards_N2[:, 1] - torch.as_tensor(margin_N)).mean().item()
-
-
-def losses_of_hand_made_loop(old: Old, steps: int) -> list[float]:
-    """Full-batch AdamW with gradient clipping, two forwards a pair, no trainer and no padding."""
-    model = copy.deepcopy(old.model).train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=0.0)
-    losses = []
-    for _ in range(steps):
-        pair_losses = []
-        for row in old.pairs:
-            chosen, rejected = (model(torch.tensor([row[f"input_ids_{half}"]])).logits.squeeze() for half in HALVES)
-            pair_losses.append(-logsigmoid(chosen - rejected - row["margin"]))
-        loss = torch.stack(pair_losses).mean()
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
+def losses_of_today(old: Old, folder: Path, steps: int) -> list[float]:
+    """Of full batches of the same tokens in today's columns; that they are TRL's is in `test_numbers_equal_trl`."""
+    tokens = old.pairs.map(lambda row: {f"{half}_ids": row[f"input_ids_{half}"] for half in HALVES})
+    pairs = tokens.select_columns(["chosen_ids", "rejected_ids", "margin"])
+    args, model = config(folder, max_steps=steps, **FULL_BATCH), copy.deepcopy(old.model)
+    return losses(trained(RewardTrainer(model, args, train_dataset=pairs, processing_class=old.tokenizer)))
 
 
 # ---- the numbers
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_padding_changes_no_reward(old: Old, tmp_path: Path, side: str) -> None:
+def test_padding_changes_no_prediction_and_probabilities_count(old: Old, tmp_path: Path, side: str) -> None:
     old.tokenizer.padding_side = side
-    expected = rewards_alone(old.model, old.pairs)
-    trainer = RewardTrainer(
-        model=old.model,
-        args=config(tmp_path, per_device_eval_batch_size=5),
-        tokenizer=old.tokenizer,
-        train_dataset=old.pairs,
-        data_collator=RewardDataCollatorWithPadding(old.tokenizer, pad_to_multiple_of=32),
-    )
-    _, outputs = trainer.compute_loss(trainer.model, trainer.data_collator(old.pairs.to_list()), return_outputs=True)
-    rewards = torch.stack([outputs["rewards_chosen"], outputs["rewards_rejected"]], dim=-1)
-    torch.testing.assert_close(rewards.double(), expected, atol=1e-6, rtol=0)
-    np.testing.assert_allclose(trainer.predict(old.pairs).predictions, expected.softmax(-1), atol=1e-6)
-
-
-def test_the_old_collator_obeys_chosen_probability(old: Old, tmp_path: Path) -> None:
-    sure_N = torch.tensor([0.1, 0.9, 1.0] * 4, dtype=torch.float64)
+    args, collate = config(tmp_path), RewardDataCollatorWithPadding(old.tokenizer, pad_to_multiple_of=32)
+    trainer = RewardTrainer(old.model, args, collate, old.pairs, tokenizer=old.tokenizer)
+    rewards_N2, sure_N = rewards_alone(old.model, old.pairs), torch.tensor([0.1, 0.9, 1.0] * 4, dtype=torch.float64)
+    np.testing.assert_allclose(trainer.predict(old.pairs).predictions, rewards_N2.softmax(-1), atol=1e-6)
     pairs = old.pairs.remove_columns("margin").add_column("chosen_probability", sure_N.tolist())
-    collate = type("Own", (RewardDataCollatorWithPadding,), {})(old.tokenizer)
-    args = config(tmp_path, per_device_train_batch_size=12)
-    trainer = RewardTrainer(old.model, args, collate, tokenizer=old.tokenizer, train_dataset=pairs)
-    (batch,) = trainer.get_train_dataloader()
-    assert "input_ids_chosen" in batch
-    loss = trainer.compute_loss(trainer.model, batch)
-    rewards_N2 = rewards_alone(old.model, pairs)
-    margin_N = rewards_N2[:, 0] - rewards_N2[:, 1]
-    expected = -(sure_N * logsigmoid(margin_N) + (1 - sure_N) * logsigmoid(-margin_N)).mean()
-    assert loss.item() == pytest.approx(expected.item(), abs=1e-6)
+    expected = cross_entropy(rewards_N2, torch.stack([sure_N, 1 - sure_N], dim=-1))
+    assert trainer.evaluate(pairs)["eval_loss"] == pytest.approx(expected.item(), abs=1e-6)
 
 
-def test_an_old_script_trains_as_a_hand_made_loop_does(old: Old, tmp_path: Path) -> None:
+def test_an_old_script_trains_as_one_of_today(old: Old, tmp_path: Path) -> None:
     """With margins each in a list of one, as scripts of then had them."""
-    expected = losses_of_hand_made_loop(old, steps=3)
+    expected = losses_of_today(old, tmp_path, steps=3)
     pairs = old.pairs.map(lambda row: {"margin": [row["margin"]]})
     trainer = RewardTrainer(
         model=old.model,
         args=config(tmp_path, per_device_eval_batch_size=5, max_steps=3, evaluation_strategy="steps", **FULL_BATCH),
-        tokenizer=old.tokenizer,
-        train_dataset=pairs,
-        eval_dataset=pairs,
+        **{"tokenizer": old.tokenizer, "train_dataset": pairs, "eval_dataset": pairs},
         max_length=512,
         compute_metrics=compute_accuracy,
     )
     trainer.train()
     assert losses(trainer) == pytest.approx(expected, abs=1e-5)
-    rewards = rewards_alone(trainer.model, old.pairs)
-    metrics = trainer.evaluate()
-    assert metrics["eval_accuracy"] == pytest.approx((rewards[:, 0] > rewards[:, 1]).double().mean().item())
+    chosen_N, rejected_N = rewards_alone(trainer.model, old.pairs).T
+    metrics, margins = trainer.evaluate(), chosen_N - rejected_N - torch.tensor(old.pairs["margin"][:])
+    assert metrics["eval_accuracy"] == pytest.approx((chosen_N > rejected_N).double().mean().item())
     # the loss of an evaluation in batches of 5, 5 and 2 pairs is the mean over the 12 pairs
-    assert metrics["eval_loss"] == pytest.approx(mean_loss(rewards, old.pairs["margin"][:]), abs=1e-5)
+    assert metrics["eval_loss"] == pytest.approx(-logsigmoid(margins).mean().item(), abs=1e-5)
 
 
 def test_model_init_starts_each_training_anew_also_of_a_stream(old: Old, tmp_path: Path) -> None:
-    expected = losses_of_hand_made_loop(old, steps=2)
+    expected = losses_of_today(old, tmp_path, steps=2)
     trainer = RewardTrainer(
         model_init=lambda: copy.deepcopy(old.model),
         args=config(tmp_path, max_steps=2, **FULL_BATCH),
@@ -178,7 +139,7 @@ def test_a_plain_training_arguments_keeps_all_its_settings(old: Old, tmp_path: P
 
     args = ScriptTrainingArguments(str(tmp_path), max_steps=2, seed=7, their_own="mine", **OFTEN, **FULL_BATCH)
     before = copy.deepcopy(args.to_dict())
-    expected = losses_of_hand_made_loop(old, steps=2)
+    expected = losses_of_today(old, tmp_path, steps=2)
     trainer = trained(RewardTrainer(model=old.model, args=args, tokenizer=old.tokenizer, train_dataset=old.pairs))
     assert losses(trainer) == pytest.approx(expected, abs=1e-5)
     assert args.to_dict() == before

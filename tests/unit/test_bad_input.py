@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from shutil import copytree
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 from safetensors.torch import load_file, save_file
@@ -42,16 +42,9 @@ class Job:
     def model(self) -> Path:
         return self.folder / "model"
 
-    @property
-    def pairs(self) -> Path:
-        return self.folder / "pairs.jsonl"
-
     def words(self) -> list[str]:
         named = {name: text.replace("{folder}", str(self.folder)) for name, text in self.flags.items()}
         return [word for name, text in named.items() for word in (f"--{name}", text)]
-
-    def write_pairs(self, *rows: dict[str, object]) -> None:
-        self.pairs.write_text("\n".join(map(json.dumps, rows)))
 
 
 Spoil = Callable[[Job], Any]
@@ -77,9 +70,12 @@ def config(text: str) -> Spoil:
     return spoil
 
 
+GOOD_LINE = json.dumps(PAIR).encode()
+
+
 def third_line(content: bytes) -> Spoil:
     """A line of the data file, after two good ones."""
-    return lambda job: job.pairs.write_bytes(b"\n".join([json.dumps(PAIR).encode()] * 2 + [content]))
+    return lambda job: (job.folder / "pairs.jsonl").write_bytes(b"\n".join([GOOD_LINE, GOOD_LINE, content]))
 
 
 def file(name: str, content: bytes) -> Spoil:
@@ -146,63 +142,58 @@ def code_in_the_folder(job: Job) -> None:
 SECOND, INDEX = "model-00002-of-00002.safetensors", "model.safetensors.index.json"
 
 
-class Case(NamedTuple):
-    """What spoils a good job, and what the error must say."""
-
-    spoil: Spoil
-    words: list[str]
-
-
-def weight_elsewhere(index: dict[str, Any]) -> None:
-    index["weight_map"]["x"] = "a/../../private"
-
-
-CASES = {
+#: What spoils a good job, and what the error must say.
+CASES: dict[str, tuple[Any, ...]] = {
     # flags
-    "a misspelled flag": Case(flags(lerning_rate=1), ["--lerning_rate 1"]),
-    "a mixture without a path": Case(config("datasets: [{pth: x}]"), ["`datasets`", "'pth'"]),
-    "no such sharding plan": Case(flags(sharding_plan="{folder}/p.yaml"), ["DIR/p.yaml"]),
-    "a stream without an end": Case(flags(dataset_streaming="true", max_steps=-1), ["max_steps", "-1"]),
-    "no model": Case(without("model_name_or_path"), ["`--model_name_or_path`"]),
-    "no dataset": Case(without("dataset_name"), ["`datasets`", "`dataset_name`"]),
-    "evaluation without a split": Case(flags(do_eval="true"), ["split 'test'", "'train'"]),
-    "adapters for nothing": Case(flags(use_peft="true", lora_target_modules="x"), ["No modules", "--lo"]),
+    "a misspelled flag": (flags(lerning_rate=1), "--lerning_rate 1"),
+    "a mixture without a path": (config("datasets: [{pth: x}]"), "`datasets`", "'pth'"),
+    "no such sharding plan": (flags(sharding_plan="{folder}/p.yaml"), "DIR/p.yaml"),
+    "a stream without an end": (flags(dataset_streaming="true", max_steps=-1), "max_steps", "-1"),
+    "no model": (without("model_name_or_path"), "`--model_name_or_path`"),
+    "no dataset": (without("dataset_name"), "`datasets`", "`dataset_name`"),
+    "evaluation without a split": (flags(do_eval="true"), "split 'test'", "'train'"),
+    "adapters for nothing": (flags(use_peft="true", lora_target_modules="x"), "No modules", "--lo"),
     # data
-    "no such file": Case(flags(dataset_name="{folder}/no.jsonl"), ["DIR/no.jsonl"]),
-    "an empty folder of data": Case(empty_folder("dataset_name"), ["DIR/empty", ".jsonl"]),
-    "a file of another kind": Case(file("d.xyz", b"a"), ["DIR/d.xyz", ".jsonl"]),
-    "a broken line of a folder": Case(
-        both(file("data/train.jsonl", b"{}\n{"), flags(dataset_name="{folder}/data")), ["data/train.jsonl", "line 2"]
+    "no such file": (flags(dataset_name="{folder}/no.jsonl"), "DIR/no.jsonl"),
+    "an empty folder of data": (empty_folder("dataset_name"), "DIR/empty", ".jsonl"),
+    "a file of another kind": (file("d.xyz", b"a"), "DIR/d.xyz", ".jsonl"),
+    "a broken line of a folder": (
+        both(file("data/train.jsonl", b"{}\n{"), flags(dataset_name="{folder}/data")),
+        "data/train.jsonl",
+        "line 2",
     ),
-    "a broken line": Case(third_line(b'{"chosen": "a", "rej'), ["DIR/pairs.jsonl", "line 3: ", "column 17"]),
-    "a broken line of a stream": Case(
-        both(third_line(b"{"), flags(dataset_streaming="true")), ["DIR/pairs.jsonl", "line 3: "]
+    "a broken line": (third_line(b'{"chosen": "a", "rej'), "DIR/pairs.jsonl", "line 3: ", "column 17"),
+    "a stream of a broken line": (
+        both(third_line(b"{"), flags(dataset_streaming="true")),
+        "DIR/pairs.jsonl",
+        "line 3: ",
     ),
-    "a byte that is no UTF-8": Case(third_line(b'{"chosen": "\xff"}'), ["DIR/pairs.jsonl", "line 3: ", "0xff"]),
-    "a file that is not compressed": Case(file("d.jsonl.gz", b"{}"), ["DIR/d.jsonl.gz", "gzip"]),
-    "no Parquet": Case(file("d.parquet", b"no"), ["DIR/d.parquet", "Parquet"]),
-    "CSV with an empty field": Case(file("d.csv", b"chosen,rejected\na,\n"), ["Row 0", "`rejected`"]),
-    "no answer": Case(lambda job: job.write_pairs(PAIR, {**PAIR, "chosen": None}), ["Row 1", "`chosen`"]),
+    "a byte that is no UTF-8": (third_line(b'{"chosen": "\xff"}'), "DIR/pairs.jsonl", "line 3: ", "0xff"),
+    "a file that is not compressed": (file("d.jsonl.gz", b"{}"), "DIR/d.jsonl.gz", "gzip"),
+    "no Parquet": (file("d.parquet", b"no"), "DIR/d.parquet", "Parquet"),
+    "CSV with an empty field": (file("d.csv", b"chosen,rejected\na,\n"), "Row 0", "`rejected`"),
+    "no answer": (third_line(GOOD_LINE.replace(b'" 2 3 4"', b"null")), "Row 2", "`chosen`"),
     # models
-    "no such model": Case(flags(model_name_or_path="{folder}/no"), ["DIR/no"]),
-    "an empty folder for a model": Case(empty_folder("model_name_or_path"), ["DIR/empty"]),
-    "a broken config.json": Case(model_file("config.json", b'{"model_type": "llama",'), ["DIR/model", "config"]),
-    "no model_type": Case(edit_json("config.json", lambda c: c.pop("model_type")), ["`model_type`"]),
-    "a model that classifies no text": Case(
-        edit_json("config.json", lambda c: c.update(model_type="clip")), ["CLIPConfig"]
+    "no such model": (flags(model_name_or_path="{folder}/no"), "DIR/no"),
+    "an empty folder for a model": (empty_folder("model_name_or_path"), "DIR/empty"),
+    "a broken config.json": (model_file("config.json", b'{"model_type": "llama",'), "DIR/model", "config"),
+    "no model_type": (edit_json("config.json", lambda c: c.pop("model_type")), "`model_type`"),
+    "a model that classifies no text": (edit_json("config.json", lambda c: c.update(model_type="clip")), "CLIPConfig"),
+    "no weights": (model_file("model.safetensors", None), "model.safetensors", "DIR/model"),
+    "half of the weights": (half_of_the_weights, "DIR/model", "SafetensorError"),
+    "a shard that is missing": (both(in_shards, model_file(SECOND, None)), SECOND),
+    "an index of files elsewhere": (
+        both(in_shards, edit_json(INDEX, lambda index: index["weight_map"].update(x="a/../../private"))),
+        f"DIR/model/{INDEX}",
+        "'a/../../private'",
     ),
-    "no weights": Case(model_file("model.safetensors", None), ["model.safetensors", "DIR/model"]),
-    "half of the weights": Case(half_of_the_weights, ["DIR/model", "SafetensorError"]),
-    "a shard that is missing": Case(both(in_shards, model_file(SECOND, None)), [SECOND]),
-    "an index of files elsewhere": Case(
-        both(in_shards, edit_json(INDEX, weight_elsewhere)), [f"DIR/model/{INDEX}", "'a/../../private'"]
-    ),
-    "a pickle that is none": Case(
+    "a pickle that is none": (
         both(model_file("model.safetensors", None), model_file("pytorch_model.bin", b"no")),
-        ["DIR/model", "Weights only"],
+        "DIR/model",
+        "Weights only",
     ),
-    "no tokenizer": Case(model_file("tokenizer.json", None), ["DIR/model", "tokenizer"]),
-    "code in the folder": Case(code_in_the_folder, ["DIR/model", "`trust_remote_code=True`"]),
+    "no tokenizer": (model_file("tokenizer.json", None), "DIR/model", "tokenizer"),
+    "code in the folder": (code_in_the_folder, "DIR/model", "`trust_remote_code=True`"),
 }
 
 
@@ -211,9 +202,8 @@ def job(good_model: Path, tmp_path: Path) -> Job:
     """A job that works, over the results of an earlier one."""
     copytree(good_model, tmp_path / "model")
     copytree(good_model, tmp_path / "out")
-    made = Job(tmp_path)
-    made.write_pairs(*[PAIR] * 4)
-    return made
+    (tmp_path / "pairs.jsonl").write_bytes(b"\n".join([GOOD_LINE] * 4))
+    return Job(tmp_path)
 
 
 def files(folder: Path) -> dict[str, bytes]:
@@ -224,10 +214,11 @@ def files(folder: Path) -> dict[str, bytes]:
 def test_bad_input_is_rejected_by_one_line_and_nothing_is_written(
     case: str, job: Job, refused: Callable[..., str]
 ) -> None:
-    CASES[case].spoil(job)
+    spoil, *words = CASES[case]
+    spoil(job)
     before = files(job.folder)
     told = refused("reward", *job.words()).replace(str(job.folder), "DIR")
-    assert [word for word in CASES[case].words if word not in told] == [], told
+    assert [word for word in words if word not in told] == [], told
     written = files(job.folder)
     if "stream" in case:  # is read in training, which has begun to be a run
         written.pop(str(job.folder / "out" / RUN_FILE), None)
@@ -245,9 +236,9 @@ def test_an_unforeseen_error_keeps_its_traceback(job: Job, monkeypatch: pytest.M
 
 def test_a_bad_row_in_a_worker_of_the_loader_is_told_as_one_in_this(job: Job, refused: Callable[..., str]) -> None:
     """torch's loader makes of a worker's traceback the message of the same error in this process."""
-    CASES["no answer"].spoil(job)
+    CASES["no answer"][0](job)
     job.flags |= {"dataset_streaming": "true", "dataloader_num_workers": "1"}
-    assert refused("reward", *job.words()).startswith("trl-tpu reward: error: Row 1 of the train dataset: `chosen`")
+    assert refused("reward", *job.words()).startswith("trl-tpu reward: error: Row 2 of the train dataset: `chosen`")
 
 
 def test_code_that_a_folder_brings_is_not_run(job: Job) -> None:
@@ -266,6 +257,7 @@ def test_code_that_a_folder_brings_is_not_run(job: Job) -> None:
 
 @pytest.mark.parametrize("case", ["no such model", "half of the weights", "a broken config.json", "no tokenizer"])
 def test_scoring_rejects_bad_models_as_training_does(case: str, job: Job, refused: Callable[..., str]) -> None:
-    CASES[case].spoil(job)
+    spoil, *words = CASES[case]
+    spoil(job)
     told = refused("score", "--model_name_or_path", job.words()[1], "--text", "a")
-    assert CASES[case].words[0] in told.replace(str(job.folder), "DIR")
+    assert words[0] in told.replace(str(job.folder), "DIR")
