@@ -23,9 +23,7 @@ rankings = st.lists(st.lists(st.tuples(rewards, st.integers(0, 3)), min_size=2, 
 shares = st.floats(0, 1, width=32)
 
 
-def losses(
-    rows: list[dict[str, Any]], rewards_PAK: Any, loss: Loss, rule: ComparisonRule, attributes: int = 0
-) -> tuple[list[float], torch.Tensor, float]:
+def losses(rows: Any, rewards_PAK: Any, loss: Loss, rule: ComparisonRule, attributes: int = 0) -> tuple[Any, ...]:
     """The weighted loss of each row, the gradients of their sum [P, A, K], and what the sum is divided by.
 
     The table has two rows more than there are, and a reward that is padding is 7.5 or infinite.
@@ -45,12 +43,7 @@ def losses(
 
 
 def assert_equal(
-    rows: list[dict[str, Any]],
-    rewards_PAK: Any,
-    formula: Callable[[int, Any], Any],
-    loss: Loss,
-    rule: ComparisonRule = PLAIN,
-    attributes: int = 0,
+    rows: Any, rewards_PAK: Any, formula: Any, loss: Loss, rule: ComparisonRule = PLAIN, attributes: int = 0
 ) -> None:
     """Compare with a formula of a row's number and rewards [A][K], and with its slopes, in float64."""
     found, gradient_PAK, total = losses(rows, rewards_PAK, loss, rule, attributes)
@@ -212,9 +205,7 @@ grades = st.one_of(st.none(), st.lists(st.integers(0, 3), min_size=K, max_size=K
     st.sampled_from(["sigmoid", "regression"]),
     st.integers(0, 9),
 )
-def test_attributes_are_a_weighted_mean_of_rankings_that_are_there(
-    some: Any, weights: list[float] | None, loss_type: str, seed: int
-) -> None:
+def test_attributes_are_a_weighted_mean(some: Any, weights: Any, loss_type: str, seed: int) -> None:
     def formula(number: int, rewards_AK: Any) -> Any:
         graded = [place for place in range(A) if some[number][place] is not None]
         each = [list(zip(rewards_AK[place], some[number][place], strict=True)) for place in graded]

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 from peft import LoraConfig, get_peft_model
 from tokenized import dataset_of
 from torch.utils.flop_counter import FlopCounterMode
+from training import trained
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from trl_tpu import RewardConfig, RewardTrainer
@@ -33,13 +35,9 @@ SIZES |= {"vocab_size": 64}
 GROUPED = {"num_key_value_heads": 2, "head_dim": 8}
 
 
-def test_logs_have_rates_and_memory(tmp_path: Path) -> None:
-    pairs = tiny.made_up_pairs(16)
-    model = tiny.save_tiny(tmp_path / "model", pairs)
-    settings = {"max_steps": 2, "logging_steps": 1, "per_device_train_batch_size": 4, "save_strategy": "no"}
-    args = RewardConfig(str(tmp_path / "out"), report_to="none", disable_tqdm=True, bf16=False, **settings)
-    trainer = RewardTrainer(str(model), args, train_dataset=pairs)
-    trainer.train()
+def test_logs_have_rates_and_memory(model_folder: str, config: Callable[..., RewardConfig]) -> None:
+    args = config(max_steps=2, logging_steps=1, per_device_train_batch_size=4)
+    trainer = trained(RewardTrainer(model_folder, args, train_dataset=tiny.made_up_pairs(16)))
     first, second, _ = trainer.state.log_history
     expected = work_of_a_pair(trainer.model, trainer.train_dataset)
     assert expected is not None

@@ -30,39 +30,29 @@ def adding_bos() -> Any:
     return tokenizer
 
 
+WHAT, NO_QUESTIONS = "What is it?", dict.fromkeys(("input", "query", "context"), "")
 # what the message names, a row without the trap, and what the others have instead
 TRAPS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
-    "question": (
-        "question, system", {**GOOD, "question": "", "system": None}, {"question": "What is it?", "system": "Be kind."}
-    ),
-    "question that one answer repeats": (
-        "context", {"chosen": "What? a", "rejected": "What? b", "context": "What?"}, {"rejected": "b"}
-    ),
-    "questions of some rows": (
-        "input, query", {**GOOD, "input": "", "query": "", "context": ""}, {"input": "What?", "query": "What?"}
-    ),
-    "history": ("history", {**GOOD, "history": []}, {"history": [["What is it?", "What?"]]}),
-    "question of rankings": ("query", {**RANKED, "query": ""}, {"query": "What is it?"}),
-    "question of messages": ("input", {**ANSWERS, "input": ""}, {"input": "What is it?"}),
-    "prompt twice": (
-        "prompt", {**GOOD, "prompt": "What is it? "}, {"chosen": "What is it? a", "rejected": "What is it?"}
-    ),
+    "question": ("question, system", {**GOOD, "question": "", "system": None}, {"question": WHAT, "system": "Be"}),
+    "repeated question": ("context", {"chosen": "Q? a", "rejected": "Q? b", "context": "Q?"}, {"rejected": "b"}),
+    "questions of some rows": ("input, query", {**GOOD, **NO_QUESTIONS}, {"input": WHAT, "query": WHAT}),
+    "history": ("history", {**GOOD, "history": []}, {"history": [[WHAT, "What?"]]}),
+    "question of rankings": ("query", {**RANKED, "query": ""}, {"query": WHAT}),
+    "question of messages": ("input", {**ANSWERS, "input": ""}, {"input": WHAT}),
+    "prompt twice": ("prompt", {**GOOD, "prompt": f"{WHAT} "}, {"chosen": f"{WHAT} a", "rejected": WHAT}),
     "prompt twice in messages": ("prompt", {**ANSWERS, "prompt": [user("q")]}, CHAT),
-    "prompt twice in rankings": (
-        "prompt", {**RANKED, "prompt": "What is it?"}, {"completions": ["What is it? a", "What is it? b"]}
-    ),
+    "prompt twice in rankings": ("prompt", {**RANKED, "prompt": WHAT}, {"completions": [f"{WHAT} a", f"{WHAT} b"]}),
     "second BOS": ("<|begin|>", GOOD, {"chosen": "<|begin|>good", "rejected": "<|begin|>bad"}),
     "BOS of a prompt": ("<|begin|>", {"prompt": "p", **GOOD}, {"prompt": "<|begin|>p"}),
     "second EOS": ("<|im_end|>", GOOD, {"rejected": "bad<|im_end|>\n"}),
     "JSON next to text": ("JSON", {"prompt": "p", **GOOD}, {"prompt": json.dumps([user("q")])}),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("trap", TRAPS)
 @pytest.mark.parametrize("streaming", [False, True])
-def test_a_trap_is_logged_once_with_count_and_first_row(
-    trap: str, streaming: bool, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_trap_is_logged_once(trap: str, streaming: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """With count and first row."""
     named, row, others = TRAPS[trap]
     if streaming and "scores" in row:
         pytest.skip("a stream has no rankings")
@@ -86,9 +76,8 @@ def test_ordinary_rows_have_no_trap(caplog: pytest.LogCaptureFixture) -> None:
     assert not [each.getMessage() for each in caplog.records if each.name.endswith("traps")]
 
 
-def test_pairs_that_the_template_makes_equal_are_named_and_most_of_them_are_an_error(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_pairs_that_the_template_makes_equal_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    """And most of them are an error."""
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = "S{% for m in messages if m.role in ('user', 'assistant') %}{{ m.content }}{% endfor %}"
     dropped = {half: [{"role": "Human", "content": "q"}, {"role": "Bot", "content": half}] for half in GOOD}
@@ -113,9 +102,7 @@ QUESTION, YES, NO = user("q"), assistant("yes"), assistant("no")
 CONVERTED: dict[str, dict[str, Any]] = {
     "JSON text": {"chosen": json.dumps([QUESTION, YES]), "rejected": json.dumps([QUESTION, NO])},
     "Python text, as in CSV files": {"chosen": str([QUESTION, YES]), "rejected": str([QUESTION, NO])},
-    "JSON text with a prompt": {
-        "prompt": json.dumps([QUESTION]), "chosen": json.dumps(YES), "rejected": json.dumps([NO])
-    },
+    "JSON with a prompt": {"prompt": json.dumps([QUESTION]), "chosen": json.dumps(YES), "rejected": json.dumps([NO])},
     "single messages": {"prompt": [QUESTION], "chosen": YES, "rejected": NO},
     "ShareGPT": {"conversations": [said("human", "q")], "chosen": said("gpt", "yes"), "rejected": said("gpt", "no")},
     "whole ShareGPT conversations": {
@@ -128,7 +115,7 @@ CONVERTED: dict[str, dict[str, Any]] = {
         for half, text in (("chosen", "yes"), ("rejected", "no"))
     },
     "a null prompt": {"prompt": None, **CHAT},
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("form", CONVERTED)
