@@ -123,9 +123,7 @@ def mean_loss(prediction: EvalPrediction) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("average_over", ["prompts", "comparisons"])
-def test_the_losses_of_compute_metrics_average_to_the_loss(
-    model_folder: str, tmp_path: Path, average_over: str
-) -> None:
+def test_the_losses_of_metrics_average_to_the_loss(model_folder: str, tmp_path: Path, average_over: str) -> None:
     class Doubled(RewardTrainer):
         def compute_loss(self, *args: Any, return_outputs: bool = False, **more: Any) -> Any:
             loss, outputs = super().compute_loss(*args, return_outputs=True, **more)
@@ -157,9 +155,7 @@ NOTHING_COMPARED: list[tuple[Any, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize("case", NOTHING_COMPARED)
-def test_training_goes_on_after_an_evaluation_that_compares_nothing(
-    model_folder: str, tmp_path: Path, case: Any
-) -> None:
+def test_training_goes_on_after_nothing_was_compared(model_folder: str, tmp_path: Path, case: Any) -> None:
     data, settings = case
     schedule: dict[str, Any] = {"max_steps": 2, "eval_strategy": "steps", "eval_steps": 1}
     train = tiny.made_up_rankings(8) if "scores" in data.column_names else None
@@ -194,15 +190,11 @@ def test_the_card_states_the_loss_and_truncation(model_folder: str, tmp_path: Pa
     assert ("Nothing was truncated" in card) is ("truncation_mode" not in settings)
 
 
+BY_SOURCE = {"eval_accuracy/web": True, "eval_ece": False, "brier": False, "length_controlled_accuracy": True}
 #: Data, settings, metrics that there are, and whether more of them is better; and metrics that there are not.
 BEST: list[tuple[Any, dict[str, Any], dict[str, bool], list[str]]] = [
     (RANKINGS, {}, {"kendall_tau": True, "eval_top1_accuracy": True, "accuracy": True}, ["nonsense", "accuracy/a"]),
-    (
-        labeled(6),
-        {"eval_by": "source"},
-        {"eval_accuracy/web": True, "eval_ece": False, "brier": False, "length_controlled_accuracy": True},
-        ["kendall_tau", "accuracy/typo"],
-    ),
+    (labeled(6), {"eval_by": "source"}, BY_SOURCE, ["kendall_tau", "accuracy/typo"]),
     (labeled(6), {}, {"accuracy": True}, ["eval_accuracy/web"]),
     (TIED, {"loss_type": "regression"}, {"loss": False, "mean_reward": True}, ["accuracy"]),
 ]
@@ -225,11 +217,9 @@ def test_the_metric_for_the_best_model_is_one_that_is_measured(model_folder: str
             make(name)
 
 
-def test_a_tracker_that_is_not_installed_is_named_at_once(tmp_path: Path) -> None:
-    with (
-        patch("trl_tpu.config.checks.get_available_reporting_integrations", lambda: ["tensorboard"]),
-        pytest.raises(UserError, match="report_to.*wandb"),
-    ):
+def test_a_tracker_that_is_not_installed_is_named_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trl_tpu.config.checks.get_available_reporting_integrations", lambda: ["tensorboard"])
+    with pytest.raises(UserError, match="report_to.*wandb"):
         RewardConfig(str(tmp_path), report_to=["tensorboard", "wandb"])
 
 
@@ -279,9 +269,7 @@ def test_a_verdict_and_its_pictures_are_beside_the_model_and_in_its_card(model_f
         assert f"]({name})" in card and (tmp_path / name).read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_checkpoint_has_the_verdict_of_the_evaluation_before_it_and_each_dataset_its_own(
-    model_folder: str, tmp_path: Path
-) -> None:
+def test_a_checkpoint_has_the_verdict_of_each_dataset_before_it(model_folder: str, tmp_path: Path) -> None:
     sets = {"easy one": labeled(6), "hard": labeled(9, seed=6)}
     schedule: dict[str, Any] = {"max_steps": 2, "eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps"}
     trainer = trained(make_trainer(model_folder, tmp_path, sets, save_steps=2, **schedule))
@@ -309,7 +297,7 @@ def test_a_column_that_cannot_group_is_named_before_anything_is_loaded(tmp_path:
             make_trainer("no-such-model", tmp_path, eval_dataset, eval_by="origin", **settings)
 
 
-def test_another_dataset_without_the_column_and_a_loader_of_ones_own_go_without_groups(
+def test_groups_need_a_column_and_our_order(
     model_folder: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     trainer = make_trainer(model_folder, tmp_path, labeled(6), eval_by="source")

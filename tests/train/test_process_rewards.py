@@ -22,9 +22,7 @@ from trl_tpu.experimental.prm import PRMTrainer
 from trl_tpu.modeling.outputs import BASE_CONFIG
 from trl_tpu.packing.shapes import RowPlan, RowShape
 from trl_tpu.scoring.stream import REASON, score
-from trl_tpu.scripts import reward
-from trl_tpu.scripts.export import run as export_run
-from trl_tpu.scripts.report import run as report_run
+from trl_tpu.scripts import export, report, reward
 from trl_tpu.scripts.score import run as score_run
 
 Make = Callable[..., PRMTrainer]
@@ -116,11 +114,9 @@ def test_solutions_without_labels_count_nothing(make: Make, model: str) -> None:
         assert losses(trainer) == pytest.approx(expected, abs=1e-6)
 
 
-@pytest.mark.parametrize(("family", "separator"), [("Llama", "\n"), ("GPT2", "\n"), ("Llama", " => ")])
-def test_scores_are_the_log_odds_at_the_ends_of_steps(
-    model: str, tmp_path: Path, family: str, separator: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(model)
+@pytest.mark.parametrize("case", [("Llama", "\n"), ("GPT2", "\n"), ("Llama", " => ")])
+def test_scores_are_the_log_odds_at_the_ends_of_steps(model: str, tmp_path: Path, caplog: Any, case: Any) -> None:
+    (family, separator), tokenizer = case, AutoTokenizer.from_pretrained(model)
     # as TRL saves it, it has none
     made = classifier(family, len(tokenizer), **({} if separator == "\n" else {"step_separator": separator}))
     made.save_pretrained(tmp_path)
@@ -144,9 +140,7 @@ def test_scores_are_the_log_odds_at_the_ends_of_steps(
 
 
 @pytest.mark.parametrize("adapters", [[], ["--use_peft", "true", "--lora_target_modules", "q_proj", "v_proj"]])
-def test_the_command_trains_what_is_scored_and_reported(
-    model: str, tmp_path: Path, capsys: pytest.CaptureFixture, adapters: list[str]
-) -> None:
+def test_the_command_trains_what_is_scored(model: str, tmp_path: Path, capsys: Any, adapters: Any) -> None:
     for split, rows in {"train": solutions(16), "test": solutions(9, seed=1)}.items():
         rows.to_json(tmp_path / "data" / f"{split}.jsonl")
     words = [
@@ -157,14 +151,14 @@ def test_the_command_trains_what_is_scored_and_reported(
     assert r"slowly:After it comes 0.\n" in capsys.readouterr().out
     assert reward.run_prm(words) == 0
     accuracy = re.search(r"Held-out data\n  accuracy +(\S+)", capsys.readouterr().out)
-    for folder, export in (("run", []), ("exported", ["--merge"] if adapters else [])):
+    for folder, merge in (("run", []), ("exported", ["--merge"] if adapters else [])):
         if folder == "exported":
-            export_run([str(tmp_path / "run" / "checkpoint-2"), str(tmp_path / folder), *export])
+            export.run([str(tmp_path / "run" / "checkpoint-2"), str(tmp_path / folder), *merge])
         to = str(tmp_path / f"{folder}.jsonl")
         data = ["--dataset_name", str(tmp_path / "data"), "--dataset_split", "test", "--output", to]
         assert score_run(["--model_name_or_path", str(tmp_path / folder), *data]) == 0
         assert accuracy is not None and f" | {accuracy[1]} (" in capsys.readouterr().out
-    assert report_run([to]) == 0
+    assert report.run([to]) == 0
     assert f"It tells right from wrong in {float(accuracy[1]):.1%}" in capsys.readouterr().out
     said = [json.loads((tmp_path / folder / "verdict.json").read_text()) for folder in ("run", "exported-report")]
     rewards = [reward for line in Path(to).read_text().splitlines() for reward in json.loads(line)["step_rewards"]]

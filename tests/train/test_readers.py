@@ -13,17 +13,8 @@ import torch
 from datasets import Dataset
 from peft import AutoPeftModelForSequenceClassification, LoraConfig
 from tokenizers import processors
-from torch.nn.utils.rnn import pad_sequence
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    AutoTokenizer,
-    PreTrainedTokenizerFast,
-    pipeline,
-    set_seed,
-)
-from transformers.utils import find_adapter_config_file
+from training import QUIET, trained
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer, pipeline
 
 import trl_tpu
 from trl_tpu import RewardConfig, RewardTrainer
@@ -37,31 +28,26 @@ Ids = list[list[int]]
 
 def load(folder: str) -> Any:
     """Load as anybody does; adapters with the config beside them."""
-    return AutoModelForSequenceClassification.from_pretrained(folder, **_config(folder)).eval()
+    beside = {"config": AutoConfig.from_pretrained(str(Path(folder, BASE_CONFIG)))} if has_adapters(folder) else {}
+    return AutoModelForSequenceClassification.from_pretrained(folder, **beside).eval()
 
 
-def _config(folder: str) -> dict[str, Any]:
-    if find_adapter_config_file(folder) is None:
-        return {}
-    return {"config": AutoConfig.from_pretrained(str(Path(folder, BASE_CONFIG)))}
+def has_adapters(folder: str) -> bool:
+    return Path(folder, "adapter_config.json").is_file()
 
 
-def padded(ids: Ids, pad_token_id: int, side: str = "right") -> dict[str, torch.Tensor]:
-    def batch(rows: Ids, value: int) -> torch.Tensor:
-        return pad_sequence([*map(torch.tensor, rows)], batch_first=True, padding_value=value, padding_side=side)
-
-    return {"input_ids": batch(ids, pad_token_id), "attention_mask": batch([[1] * len(row) for row in ids], 0)}
+def padded(folder: str, ids: Ids, side: str = "right") -> Any:
+    return AutoTokenizer.from_pretrained(folder).pad({"input_ids": ids}, padding_side=side, return_tensors="pt")
 
 
 @torch.no_grad()
 def transformers_rewards(folder: str, ids: Ids, side: str) -> list[float]:
-    model = load(folder)
-    return model(**padded(ids, model.config.pad_token_id, side)).logits.squeeze(-1).tolist()
+    return load(folder)(**padded(folder, ids, side)).logits.squeeze(-1).tolist()
 
 
 def pipeline_rewards(folder: str, texts: list[str], **tokenizing: Any) -> list[float]:
     """The default pipeline, which applies a sigmoid to one label of a config that does not say regression."""
-    model = load(folder) if _config(folder) else folder  # a pipeline reads adapters by their base model's config
+    model = load(folder) if has_adapters(folder) else folder  # a pipeline reads adapters by their base model's config
     read = pipeline("text-classification", model=model, tokenizer=folder, device="cpu")
     return [each["score"] for each in read(texts, **tokenizing)]
 
@@ -75,7 +61,7 @@ def last_token_rewards(folder: str, ids: Ids) -> list[float]:
 
 
 @torch.no_grad()
-def openrlhf_rewards(folder: str, ids: Ids, pad_token_id: int, normalizes: bool) -> list[float]:
+def openrlhf_rewards(folder: str, ids: Ids) -> list[float]:
     """As OpenRLHF's `get_llm_for_sequence_regression`: the backbone, a head named ``score``, config's mean and std.
 
     https://github.com/OpenRLHF/OpenRLHF/blob/main/openrlhf/models/model.py
@@ -83,14 +69,12 @@ def openrlhf_rewards(folder: str, ids: Ids, pad_token_id: int, normalizes: bool)
     config = AutoConfig.from_pretrained(folder)
     model: Any = AutoModelForSequenceClassification.from_pretrained(folder, num_labels=1).eval()
     assert isinstance(model.score, torch.nn.Linear) and model.score.bias is None
-    batch = padded(ids, pad_token_id, "left")
+    batch = padded(folder, ids, "left")
     mask = batch["attention_mask"]
     positions = (mask.cumsum(-1) - 1).masked_fill(mask == 0, 1)
     hidden = getattr(model, model.base_model_prefix)(**batch, position_ids=positions).last_hidden_state
     rewards = model.score(hidden)[:, -1, 0]  # padding is on the left, so the last token is the dialogue's
-    if normalizes:
-        rewards = (rewards - config.mean) / config.std
-    return rewards.tolist()
+    return ((rewards - config.mean) / config.std).tolist()
 
 
 @torch.no_grad()
@@ -123,11 +107,19 @@ class Saved(NamedTuple):
 
     folder: str
     trainer: RewardTrainer
-    tokenizer: PreTrainedTokenizerFast
+    tokenizer: Any
     texts: list[str]
     messages: list[list[dict[str, str]]]
     of_texts: list[float]
     of_messages: list[float]
+
+    @property
+    def scores_eos(self) -> bool:
+        """Whether the EOS that ends a dialogue is the token that is scored."""
+        return self.tokenizer.pad_token_id != self.tokenizer.eos_token_id
+
+    def config(self) -> dict[str, Any]:
+        return json.loads(Path(self.folder, BASE_CONFIG if has_adapters(self.folder) else "config.json").read_text())
 
     def ids_of_texts(self) -> list[list[int]]:
         """Texts end in the EOS, as in training."""
@@ -137,7 +129,7 @@ class Saved(NamedTuple):
         return [self.tokenizer.apply_chat_template(each, tokenize=False) for each in self.messages]
 
 
-def make_tokenizer(pads: bool, bos: bool) -> PreTrainedTokenizerFast:
+def make_tokenizer(pads: bool, bos: bool) -> Any:
     """With or without a pad token; some families' tokenizers begin each text with a BOS, and so do their templates."""
     tokenizer = tiny.tiny_tokenizer([*ASKED, *ANSWERED, *REFUSED], 400)
     tokenizer.add_special_tokens({"bos_token": "<bos>"})
@@ -173,12 +165,11 @@ def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     sizes |= {"num_key_value_heads": 2, "head_dim": 8, "vocab_size": len(tokenizer) + 7}
     others = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": None, "initializer_range": 0.2}
     config = AutoConfig.for_model(request.param.partition(",")[0], max_position_embeddings=512, **sizes, **others)
-    set_seed(0)
+    torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config).save_pretrained(folder / "base")
     tokenizer.save_pretrained(folder / "base")
-    settings = {"max_steps": 3, "learning_rate": 0.02, "per_device_train_batch_size": 2, "save_strategy": "no"}
-    settings |= {"report_to": "none", "bf16": False, "own_pad_token": case.get("own", False)}
-    args = RewardConfig(str(folder / "run"), **settings)
+    settings = QUIET | {"max_steps": 3, "learning_rate": 0.02, "per_device_train_batch_size": 2}
+    args = RewardConfig(str(folder / "run"), **settings, save_strategy="no", own_pad_token=case.get("own", False))
     messages = [
         [[{"role": "user", "content": asked}, {"role": "assistant", "content": answer}] for asked, answer in pairs]
         for pairs in (zip(ASKED, ANSWERED, strict=True), zip(ASKED, REFUSED, strict=True))
@@ -187,8 +178,8 @@ def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     halves = {"chosen": ANSWERED, "rejected": REFUSED}
     texts = Dataset.from_dict({half: [*map(add, ASKED, answers)] for half, answers in halves.items()})
     lora = LoraConfig(task_type="SEQ_CLS", r=4, init_lora_weights=False) if "lora" in case else None
-    trainer = RewardTrainer(str(folder / "base"), args, train_dataset=pairs, eval_dataset=pairs, peft_config=lora)
-    trainer.train()
+    data = {"train_dataset": pairs, "eval_dataset": pairs}
+    trainer = trained(RewardTrainer(str(folder / "base"), args, **data, peft_config=lora))
     trainer.evaluate()
     trainer.save_model()
     return Saved(
@@ -202,21 +193,8 @@ def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     )
 
 
-def is_scored(saved: Saved) -> bool:
-    """Whether the EOS that ends a dialogue is the token that is scored."""
-    return saved.tokenizer.pad_token_id != saved.tokenizer.eos_token_id
-
-
-def has_adapters(saved: Saved) -> bool:
-    return Path(saved.folder, "adapter_config.json").is_file()
-
-
-def config_of(saved: Saved) -> dict[str, Any]:
-    return json.loads(Path(saved.folder, BASE_CONFIG if has_adapters(saved) else "config.json").read_text())
-
-
 def test_the_config_says_what_it_is(saved: Saved) -> None:
-    config = config_of(saved)
+    config = saved.config()
     assert config["problem_type"] == "regression"
     assert config["sentence_transformers"]["activation_fn"] == IDENTITY
     assert config["id2label"] == {"0": "LABEL_0"} and config["label2id"] == {"LABEL_0": 0}
@@ -227,7 +205,7 @@ def test_the_config_says_what_it_is(saved: Saved) -> None:
     assert config["mean"] == pytest.approx(np.mean(saved.of_messages), rel=1e-5)
     assert config["std"] == pytest.approx(np.std(saved.of_messages), rel=1e-5)
     assert np.std(saved.of_messages) > 0.05 and np.std(saved.of_texts) > 0.05, "large enough to be told apart"
-    if not has_adapters(saved):  # transformers before 5 would take 10,000 without a word
+    if not has_adapters(saved.folder):  # transformers before 5 would take 10,000 without a word
         assert config["rope_theta"] == config["rope_parameters"]["rope_theta"]
     assert Path(saved.folder, "chat_template.jinja").read_text() == saved.tokenizer.chat_template
 
@@ -262,7 +240,7 @@ def test_servers_that_pool_the_very_last_token(saved: Saved) -> None:
     eos = saved.tokenizer.eos_token_id
     ids = saved.tokenizer(saved.rendered(), add_special_tokens=False)["input_ids"]
     for tokens, rewards in ((ids, saved.of_messages), (saved.ids_of_texts(), saved.of_texts)):
-        if is_scored(saved):
+        if saved.scores_eos:
             assert last_token_rewards(saved.folder, tokens) == pytest.approx(rewards, **CLOSE)
         else:  # as the warning and the card say: other rewards, unless the EOS is left off
             assert last_token_rewards(saved.folder, tokens) != pytest.approx(rewards, rel=1e-2)
@@ -271,14 +249,11 @@ def test_servers_that_pool_the_very_last_token(saved: Saved) -> None:
 
 
 def test_openrlhf(saved: Saved) -> None:
-    if has_adapters(saved):
-        pytest.skip("OpenRLHF loads whole models: `trl-tpu export --merge`")
-    if not is_scored(saved):
-        pytest.skip("OpenRLHF reads the very last token: see test_servers_that_pool_the_very_last_token")
-    ids, pad = saved.ids_of_texts(), saved.tokenizer.pad_token_id
-    config = config_of(saved)
+    if has_adapters(saved.folder) or not saved.scores_eos:
+        pytest.skip("It loads whole models (`trl-tpu export --merge`), and reads their very last token as servers do")
+    config = saved.config()
     normalized = [(reward - config["mean"]) / config["std"] for reward in saved.of_texts]
-    found = openrlhf_rewards(saved.folder, ids, pad, normalizes=True)
+    found = openrlhf_rewards(saved.folder, saved.ids_of_texts())
     assert found == pytest.approx(normalized, rel=1e-4, abs=1e-4 / config["std"])
 
 
@@ -287,23 +262,20 @@ def test_rewardbench(saved: Saved) -> None:
 
 
 def test_peft_and_a_merged_export(saved: Saved, tmp_path: Path) -> None:
-    if not has_adapters(saved):
+    if not has_adapters(saved.folder):
         pytest.skip("a whole model")
     model = AutoPeftModelForSequenceClassification.from_pretrained(saved.folder, num_labels=1).eval()
     with torch.no_grad():
         found = [model(input_ids=torch.tensor([row])).logits.item() for row in saved.ids_of_texts()]
-    if is_scored(saved):  # peft knows no pad token, and reads one dialogue at its very end
+    if saved.scores_eos:  # peft knows no pad token, and reads one dialogue at its very end
         assert found == pytest.approx(saved.of_texts, **CLOSE)
     export_checkpoint(saved.folder, tmp_path / "merged", merge=True)
     merged = json.loads((tmp_path / "merged/config.json").read_text())
     assert merged["rope_theta"] == merged["rope_parameters"]["rope_theta"]
-    own = config_of(saved)
+    own = saved.config()
     assert all(merged[key] == own[key] for key in ("problem_type", "sentence_transformers", "mean", "std"))
     found = transformers_rewards(str(tmp_path / "merged"), saved.ids_of_texts(), "left")
     assert found == pytest.approx(saved.of_texts, **CLOSE)
-    assert pipeline_rewards(str(tmp_path / "merged"), saved.rendered(), add_special_tokens=False) == (
-        pytest.approx(saved.of_messages, **CLOSE)
-    )
 
 
 @pytest.mark.parametrize("saved", ["qwen2, pad is eos", "gemma2"], indirect=True)

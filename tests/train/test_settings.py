@@ -19,27 +19,26 @@ from trl_tpu import RewardConfig, RewardTrainer
 from trl_tpu.errors import UserError
 from trl_tpu.runtime.native import Runtime
 
+Make = Callable[..., RewardTrainer]
+
 
 @pytest.fixture
-def train(model_folder: str, config: Callable[..., RewardConfig]) -> Callable[..., RewardTrainer]:
-    """Trains 64 pairs, by default for 4 steps, into the folder of a test or one in it."""
+def make(model_folder: str, config: Callable[..., RewardConfig]) -> Make:
+    """Makes a trainer of 64 pairs, by default for 4 steps, in the folder of a test or one in it."""
 
-    def train(resume: bool = False, **settings: Any) -> RewardTrainer:
+    def make(arguments: Any = (), **settings: Any) -> RewardTrainer:
         args = config(**{"max_steps": 4, "logging_steps": 1} | settings)
-        trainer = trained(RewardTrainer(model_folder, args, train_dataset=tiny.made_up_pairs(64)), resume=resume)
-        return trainer
+        return RewardTrainer(model_folder, args, train_dataset=tiny.made_up_pairs(64), **dict(arguments))
 
-    return train
+    return make
 
 
 # ---- frozen_parameters
 
 
-def test_frozen_parameters_stay_and_are_saved_and_resumed_as_the_others(
-    train: Callable[..., RewardTrainer], model_folder: str, tmp_path: Path
-) -> None:
+def test_frozen_parameters_stay_and_are_saved_and_resumed(make: Make, model_folder: str, tmp_path: Path) -> None:
     saves = {"frozen_parameters": "embed_tokens|layernorm", "save_strategy": "steps", "save_steps": 2}
-    trainer = train(**saves)
+    trainer = trained(make(**saves))
     before, after = (load_file(f"{each}/model.safetensors") for each in (model_folder, tmp_path / "checkpoint-4"))
     same = {name for name, weight in before.items() if torch.equal(after[name], weight)}
     frozen = {name for name in before if "embed_tokens" in name or "layernorm" in name}
@@ -48,17 +47,16 @@ def test_frozen_parameters_stay_and_are_saved_and_resumed_as_the_others(
     assert with_state == {id(each) for name, each in trainer.model.named_parameters() if name not in frozen}
 
     elsewhere = saves | {"output_dir": str(tmp_path / "resumed")}
-    train(**elsewhere, max_steps=2)
-    resumed = train(**elsewhere, resume=True)
+    trained(make(**elsewhere, max_steps=2))
+    resumed = trained(make(**elsewhere), resume=True)
     assert resumed.state.global_step == 4
     after = resumed.model.state_dict()
     assert {name for name, weight in before.items() if torch.equal(after[name], weight)} == frozen
 
 
-def test_of_adapters_what_would_train_is_frozen(model_folder: str, config: Callable[..., RewardConfig]) -> None:
-    peft_config = LoraConfig(task_type="SEQ_CLS", r=2, target_modules=["q_proj"])
-    args = config(frozen_parameters="lora_A|embed")
-    trainer = RewardTrainer(model_folder, args, train_dataset=tiny.made_up_pairs(8), peft_config=peft_config)
+def test_of_adapters_what_would_train_is_frozen(make: Make) -> None:
+    lora = LoraConfig(task_type="SEQ_CLS", r=2, target_modules=["q_proj"])
+    trainer = make({"peft_config": lora}, frozen_parameters="lora_A|embed")
     kinds = {name.split(".")[-3] for name, each in trainer.model.named_parameters() if each.requires_grad}
     assert kinds == {"lora_B", "modules_to_save"}
 
@@ -73,11 +71,9 @@ def test_of_adapters_what_would_train_is_frozen(model_folder: str, config: Calla
         ("cosine", {"num_cycles": 1}, lambda done: (1 + torch.cos(torch.tensor(2 * torch.pi * done)).item()) / 2),
     ],
 )
-def test_the_rate_decays_to_its_end_at_every_step(
-    kind: str, more: dict[str, Any], share: Any, train: Callable[..., RewardTrainer]
-) -> None:
+def test_the_rate_decays_to_its_end_at_every_step(kind: str, more: dict[str, Any], share: Any, make: Make) -> None:
     settings = {"lr_scheduler_type": kind, "lr_scheduler_kwargs": more, "warmup_steps": 2, "max_steps": 7}
-    trainer = train(learning_rate_end=4e-4, **settings)
+    trainer = trained(make(learning_rate_end=4e-4, **settings))
     rates = [log["learning_rate"] for log in trainer.state.log_history if "learning_rate" in log]
     decay = [4e-4 + 6e-4 * share(step / 5) for step in range(5)]
     assert rates == pytest.approx([0, 5e-4, *decay], abs=1e-9)
@@ -85,12 +81,9 @@ def test_the_rate_decays_to_its_end_at_every_step(
 
 
 @pytest.mark.parametrize("kind", ["linear", "cosine"])
-def test_an_end_above_the_optimizers_own_rate_is_refused(
-    kind: str, model_folder: str, config: Callable[..., RewardConfig]
-) -> None:
-    args = config(learning_rate_end=1e-4, lr_scheduler_type=kind)
-    own: Any = (torch.optim.SGD, {"lr": 1e-5})
-    trainer = RewardTrainer(model_folder, args, train_dataset=tiny.made_up_pairs(8), optimizer_cls_and_kwargs=own)
+def test_an_end_above_the_optimizers_own_rate_is_refused(kind: str, make: Make) -> None:
+    own = {"optimizer_cls_and_kwargs": (torch.optim.SGD, {"lr": 1e-5})}
+    trainer = make(own, learning_rate_end=1e-4, lr_scheduler_type=kind)
     with pytest.raises(UserError, match="learning_rate_end"):
         trainer.train()
 
@@ -116,16 +109,13 @@ def test_a_total_batch_sets_what_is_not_given(settings: dict[str, Any], made: tu
 
 
 @pytest.mark.parametrize("streams", [False, True])
-def test_an_evaluation_takes_the_first_batches_and_a_prediction_all(
-    streams: bool, model_folder: str, config: Callable[..., RewardConfig]
-) -> None:
+def test_an_evaluation_takes_the_first_batches_and_a_prediction_all(streams: bool, make: Make) -> None:
     pairs: Any = tiny.made_up_pairs(11, seed=3)
-    args = config(max_eval_steps=2, per_device_eval_batch_size=4)
-    trainer = RewardTrainer(model_folder, args, train_dataset=tiny.made_up_pairs(8))
+    trainer = make(max_eval_steps=2, per_device_eval_batch_size=4)
     found, predicted = trainer.evaluate(pairs.to_iterable_dataset() if streams else pairs), trainer.predict(pairs)
     assert found["eval_pairs"] == 8 and "eval_pairs" not in predicted.metrics  # type: ignore[operator]
     assert len(predicted.predictions) == 11
-    args.max_eval_steps = None
+    trainer.args.max_eval_steps = None
     expected = untimed(trainer.evaluate(pairs.select(range(8))))
     known = [name for name in expected if not (streams and "length" in name)]
     assert {name: found[name] for name in known} == {name: expected[name] for name in known}
@@ -160,12 +150,10 @@ def test_what_cannot_be_is_refused(settings: dict[str, Any], message: str, model
 
 
 @pytest.mark.parametrize("remat", ["full", "none"])
-def test_what_the_backward_needs_waits_on_the_host(
-    remat: str, train: Callable[..., RewardTrainer], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_the_backward_needs_waits_on_the_host(remat: str, make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a CPU tensors stay where they are; so here the host's memory is numpy's, which shows what is moved."""
-    kept = losses(train(remat=remat, max_steps=2))
-    offloaded = train(remat=remat, max_steps=2, activation_offloading=True)
+    kept = losses(trained(make(remat=remat, max_steps=2)))
+    offloaded = trained(make(remat=remat, max_steps=2, activation_offloading=True))
     assert isinstance(offloaded.maybe_activation_offload_context, save_on_cpu)
     assert losses(offloaded) == kept
     moved: list[tuple[int, ...]] = []
@@ -175,6 +163,6 @@ def test_what_the_backward_needs_waits_on_the_host(
         return tensor.detach().numpy().copy()
 
     monkeypatch.setattr(Runtime, "activations_on_host", lambda _: saved_tensors_hooks(move, torch.from_numpy))
-    assert losses(train(remat=remat, max_steps=1, activation_offloading=True)) == kept[:1]
+    assert losses(trained(make(remat=remat, max_steps=1, activation_offloading=True))) == kept[:1]
     of_layers = [shape for shape in moved if len(shape) == 3 and shape[-1] == 32]
     assert 2 <= len(of_layers) <= 6 if remat == "full" else len(of_layers) > 10

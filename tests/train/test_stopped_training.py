@@ -29,6 +29,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return tiny.save_tiny(tmp_path_factory.mktemp("model"), tiny.made_up_pairs(40), hidden=16, layers=1)
 
 
+EVERY_SECOND: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 2}
 DROPOUT = {"model_init_kwargs": {"attention_dropout": 0.5}, "packing": False}
 
 
@@ -37,23 +38,21 @@ def note_in(checkpoint: str) -> Any:
     return state["stateful_callbacks"]["Preemption"]["attributes"]
 
 
-@pytest.mark.parametrize(
-    ("event", "step", "stopped_at", "settings"),
-    [
-        ("on_train_begin", 0, 1, {}),
-        ("on_step_begin", 1, 2, {"eval_strategy": "steps", "eval_steps": 2, **DROPOUT}),
-        ("on_prediction_step", 2, 2, {"eval_strategy": "steps", "eval_steps": 2, **DROPOUT}),
-        ("on_prediction_step", 2, 2, {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "best"}),
-        ("on_step_begin", 2, 3, {"eval_strategy": "epoch", "logging_strategy": "epoch", "save_strategy": "epoch"}),
-        ("on_step_begin", 5, 6, {"eval_strategy": "steps", "eval_steps": 3}),
-    ],
-    ids=str,
-)
-def test_after_a_sigterm_the_run_goes_on_as_if_nothing_had_been(
-    event: str, step: int, stopped_at: int, settings: dict[str, Any], model: str, tmp_path: Path
-) -> None:
-    """But for an evaluation that was due at the stop: it is left out."""
+STOPS: list[tuple[str, int, dict[str, Any]]] = [
+    ("on_train_begin", 0, {}),
+    ("on_step_begin", 1, EVERY_SECOND | DROPOUT),
+    ("on_prediction_step", 2, EVERY_SECOND | DROPOUT),
+    ("on_prediction_step", 2, EVERY_SECOND | {"save_strategy": "best"}),
+    ("on_step_begin", 2, {"eval_strategy": "epoch", "logging_strategy": "epoch", "save_strategy": "epoch"}),
+    ("on_step_begin", 5, {"eval_strategy": "steps", "eval_steps": 3}),
+]
+
+
+@pytest.mark.parametrize(("event", "step", "settings"), STOPS, ids=str)
+def test_after_a_sigterm_the_run_goes_on(event: str, step: int, settings: Any, model: str, tmp_path: Path) -> None:
+    """As if nothing had been, but for an evaluation that was due at the stop: it is left out."""
     settings |= {"metric_for_best_model": "loss"}
+    stopped_at = step if event == "on_prediction_step" else step + 1  # the end of the step
     whole = trained(make_trainer(model, tmp_path / "whole", **settings))
     stopped = make_trainer(model, tmp_path / "stopped", At(event, step, sigterm), **settings)
     with pytest.raises(Unfinished) as stop:
@@ -64,34 +63,26 @@ def test_after_a_sigterm_the_run_goes_on_as_if_nothing_had_been(
     assert not any("eval_loss" in log and log["step"] == stopped_at for log in stopped.state.log_history)
 
     resumed = trained(make_trainer(model, tmp_path / "stopped", **settings), resume=True)
-    assert resumed.state.global_step == STEPS
-    assert resumed.stopped_by is None
+    assert (resumed.state.global_step, resumed.stopped_by) == (STEPS, None)
     assert logged(resumed) == [log for log in logged(whole) if "eval_loss" not in log or log["step"] != stopped_at]
     assert all(map(torch.equal, whole.model.parameters(), resumed.model.parameters()))
 
 
-def test_a_time_limit_stops_train_and_what_was_due_is_done(
-    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    settings: dict[str, Any] = {"training_time_limit": "1h", "save_strategy": "best", "metric_for_best_model": "loss"}
-    settings |= {"eval_strategy": "steps", "eval_steps": 2}
+def test_a_time_limit_stops_after_what_was_due(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = EVERY_SECOND | {"training_time_limit": "1h", "save_strategy": "best", "metric_for_best_model": "loss"}
     trainer = make_trainer(model, tmp_path, At("on_step_begin", 3, later(monkeypatch, 3601)), **settings)
     output = trainer.train()
     assert (output.global_step, trainer.stopped_by) == (4, TIME_LIMIT)
     assert trainer.stop_checkpoint == str(tmp_path / "checkpoint-4")
     assert note_in(trainer.stop_checkpoint) == {"stopped_by": TIME_LIMIT}
     assert [log["step"] for log in trainer.state.log_history if "eval_loss" in log] == [2, 4]
-    resumed = make_trainer(model, tmp_path, **settings)
-    resumed.train(resume_from_checkpoint=True)  # with an hour of its own
-    assert resumed.state.global_step == STEPS
-    assert resumed.stopped_by is None
+    resumed = trained(make_trainer(model, tmp_path, **settings), resume=True)  # with an hour of its own
+    assert (resumed.state.global_step, resumed.stopped_by) == (STEPS, None)
     whole = trained(make_trainer(model, tmp_path / "whole", **(settings | {"training_time_limit": None})))
     assert logged(resumed) == logged(whole)
 
 
-def test_the_checkpoint_to_go_on_from_stays_beside_the_best(
-    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_last_stays_beside_the_best(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where save_total_limit=1, a Trainer that ends deletes all checkpoints but the best."""
     settings: dict[str, Any] = {"load_best_model_at_end": True, "metric_for_best_model": "mean_reward"}
     settings |= {"eval_strategy": "steps", "save_strategy": "steps", "eval_steps": 1, "save_steps": 1}
@@ -125,14 +116,12 @@ def test_a_stop_that_could_not_save_has_a_status_of_its_own(model: str, tmp_path
     assert (stop.value.code, stop.value.saved) == (NOT_SAVED, False)
 
 
-def test_the_command_asks_to_be_started_again(
-    command_words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_command_asks_to_be_started_again(words: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing that is for a trained model is done."""
     ticks = itertools.count(step=61)  # a minute passes with each look at the clock
     monkeypatch.setattr(preemption.time, "monotonic", lambda: next(ticks))
     with pytest.raises(SystemExit) as stop:
-        command([*command_words, "--training_time_limit", "1m"])
+        command([*words, "--training_time_limit", "1m"])
     assert stop.value.code == UNFINISHED
     assert note_in(str(tmp_path / "out" / "checkpoint-1"))["stopped_by"] == TIME_LIMIT
     assert not list((tmp_path / "out").glob("*.safetensors"))
@@ -157,21 +146,19 @@ print("trained")
 
 
 @pytest.fixture
-def command_words(model: str, tmp_path: Path) -> Iterator[list[str]]:
+def words(model: str, tmp_path: Path) -> Iterator[list[str]]:
     """A command that hears SIGTERM in this process, whose own handler is put back."""
     tiny.made_up_pairs(16).to_json(tmp_path / "pairs.jsonl")
     before = signal.getsignal(signal.SIGTERM)
-    words = ["reward", "--model_name_or_path", model, "--dataset_name", str(tmp_path / "pairs.jsonl")]
-    words += ["--output_dir", str(tmp_path / "out"), "--max_steps", "2", "--report_to", "none"]
-    yield [*words, "--per_device_train_batch_size", "2", "--save_strategy", "no"]
+    given = ["reward", "--model_name_or_path", model, "--dataset_name", str(tmp_path / "pairs.jsonl")]
+    given += ["--output_dir", str(tmp_path / "out"), "--max_steps", "2", "--report_to", "none"]
+    yield [*given, "--per_device_train_batch_size", "2", "--save_strategy", "no"]
     signal.signal(signal.SIGTERM, before)
 
 
 @pytest.mark.parametrize("during", ["load_data", "RewardTrainer"])
-def test_a_sigterm_before_training_ends_the_command_as_one_in_training_does(
-    during: str, command_words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Also while the folder of the run is not known yet, and beside checkpoints of an older run."""
+def test_a_sigterm_before_training(during: str, words: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It ends the command as one in training, also before its folder is known, beside older checkpoints."""
     (tmp_path / "out" / "checkpoint-9").mkdir(parents=True)
     inner = getattr(reward, during)
 
@@ -181,22 +168,22 @@ def test_a_sigterm_before_training_ends_the_command_as_one_in_training_does(
 
     monkeypatch.setattr(reward, during, stopped)
     with pytest.raises(SystemExit) as end:
-        command(command_words)
+        command(words)
     assert end.value.code == UNFINISHED
     monkeypatch.undo()
-    assert command([*command_words, "--resume_from_checkpoint", "true"]) == 0
+    assert command([*words, "--resume_from_checkpoint", "true"]) == 0
     assert (tmp_path / "out" / "model.safetensors").is_file()
 
 
-@pytest.mark.parametrize(
-    ("event", "step", "times", "status"),
-    [
-        ("on_step_begin", 2, "1", UNFINISHED),  # saved; and nothing after train() has run
-        ("on_step_begin", 2, "all", UNFINISHED),  # as when a machine shuts down: workers that load data, too
-        ("on_step_begin", 2, "2", -signal.SIGTERM),  # killed, as without us
-        ("on_train_end", 0, "1", -signal.SIGTERM),  # nothing was left to stop
-    ],
-)
+ENDS = [
+    ("on_step_begin", 2, "1", UNFINISHED),  # saved; and nothing after train() has run
+    ("on_step_begin", 2, "all", UNFINISHED),  # as when a machine shuts down: workers that load data, too
+    ("on_step_begin", 2, "2", -signal.SIGTERM),  # killed, as without us
+    ("on_train_end", 0, "1", -signal.SIGTERM),  # nothing was left to stop
+]
+
+
+@pytest.mark.parametrize(("event", "step", "times", "status"), ENDS)
 def test_what_a_script_ends_with(event: str, step: int, times: str, status: int, model: str, tmp_path: Path) -> None:
     words = ["-c", SCRIPT, str(SUPPORT), model, str(tmp_path), event, str(step), times]
     done = apart.python(*words, environment=dict(os.environ))

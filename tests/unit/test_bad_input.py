@@ -55,21 +55,6 @@ def flags(**values: Any) -> Spoil:
     return lambda job: job.flags.update({name: str(value) for name, value in values.items()})
 
 
-def without(name: str) -> Spoil:
-    return lambda job: job.flags.pop(name)
-
-
-def config(text: str) -> Spoil:
-    """A YAML file, and none of the flags that it names."""
-
-    def spoil(job: Job) -> None:
-        (job.folder / "c.yaml").write_text(text)
-        job.flags = {name: value for name, value in job.flags.items() if f"{name}:" not in text}
-        job.flags["config"] = "{folder}/c.yaml"
-
-    return spoil
-
-
 GOOD_LINE = json.dumps(PAIR).encode()
 
 
@@ -87,6 +72,11 @@ def file(name: str, content: bytes) -> Spoil:
         job.flags["dataset_name"] = f"{job.folder}/{name}"
 
     return spoil
+
+
+def mixture_without_a_path(job: Job) -> None:
+    (job.folder / "c.yaml").write_text("datasets: [{pth: x}]")
+    job.flags["config"] = "{folder}/c.yaml"
 
 
 def empty_folder(flag: str) -> Spoil:
@@ -146,11 +136,11 @@ SECOND, INDEX = "model-00002-of-00002.safetensors", "model.safetensors.index.jso
 CASES: dict[str, tuple[Any, ...]] = {
     # flags
     "a misspelled flag": (flags(lerning_rate=1), "--lerning_rate 1"),
-    "a mixture without a path": (config("datasets: [{pth: x}]"), "`datasets`", "'pth'"),
+    "a mixture without a path": (mixture_without_a_path, "`datasets`", "'pth'"),
     "no such sharding plan": (flags(sharding_plan="{folder}/p.yaml"), "DIR/p.yaml"),
     "a stream without an end": (flags(dataset_streaming="true", max_steps=-1), "max_steps", "-1"),
-    "no model": (without("model_name_or_path"), "`--model_name_or_path`"),
-    "no dataset": (without("dataset_name"), "`datasets`", "`dataset_name`"),
+    "no model": (lambda job: job.flags.pop("model_name_or_path"), "`--model_name_or_path`"),
+    "no dataset": (lambda job: job.flags.pop("dataset_name"), "`datasets`", "`dataset_name`"),
     "evaluation without a split": (flags(do_eval="true"), "split 'test'", "'train'"),
     "adapters for nothing": (flags(use_peft="true", lora_target_modules="x"), "No modules", "--lo"),
     # data

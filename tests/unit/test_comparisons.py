@@ -1,7 +1,6 @@
 """Every loss is its paper's formula in float64, gradients too, and depends on no reward that is padding."""
 
 import math
-from collections.abc import Callable
 from itertools import combinations, permutations
 from typing import Any
 
@@ -58,9 +57,7 @@ def assert_equal(
             assert not gradient_K[len(slope_K) :].any()
 
 
-def assert_rankings_equal(
-    some: list[Ranking], formula: Callable[[Ranking], Any], loss: Loss, rule: ComparisonRule = PLAIN
-) -> None:
+def assert_rankings_equal(some: Any, formula: Any, loss: Loss, rule: ComparisonRule = PLAIN) -> None:
     grades = [[grade for _, grade in each] for each in some]
     assert_equal(
         [{"grades": each} for each in grades],

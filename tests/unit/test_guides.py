@@ -5,6 +5,7 @@ is handed to this process, so that nothing heavy is imported anew; only with PJR
 own. What cannot run here is marked ``no-run``, and its flags are read by the commands' own parsers.
 """
 
+import ast
 import contextlib
 import dataclasses
 import importlib.util
@@ -12,16 +13,19 @@ import inspect
 import io
 import os
 import re
+import runpy
+import shlex
 import subprocess
 import sys
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from types import ModuleType
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import apart
-import pages
 import pytest
+import yaml
 from places import EXAMPLES, ROOT
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
@@ -32,17 +36,15 @@ from trl_tpu.parallel.sharding_plan import Rules
 from trl_tpu.scripts import export, plan, report, reward, score, synthetic
 
 GUIDES = EXAMPLES / "guides"
+PAGES = [ROOT / "README.md", *sorted(GUIDES.glob("*.md")), EXAMPLES / "recipes" / "README.md"]
+NOT_RUN = "# not run by the tests: "
+BLOCK = re.compile(r"^```(\w+)( no-run)?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 MAKE_PARSER: dict[str, Any] = {
-    "reward": reward.make_parser,
-    "prm": partial(reward.make_parser, config=PRMConfig),
-    "score": score.make_parser,
-    "export": export.make_parser,
-    "plan": plan.make_parser,
-    "report": report.make_parser,
+    each.__name__.rpartition(".")[2]: each.make_parser for each in (reward, score, export, plan, report)
 }
+MAKE_PARSER["prm"] = partial(reward.make_parser, config=PRMConfig)
 FLAGS = {option for make in MAKE_PARSER.values() for each in make()._actions for option in each.option_strings}
-NAMES = [page.relative_to(ROOT).as_posix() for page in pages.PAGES]
-SEPARATOR = "\x1f"
+NAMES = [page.relative_to(ROOT).as_posix() for page in PAGES]
 
 # asks this process over two inherited pipes, and shows what the command said
 TRL_TPU = """#!/bin/bash
@@ -57,6 +59,88 @@ PROGRAMS = {
     "python": '#!/bin/bash\nexec "$PYTHON" "$@"\n',
     "make": '#!/bin/bash\nexec /usr/bin/make --dry-run --silent "$@" > /dev/null\n',
 }
+
+
+# ---- pages: their blocks, commands and the messages that they quote
+
+
+class Block(NamedTuple):
+    """A fenced block of a page.
+
+    Args:
+        language: The first word of its fence.
+        runs: Whether it is to run here; the others have ``no-run`` in the fence, and say why in their first line.
+        line: Where in the page its text begins.
+    """
+
+    language: str
+    runs: bool
+    text: str
+    line: int
+
+
+def blocks(page: Path) -> list[Block]:
+    """The fenced blocks of a page, in order."""
+    text = page.read_text(encoding="utf-8")
+    return [
+        Block(match[1], match[2] is None, match[3], text.count("\n", 0, match.start(3)) + 1)
+        for match in BLOCK.finditer(text)
+    ]
+
+
+def prose(page: Path) -> str:
+    """A page without its blocks."""
+    return BLOCK.sub("", page.read_text(encoding="utf-8"))
+
+
+def commands(block: Block) -> Iterator[list[str]]:
+    """The words after each ``trl-tpu`` of a block of shell or YAML, also where a command is quoted within another."""
+    if block.language == "yaml":
+        yield from listed(yaml.safe_load(block.text))
+        return
+    for line in block.text.replace("\\\n", " ").splitlines():
+        yield from typed(line)
+
+
+def typed(line: str) -> Iterator[list[str]]:
+    words = shlex.split(line, comments=True)
+    for word in words:
+        if "trl-tpu " in word:
+            yield from typed(word.partition("=")[2] if word.startswith("--") else word)
+    if "trl-tpu" in words:
+        yield words[words.index("trl-tpu") + 1 :]
+
+
+def listed(value: Any) -> Iterator[list[str]]:
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, list):
+        if value[:1] == ["trl-tpu"]:
+            yield value[1:]
+        for part in value:
+            yield from listed(part)
+
+
+def said_in(package: Path) -> list[str]:
+    """Every text in the source of a package, with "..." where a value goes."""
+    texts = []
+    for path in package.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                texts.append(re.sub(r"%[sd]|%\.\d+f", "...", node.value))
+            elif isinstance(node, ast.JoinedStr):
+                texts.append(
+                    "".join(str(part.value) if isinstance(part, ast.Constant) else "..." for part in node.values)
+                )
+    return texts
+
+
+def quoted(text: str) -> list[str]:
+    """The code spans of a line, of one backtick or of two."""
+    return [(two or one).strip() for two, one in re.findall(r"``(.+?)``|`([^`]+)`", text)]
+
+
+# ---- in a folder
 
 
 def checkout(folder: Path) -> Path:
@@ -119,7 +203,7 @@ def run_shell(text: str, folder: Path) -> None:
     os.close(shell_hears)
     with os.fdopen(ask) as asked, os.fdopen(answer, "w") as answers:
         for line in asked:  # until the shell has ended
-            status, output = called(*line.rstrip("\n").split(SEPARATOR)[:-1])
+            status, output = called(*line.rstrip("\n").split("\x1f")[:-1])
             said.write_text(output)
             print(status, file=answers, flush=True)
     assert shell.wait() == 0, text
@@ -135,9 +219,9 @@ def check_flags(words: list[str]) -> None:
     assert not unknown, f"trl-tpu {command} has no {unknown}"
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if any(block.runs for block in pages.blocks(ROOT / name))])
+@pytest.mark.parametrize("name", [name for name in NAMES if any(block.runs for block in blocks(ROOT / name))])
 def test_the_blocks_of_a_page_run_in_order(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = [block for block in pages.blocks(ROOT / name) if block.runs]
+    found = [block for block in blocks(ROOT / name) if block.runs]
     monkeypatch.chdir(checkout(tmp_path))
     monkeypatch.setattr(synthetic, "TRAIN_NUMBER_PAIRS", 16)
     monkeypatch.setattr(synthetic, "TEST_NUMBER_PAIRS", 4)
@@ -159,23 +243,18 @@ def test_the_blocks_of_a_page_run_in_order(name: str, tmp_path: Path, monkeypatc
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_what_does_not_run_says_why_and_has_flags_that_there_are(name: str) -> None:
-    for block in pages.blocks(ROOT / name):
-        if not block.runs:
-            assert block.text.startswith(pages.NOT_RUN)
-            for words in pages.commands(block):
-                check_flags(words)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_flags_links_and_files_in_the_text_are_there(name: str) -> None:
+def test_flags_links_and_files_are_there_and_what_does_not_run_says_why(name: str) -> None:
     page = ROOT / name
-    spans = pages.quoted(pages.prose(page))
+    for block in blocks(page):
+        assert block.runs or block.text.startswith(NOT_RUN)
+        for words in commands(block) if not block.runs else ():
+            check_flags(words)
+    spans = quoted(prose(page))
     assert {span.split()[0] for span in spans if span.startswith("--")} <= FLAGS | {"--config"}
     links = re.findall(r"\]\(([^)#:]+)\)", page.read_text(encoding="utf-8"))
     paths = [span for span in spans if re.fullmatch(r"(trl_tpu|tests|examples)/[\w/.]+", span)]
-    assert [link for link in links if not (page.parent / link).exists()] == []
-    assert [path for path in paths if not (ROOT / path).exists()] == []
+    places = [*(page.parent / link for link in links), *(ROOT / path for path in paths)]
+    assert [place for place in places if not place.exists()] == []
 
 
 def test_every_guide_is_linked_in_the_readme_and_names_no_old_one() -> None:
@@ -189,10 +268,10 @@ def test_every_guide_is_linked_in_the_readme_and_names_no_old_one() -> None:
 def test_messages_that_are_quoted_are_the_programs_own() -> None:
     troubleshooting = (GUIDES / "troubleshooting.md").read_text(encoding="utf-8")
     lines = re.findall(r"^### (.+)$|^- (`.+?`):", troubleshooting, re.MULTILINE)
-    lines += re.findall(r"^\| (`.+?)( )\| ", pages.prose(GUIDES / "packing.md"), re.MULTILINE)
-    quoted = {span for line in lines for span in pages.quoted("".join(line))}
-    texts = pages.said_in(ROOT / "trl_tpu")
-    for message in quoted - {"RESOURCE_EXHAUSTED", "CUDA out of memory", "trl-tpu score"}:
+    lines += re.findall(r"^\| (`.+?)( )\| ", prose(GUIDES / "packing.md"), re.MULTILINE)
+    messages = {span for line in lines for span in quoted("".join(line))}
+    texts = said_in(ROOT / "trl_tpu")
+    for message in messages - {"RESOURCE_EXHAUSTED", "CUDA out of memory", "trl-tpu score"}:
         parts = [re.escape(part.strip()) for part in message.split("...") if part.strip()]
         pattern = re.compile(".*".join(parts), re.DOTALL)
         assert any(pattern.search(text) for text in texts), message
@@ -200,38 +279,34 @@ def test_messages_that_are_quoted_are_the_programs_own() -> None:
 
 def test_the_models_that_are_said_to_be_packed_are_those_that_are_proven() -> None:
     (row,) = re.findall(r"^\| (.+?) \| packed \|", (ROOT / "README.md").read_text(encoding="utf-8"), re.MULTILINE)
-    assert set(pages.quoted(row)) == PROVEN_TYPES
+    assert set(quoted(row)) == PROVEN_TYPES
 
 
 def test_the_fields_that_trl_has_not_are_fields() -> None:
-    text = pages.prose(GUIDES / "differences_from_trl.md")
+    text = prose(GUIDES / "differences_from_trl.md")
     (fields,) = re.findall(r"`RewardConfig` has (.+?)\.\n- ", text, re.DOTALL)
-    assert set(pages.quoted(fields)) <= {each.name for each in dataclasses.fields(RewardConfig)}
+    assert set(quoted(fields)) <= {each.name for each in dataclasses.fields(RewardConfig)}
 
 
 def test_every_field_of_easydel_has_one_row_and_what_replaces_it_is_there() -> None:
-    rows = re.findall(r"^\| (`.+?) \| (.*?) ?\| .*\|$", pages.prose(GUIDES / "from_easydel.md"), re.MULTILINE)
-    theirs = [name for names, _ in rows for name in pages.quoted(names)]
+    rows = re.findall(r"^\| (`.+?) \| (.*?) ?\| .*\|$", prose(GUIDES / "from_easydel.md"), re.MULTILINE)
+    theirs = [name for names, _ in rows for name in quoted(names)]
     assert len(theirs) == len(set(theirs)) == 133  # of its 0.3.0
-    ours = {name for names, own in rows for name in pages.quoted(names if own == "the same" else own)}
+    ours = {name for names, own in rows for name in quoted(names if own == "the same" else own)}
     fields = {each.name for kind in (RewardConfig, ModelConfig, ScriptArguments) for each in dataclasses.fields(kind)}
     commands = {f"trl-tpu {name}" for name in cli.COMMANDS}
     assert ours <= fields | commands | set(inspect.signature(RewardTrainer).parameters)
 
 
 def test_the_sharding_plan_that_is_shown_fits_a_llama(tmp_path: Path) -> None:
-    (block,) = [each for each in pages.blocks(GUIDES / "sharding_and_slices.md") if "plan.yaml" in each.text[:20]]
+    (block,) = [each for each in blocks(GUIDES / "sharding_and_slices.md") if "plan.yaml" in each.text[:20]]
     (tmp_path / "plan.yaml").write_text(block.text)
     model = synthetic.tiny_model(synthetic.tiny_tokenizer())
     Rules.read(tmp_path / "plan.yaml").check(["score.weight", *(name for name, _ in model.named_parameters())])
 
 
-def script(path: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def script(path: Path) -> Any:
+    return SimpleNamespace(**runpy.run_path(str(path)))
 
 
 def test_the_picture_is_what_its_script_draws() -> None:
@@ -253,7 +328,6 @@ def test_the_table_of_slices_is_what_its_command_prints(capsys: pytest.CaptureFi
     config = AutoConfig.for_model(**memory.MODELS["Qwen2.5-0.5B"])
     model = memory.model_without_weights(config, "float32")
     count = sum(parameter.numel() for parameter in model.parameters())
-    full, _ = memory.gigabytes_a_chip(model, "fsdp=-1", 8, 1.0)
-    frozen, _ = memory.gigabytes_a_chip(model, "fsdp=-1", 8, 0.0)
-    assert full == pytest.approx(16 * count / 8 / 1e9, rel=1e-3)
-    assert frozen == pytest.approx(4 * count / 8 / 1e9, rel=1e-3)
+    for trained, size in ((1.0, 16), (0.0, 4)):
+        state, _ = memory.gigabytes_a_chip(model, "fsdp=-1", 8, trained)
+        assert state == pytest.approx(size * count / 8 / 1e9, rel=1e-3)

@@ -49,13 +49,15 @@ def close(*processes: StepStatistics) -> dict[str, float]:
     return {name: value for name, value in logs.items() if name in ("num_tokens", *REWARD_METRICS)}
 
 
-def update(metrics: StepStatistics, rows: list[Row], tokens: int = 5, labels: Any = None) -> None:
+def update(metrics: StepStatistics, *batches: list[Row], tokens: int = 5, labels: Any = None) -> StepStatistics:
     """Add pairs whose answers have so many tokens each; pairs that are not real are in another micro-batch."""
-    here_P = np.array([row[2] for row in rows])
-    table = compare(Labels.of(labels or [{}] * len(rows), 2), ComparisonRule()).among(here_P)
-    tokens_S = torch.tensor(here_P.repeat(2) * tokens, dtype=torch.int32)
-    rewards_SA = torch.tensor([row[:2] for row in rows]).reshape(-1, 1)
-    metrics.update(rewards_SA, tokens_S, table.map_tensors(torch.from_numpy))
+    for rows in batches:
+        here_P = np.array([row[2] for row in rows])
+        table = compare(Labels.of(labels or [{}] * len(rows), 2), ComparisonRule()).among(here_P)
+        tokens_S = torch.tensor(here_P.repeat(2) * tokens, dtype=torch.int32)
+        rewards_SA = torch.tensor([row[:2] for row in rows]).reshape(-1, 1)
+        metrics.update(rewards_SA, tokens_S, table.map_tensors(torch.from_numpy))
+    return metrics
 
 
 def host_sums(rewards_P2: Any) -> RewardSums:
@@ -86,10 +88,7 @@ def by_numpy(rows: list[Row]) -> dict[str, float]:
 
 @given(batches, batches)
 def test_metrics_are_over_all_pairs_of_all_processes(given: list[list[Row]], others: list[list[Row]]) -> None:
-    first, second = new_metrics(0, 2), new_metrics(1, 2)
-    for metrics, own in ((first, given), (second, others)):
-        for rows in own:
-            update(metrics, rows)
+    first, second = update(new_metrics(0, 2), *given), update(new_metrics(1, 2), *others)
     every = [row for rows in given + others for row in rows]
     tokens = {"num_tokens": 10 * sum(row[2] for row in every)} if any(row[2] for row in every) else {}
     assert close(first, second) == pytest.approx(tokens | by_numpy(every))
@@ -98,16 +97,13 @@ def test_metrics_are_over_all_pairs_of_all_processes(given: list[list[Row]], oth
 
 @given(batches, batches, st.integers(1, 3))
 def test_a_resumed_run_logs_the_same(given: list[list[Row]], others: list[list[Row]], count: int) -> None:
-    whole, parts = new_metrics(), [new_metrics(0, 2), new_metrics(1, 2)]
-    update(whole, [(1.0, 0.0, True)] * 2)
-    close(whole)  # what is logged before the checkpoint
-    for metrics in parts:
-        update(metrics, [(1.0, 0.0, True)])
+    logged = [(1.0, 0.0, True)]  # before the checkpoint
+    whole, parts = update(new_metrics(), logged * 2), [update(new_metrics(index, 2), logged) for index in range(2)]
+    close(whole)
     close(*parts)
+    update(whole, *given, *others)
     for metrics, own in zip(parts, (given, others), strict=True):
-        for rows in own:
-            update(whole, rows)
-            update(metrics, rows)
+        update(metrics, *own)
     logs = close(*(resumed(*parts, index=index, count=count) for index in range(count)))
     assert logs == close(whole)
 
@@ -160,8 +156,7 @@ def test_tokens_between_two_logs_are_exact_beyond_int32_and_over_a_resume(counts
 def test_the_deviation_of_rewards_far_from_zero_does_not_cancel() -> None:
     metrics, chooser = new_metrics(), np.random.default_rng(0)
     rewards_BP2 = (100 + 0.01 * chooser.standard_normal((20, 8, 2))).astype(np.float32)
-    for rewards_P2 in rewards_BP2.tolist():
-        update(metrics, [(*pair, True) for pair in rewards_P2])
+    update(metrics, *([(*pair, True) for pair in rewards_P2] for rewards_P2 in rewards_BP2.tolist()))
     close(metrics)
     on_host_too = scale_of(host_sums(rewards_BP2), "rewards")
     assert metrics.scale is not None and on_host_too is not None
@@ -185,22 +180,17 @@ def test_open_sums_of_older_checkpoints_are_read() -> None:
 
 def test_the_better_answer_is_the_more_probable_one_and_rewards_that_are_not_compared_are_reported() -> None:
     for probability, accuracy in ((0.9, 0.0), (0.1, 1.0)):
-        metrics = new_metrics()
         labels = [{"chosen_probability": each} for each in (probability, 0.5)]
-        update(metrics, [(0.0, 1.0, True), (5.0, 0.0, True)], labels=labels)
-        logs = close(metrics)
+        logs = close(update(new_metrics(), [(0.0, 1.0, True), (5.0, 0.0, True)], labels=labels))
         assert (logs["accuracy"], logs["margin"], logs["mean_reward"]) == (accuracy, 2 * accuracy - 1, 1.5)
-    metrics = new_metrics()
-    update(metrics, [(1.0, 2.0, True)], labels=[{"grades": [1.0, 1.0]}])
+    metrics = update(new_metrics(), [(1.0, 2.0, True)], labels=[{"grades": [1.0, 1.0]}])
     assert close(metrics) == {"num_tokens": 10, "min_reward": 1.0, "mean_reward": 1.5, "max_reward": 2.0}
 
 
 @pytest.mark.filterwarnings("error")
 def test_numbers_that_are_not_finite_are_logged_unless_their_steps_are_skipped() -> None:
     rows = [(float("nan"), 1.0, True), (2.0, 1.0, True)]
-    kept, skipped = new_metrics(nonfinite_limit=0), new_metrics(nonfinite_limit=3)
-    update(kept, rows)
-    update(skipped, rows)
+    kept, skipped = (update(new_metrics(nonfinite_limit=limit), rows) for limit in (0, 3))
     logs = close(kept)
     assert all(np.isnan(logs[name]) for name in ("mean_reward", "margin", "min_reward", "max_reward"))
     assert logs["accuracy"] == 0.5

@@ -99,20 +99,17 @@ def parts(role: str, text: str) -> dict[str, Any]:
 
 
 QUESTION, YES, NO = user("q"), assistant("yes"), assistant("no")
+TEXTS = {"chosen": "yes", "rejected": "no"}
 CONVERTED: dict[str, dict[str, Any]] = {
     "JSON text": {"chosen": json.dumps([QUESTION, YES]), "rejected": json.dumps([QUESTION, NO])},
     "Python text, as in CSV files": {"chosen": str([QUESTION, YES]), "rejected": str([QUESTION, NO])},
     "JSON with a prompt": {"prompt": json.dumps([QUESTION]), "chosen": json.dumps(YES), "rejected": json.dumps([NO])},
     "single messages": {"prompt": [QUESTION], "chosen": YES, "rejected": NO},
     "ShareGPT": {"conversations": [said("human", "q")], "chosen": said("gpt", "yes"), "rejected": said("gpt", "no")},
-    "whole ShareGPT conversations": {
-        "conversations": [said("human", "another")],
-        "chosen": [said("human", "q"), said("gpt", "yes")],
-        "rejected": [said("human", "q"), said("gpt", "no")],
-    },
+    "whole ShareGPT conversations": {"conversations": [said("human", "another")]}
+    | {half: [said("human", "q"), said("gpt", text)] for half, text in TEXTS.items()},
     "LLaMA-Factory v1": {
-        f"{half}_messages": [parts("user", "q"), parts("assistant", text)]
-        for half, text in (("chosen", "yes"), ("rejected", "no"))
+        f"{half}_messages": [parts("user", "q"), parts("assistant", text)] for half, text in TEXTS.items()
     },
     "a null prompt": {"prompt": None, **CHAT},
 }
