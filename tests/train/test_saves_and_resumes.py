@@ -2,6 +2,7 @@
 
 import copy
 import json
+import os
 import pickle
 import resource
 import shutil
@@ -25,6 +26,7 @@ from training import trained
 from transformers import AutoModelForSequenceClassification, TrainerCallback
 
 from trl_tpu import RewardConfig, RewardTrainer, score
+from trl_tpu.checkpoint import folders
 from trl_tpu.checkpoint.folders import MANIFEST_FILE, RemoteRun, describe_files, files_in, find_faults, publish
 from trl_tpu.errors import BEST_LOST, NOT_SAVED, UserError
 from trl_tpu.scripts import reward, synthetic
@@ -266,7 +268,7 @@ def test_the_best_adapters_of_checkpoints_without_state_are_loaded(
     """And a resume from one says what it lacks."""
     lora = LoraConfig(task_type="SEQ_CLS", r=2, target_modules="all-linear")
     without: Any = {"peft_config": lora, "save_only_model": True}
-    trainer, last = runs.train(**without, **BEST), runs.folder / "checkpoint-6"
+    trainer, last = runs.train(**without, **BEST | {"save_total_limit": None}), runs.folder / "checkpoint-6"
     assert trainer.trl_tpu.best_model_lost is None
     best = load_file(runs.folder / "checkpoint-2" / "adapter_model.safetensors")
     own = {name: weight for name, weight in trainer.model.state_dict().items() if "lora_B" in name}
@@ -313,6 +315,13 @@ def test_a_full_disk_is_loud(size: int, limit_files: Any, caplog: pytest.LogCapt
     assert sorted(path.name for path in runs.folder.glob("checkpoint-*")) == ["checkpoint-2", "checkpoint-6"]
     assert not (runs.folder / "_unfinished").exists()  # what was half written takes no room
     assert "checkpoint-4" in caplog.text
+
+
+def test_folder_that_cannot_be_written_is_loud_and_training_goes_on(runs: Runs) -> None:
+    (runs.folder / "_unfinished").write_text("a file where a folder has to be")
+    (runs.folder / "README.md").mkdir()  # nor can the model card
+    trainer = runs.train()
+    assert trainer.state.global_step == 6 and len(trainer.checkpointer.failed) == 3
 
 
 def test_a_model_without_room_leaves_what_was_there(run: RewardTrainer, limit_files: Any, runs: Runs) -> None:
@@ -504,8 +513,7 @@ def test_the_commands_status_tells_what_was_lost(status: int, monkeypatch: pytes
     words = ["--model_name_or_path", "synthetic:tiny", "--dataset_name", "synthetic:numbers", "--report_to", "none"]
     words += ["--output_dir", str(runs.folder), "--max_steps", "2", "--save_steps", "2", "--eval_steps", "2"]
     if status == NOT_SAVED:
-        (runs.folder / "_unfinished").write_text("a file where a folder has to be")
-        (runs.folder / "README.md").mkdir()  # nor can the model card be written
+        monkeypatch.setattr(folders, "publish", lambda *_: os.mkdir(runs.folder))  # which exists
     else:
         lose = lambda trainer: setattr(trainer.trl_tpu, "best_model_lost", "gone")  # noqa: E731
         monkeypatch.setattr(RewardTrainer, "_load_best_model", lose)

@@ -16,7 +16,7 @@ from trl_tpu.modeling.losses import Loss
 
 K, A = 4, 3
 PLAIN = ComparisonRule()
-Ranking = list[tuple[float, Any]]  # of each answer its reward and grade
+Ranking = list[tuple[Any, Any]]  # of each answer its reward and grade
 rewards = st.floats(-20, 20, width=32)
 rankings = st.lists(st.lists(st.tuples(rewards, st.integers(0, 3)), min_size=2, max_size=K), min_size=1, max_size=4)
 shares = st.floats(0, 1, width=32)
