@@ -32,23 +32,17 @@ logger = logging.getLogger(__name__)
 
 MANIFEST_FILE = "manifest.json"
 
-
 STAGING_FOLDER = "_unfinished"
 
-
 _FORMAT = 2
-
 
 #: loading a model's folder begins with these, so they are moved to it last
 _LAST = ("config.json", "adapter_config.json")
 
-
 #: files without which a run can be resumed: random states, and what the new run's arguments give
 _SPARE = re.compile(r"rng_state.*\.pth|training_args\.bin|.*(token|vocab|config).*\.json|.*\.(jinja|md|model|txt)")
 
-
 _CHECKPOINT = re.compile(r"checkpoint-\d+")
-
 
 Files = dict[str, dict[str, Any]]
 """Size and SHA-256 of each file, by its path below the folder."""

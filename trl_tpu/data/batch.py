@@ -109,7 +109,6 @@ def tensors_in(inputs: Mapping[str, Any]) -> Mapping[str, Any]:
 
 Example = Mapping[str, Any]
 
-
 LayOut = Callable[[Sequences], list[TokenRows[np.ndarray]]]
 
 

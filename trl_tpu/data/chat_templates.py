@@ -16,12 +16,9 @@ from .formats import Messages, apply_template, template_arguments
 
 logger = logging.getLogger(__name__)
 
-
 _DIALOGUE_KEYS = ("prompt", "chosen", "rejected", "completion", "messages")
 
-
 _ANSWER_KEYS = ("chosen", "rejected", "completion")
-
 
 _TEMPLATE_FORMS: tuple[set[str], ...] = (
     {"messages"},
@@ -155,7 +152,6 @@ def maybe_extract_prompt(example: dict[str, Any]) -> dict[str, Any]:
 
 # Templates ask `strftime_now` for the date, and a macro of that name before them answers in its place.
 _FIXED_DATE = "{{% macro strftime_now(format) %}}{}{{% endmacro %}}"
-
 
 _FORMAT = "\x1f{{ format }}\x1f"
 

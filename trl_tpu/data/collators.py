@@ -54,7 +54,8 @@ class DataCollatorForPreference(DataCollatorMixin):
     answers: int | None = None
 
     def torch_call(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
-        sequences = [read_row(example)["answers"] for example in examples]
+        read = list(map(read_row, examples))
+        sequences = [row["answers"] for row in read]
         answers = self.answers or max(map(len, sequences))
         rows = [each[k] if k < len(each) else each[0] for k in range(answers) for each in sequences]
         length = round_up(max(len(ids) for ids in rows), self.pad_to_multiple_of or 1)
@@ -64,7 +65,7 @@ class DataCollatorForPreference(DataCollatorMixin):
         }
         if "margin" in examples[0]:
             batch["margin"] = torch.tensor([example["margin"] for example in examples], dtype=torch.float)
-        return batch | dict.fromkeys([TABLE] if needs_table(read_row(examples[0])) else [])
+        return batch | dict.fromkeys([TABLE] if needs_table(read[0]) else [])
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 import ast
 import json
-import logging
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
@@ -11,9 +10,6 @@ from typing import Any, TypeVar
 from transformers import PreTrainedTokenizerBase
 
 from ..errors import UserError, UserTypeError
-
-logger = logging.getLogger(__name__)
-
 
 ListOrMapping = TypeVar("ListOrMapping", list, Mapping)
 
@@ -42,7 +38,6 @@ def _without_none(value: Any) -> Any:
 
 # Templates leave out what assistants thought before they answered, so the end of a text says whether it was written.
 _END = 20
-
 
 Messages = list[dict[str, Any]]
 

@@ -25,22 +25,11 @@ from transformers.trainer_utils import seed_worker
 
 from ..errors import UserError
 from ..packing.pack import in_order
-from .measure import (
-    ANSWERS,
-    PAIR,
-    has_form,
-    is_prepared,
-    measure,
-    read_row,
-    read_table,
-    tables_of,
-)
+from .measure import ANSWERS, PAIR, has_form, is_prepared, measure, read_row, read_table, tables_of
 
 logger = logging.getLogger(__name__)
 
-
 _PROMPT = 8  # the fewest tokens that are taken for a prompt, where nothing else tells
-
 
 _MORE = 16  # the first tokens that a pair's answers may have in common, of which nothing tells that they are no prompt
 

@@ -1,6 +1,5 @@
 """Reads prepared rows: their forms, lengths, labels and shared prompts."""
 
-import logging
 import os
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -16,8 +15,6 @@ import pyarrow.compute as pc
 from datasets import Dataset
 
 from ..packing.shapes import PairLengths
-
-logger = logging.getLogger(__name__)
 
 NO_LABEL = -100
 """The label of tokens at which no step ends, as in torch's losses."""

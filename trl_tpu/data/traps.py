@@ -11,9 +11,7 @@ from ..errors import UserError
 
 logger = logging.getLogger(__name__)
 
-
 Row = Mapping[str, Any]
-
 
 TRAPS = "trl_tpu_traps"
 """The column in which tokenizing leaves each row's traps, one a line, until `warn_of_traps` has counted them."""
@@ -21,9 +19,7 @@ TRAPS = "trl_tpu_traps"
 
 _QUESTIONS = ("question", "instruction", "input", "query", "context", "system", "history", "conversations")
 
-
 _SHORTEST_PROMPT = 10  # characters; answers may begin with fewer by chance
-
 
 _WARNINGS = {
     "question": "there is no `prompt`, and the text of {} is not read. Make it the prompt, "

@@ -1,4 +1,4 @@
-"""Decides whether packed rows give a model's own rewards, by a trial before training."""
+"""Lets a model read packed rows, if they give its own rewards: which a trial before training shows."""
 
 import sys
 from collections.abc import Iterator
@@ -72,6 +72,15 @@ def check_unmodified(model: nn.Module) -> None:
         if inner is None:
             raise PackingImpossible(f"the `score` head is a {type(head).__name__} instead of a linear layer")
         head = inner
+
+
+def own_code_of(model: PreTrainedModel) -> str | None:
+    """Name the part of ``model`` that computes rewards by a user's own code; None if there is none."""
+    try:
+        check_unmodified(model)
+    except PackingImpossible as found:
+        return str(found)
+    return None
 
 
 def _is_of_a_library(function: Any) -> bool:
@@ -148,6 +157,36 @@ def make_packable(model: nn.Module, pad_token_id: int) -> None:
     else:
         check_packing_is_exact(model, pad_token_id)
     note_scores(model)
+
+
+def use_tree_masks(model: PreTrainedModel) -> None:
+    """Let ``model`` build masks for packed rows, and attend in them as its attention implementation does.
+
+    Ordinary batches get the same masks as before.
+
+    Raises:
+        PackingImpossible: If the implementation takes no mask for each query and key, as flash and flex attention, or
+            the model's own code attends.
+    """
+    name = model.config._attn_implementation
+    if name.startswith(OURS):
+        return
+    plain = ALL_MASK_ATTENTION_FUNCTIONS.get(name)
+    if plain is None or name.startswith(("flash", "flex")):
+        raise PackingImpossible(
+            f"packed rows need attention that takes a mask, but the model uses {name!r}. Load it with "
+            "`attn_implementation=` 'sdpa' or 'eager'"
+        )
+    attend_by(model, name, plain, ALL_ATTENTION_FUNCTIONS.get(name, _eager_attention))
+    if not model.config._attn_implementation.startswith(OURS):
+        raise PackingImpossible(f"{type(model).__name__} does not attend through transformers' attention interface")
+
+
+def _eager_attention(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Attend by the function that a model's module has beside it, transformers' "eager"."""
+    beside = (sys.modules[kind.__module__] for kind in type(module).__mro__)
+    own = next(own for each in beside if (own := getattr(each, "eager_attention_forward", None)))
+    return own(module, *args, **kwargs)
 
 
 @torch.no_grad()
@@ -242,42 +281,3 @@ def _reject_hidden_windows(model: PreTrainedModel, rules: list[MaskRule]) -> Non
             f"the config of {type(model).__name__} has {listed}, but it asked for causal masks only: its window may "
             "count columns of a row"
         )
-
-
-def own_code_of(model: PreTrainedModel) -> str | None:
-    """Name the part of ``model`` that computes rewards by a user's own code; None if there is none."""
-    try:
-        check_unmodified(model)
-    except PackingImpossible as found:
-        return str(found)
-    return None
-
-
-def use_tree_masks(model: PreTrainedModel) -> None:
-    """Let ``model`` build masks for packed rows, and attend in them as its attention implementation does.
-
-    Ordinary batches get the same masks as before.
-
-    Raises:
-        PackingImpossible: If the implementation takes no mask for each query and key, as flash and flex attention, or
-            the model's own code attends.
-    """
-    name = model.config._attn_implementation
-    if name.startswith(OURS):
-        return
-    plain = ALL_MASK_ATTENTION_FUNCTIONS.get(name)
-    if plain is None or name.startswith(("flash", "flex")):
-        raise PackingImpossible(
-            f"packed rows need attention that takes a mask, but the model uses {name!r}. Load it with "
-            "`attn_implementation=` 'sdpa' or 'eager'"
-        )
-    attend_by(model, name, plain, ALL_ATTENTION_FUNCTIONS.get(name, _eager_attention))
-    if not model.config._attn_implementation.startswith(OURS):
-        raise PackingImpossible(f"{type(model).__name__} does not attend through transformers' attention interface")
-
-
-def _eager_attention(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """Attend by the function that a model's module has beside it, transformers' "eager"."""
-    beside = (sys.modules[kind.__module__] for kind in type(module).__mro__)
-    own = next(own for each in beside if (own := getattr(each, "eager_attention_forward", None)))
-    return own(module, *args, **kwargs)

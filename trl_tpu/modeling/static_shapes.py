@@ -173,7 +173,6 @@ def _blank(x_RM: torch.Tensor, index_RM: torch.Tensor) -> torch.Tensor:
 
 _HEADS = "tensor"  # the mesh axis that heads go over
 
-
 _KERNEL_LAYERS = {"full_attention", "sliding_attention"}
 
 

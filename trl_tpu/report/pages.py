@@ -327,7 +327,6 @@ def _excerpt(dialogue: Any) -> str:
 
 _TAG = "generated_from_trainer"
 
-
 _CARD_TEMPLATE = Path(__file__).with_name("model_card.md.jinja")
 
 

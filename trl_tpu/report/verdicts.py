@@ -251,8 +251,8 @@ class LabeledRewards:
         Raises:
             UserError: A reward is no number.
         """
-        kind: Kind = "steps" if "step_rewards" in columns else "rankings"
-        kind = "pairs" if set(columns).issuperset(_REWARDS) else kind
+        is_pairs, has_steps = set(columns).issuperset(_REWARDS), "step_rewards" in columns
+        kind: Kind = "pairs" if is_pairs else "steps" if has_steps else "rankings"
         parts = [part for row in rows for part in _PARTS[kind](row)]
         are_lists = any(isinstance(row.get(column), list) for row in rows for column in _REWARDS)
         tokens_N2 = None

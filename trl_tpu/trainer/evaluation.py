@@ -14,10 +14,7 @@ import torch
 from accelerate import Accelerator
 from datasets import Dataset
 from torch import nn
-from transformers import (
-    EvalPrediction,
-    PreTrainedTokenizerBase,
-)
+from transformers import EvalPrediction, PreTrainedTokenizerBase
 from transformers.trainer_pt_utils import find_batch_size
 from transformers.trainer_utils import EvalLoopOutput, denumpify_detensorize
 from transformers.utils import CONFIG_NAME

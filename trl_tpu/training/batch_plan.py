@@ -31,7 +31,6 @@ from .planned_shapes import PlannedShapes
 
 logger = logging.getLogger(__name__)
 
-
 # of TRL and transformers: the batches that we make in their place have the same rows
 _COLLATORS = (DataCollatorForPreference, RewardDataCollatorWithPadding, DataCollatorForTokenClassification)
 

@@ -102,7 +102,6 @@ class RecompileGuard:
 
 _SHOWN = ("loss", "accuracy", "num_tokens")
 
-
 _FOR_TRACKERS = {
     *("grad_norm", "learning_rate", "num_input_tokens_seen", "tokens_per_second", "seconds_per_step", "mfu"),
     *("model_tflops_per_second", "compiled_programs", "memory_gib", *METRICS, *LENGTH_METRICS),

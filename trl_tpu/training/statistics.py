@@ -1,6 +1,5 @@
-"""Statistics of training steps: summed on the device, read once per log. Also what the progress bar shows of them."""
+"""Statistics of training steps: summed on the device, read once per log."""
 
-import logging
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -12,16 +11,12 @@ from accelerate import Accelerator
 
 from ..data.comparisons import Comparisons
 from ..evaluation.judge import COUNTS, SUMS, RewardSums, between, sums_of
-from ..evaluation.verdict import (
-    Verdict,
-)
+from ..evaluation.verdict import Verdict
 from ..modeling.outputs import RewardScale
 from ..parallel.mesh import GiB, peak_flops_of
 from ..runtime import Runtime
 from .optimizer import bare
 from .stopping import over_processes
-
-logger = logging.getLogger(__name__)
 
 _SAMPLE = 512  # pairs; the scale of rewards is measured on the last ones
 _CARRY = 2**30  # tokens: int32 holds too few for long log intervals, and TPUs have no int64

@@ -1,4 +1,4 @@
-"""How a run stops or saves before its time: SIGTERM, a time limit, and votes between its processes."""
+"""How a run stops or saves before its time: SIGTERM, a time limit, votes, and what hosts must have alike."""
 
 import contextlib
 import json
