@@ -6,7 +6,7 @@ token sees which.
 
 import numpy as np
 
-from trl_tpu.data.batch import sequences_of
+from trl_tpu.data.collate import sequences_of
 from trl_tpu.packing.pack import pack_unpadded
 
 PROMPT, CHOSEN, REJECTED = ["Is", "7", "prime", "?"], ["Yes", ",", "it", "is"], ["No"]

@@ -80,7 +80,7 @@ def tokens_ratio(scorer: Scorer, rows: list[dict[str, Any]]) -> float:
     parts = (
         part for _, batch in scorer.batches([np.array(each) for batch in ids for each in batch]) for part in batch
     )
-    return sum(part.rows.input_ids_RL.numel() for part in parts) / plain
+    return sum(part.input_ids_RL.numel() for part in parts) / plain
 
 
 def ours(scorer: Scorer, rows: list[dict[str, Any]]) -> list[float]:

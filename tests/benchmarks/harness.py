@@ -23,8 +23,8 @@ import training
 from datasets import Dataset, disable_progress_bars
 from transformers.utils import logging
 
-from trl_tpu.data.batch import apart, tensors_in
-from trl_tpu.data.measure import read_row
+from trl_tpu.data.measure import answers_of
+from trl_tpu.packing.batch import apart, tensors_in
 
 TRL, PAIRS_A_BATCH = "TRL 1.16", 8
 XLA = {"USE_TORCH_XLA": "1", "PJRT_DEVICE": "CPU"}
@@ -72,7 +72,7 @@ class Trained:
 
     def real_tokens(self) -> int:
         """Return the tokens of all sequences of the data."""
-        return sum(len(ids) for row in self.trainer.train_dataset for ids in read_row(row)["answers"])
+        return sum(len(ids) for row in self.trainer.train_dataset for ids in answers_of(row))
 
 
 @contextlib.contextmanager

@@ -12,10 +12,12 @@ from torch.nn.functional import logsigmoid
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
-from trl_tpu.data.batch import sequences_of
+from trl_tpu.data.collate import sequences_of
 from trl_tpu.data.collators import DataCollatorForPreference
+from trl_tpu.data.comparisons import ComparisonRule
 from trl_tpu.modeling.forward import packed_scores
-from trl_tpu.packing.pack import Sequences, TokenRows
+from trl_tpu.packing.batch import Batch
+from trl_tpu.packing.pack import Sequences
 from trl_tpu.packing.planned import pack
 from trl_tpu.packing.shapes import RowPlan, RowShape
 
@@ -103,17 +105,18 @@ def padded(model: nn.Module, pairs: Pairs) -> torch.Tensor:
 
 
 def rows_of(pairs: Pairs, most: int | None = None) -> Sequences:
-    return sequences_of([{"answers": pair} for pair in pairs], PAD, most)
+    rows = [{"answers": pair} for pair in pairs]
+    return sequences_of(rows, PAD, ComparisonRule().table(rows, most))
 
 
-def in_rows(pairs: Pairs, *shapes: RowShape) -> TokenRows[torch.Tensor]:
+def in_rows(pairs: Pairs, *shapes: RowShape) -> Batch[torch.Tensor]:
     """Pack pairs into one micro-batch of the first shape that holds them, with their expansion."""
     (rows,) = pack(rows_of(pairs), RowPlan(shapes), expands=True)
     return rows.map_tensors(torch.from_numpy)
 
 
 def packed(
-    model: nn.Module, *micro_batches: TokenRows[torch.Tensor], expand: bool = False, device: str = "cpu"
+    model: nn.Module, *micro_batches: Batch[torch.Tensor], expand: bool = False, device: str = "cpu"
 ) -> torch.Tensor:
     """Compute the rewards [P, 2] of packed rows, with their expansion or without."""
     parts = []

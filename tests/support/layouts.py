@@ -31,7 +31,7 @@ from training import QUIET, untimed  # noqa: E402
 from transformers import TrainerCallback, TrainerState  # noqa: E402
 
 from trl_tpu import RewardTrainer, runtime  # noqa: E402
-from trl_tpu.data.batch import apart, tensors_in  # noqa: E402
+from trl_tpu.packing.batch import apart, tensors_in  # noqa: E402
 
 STEPS = 12
 PAIRS = 16  # in a step

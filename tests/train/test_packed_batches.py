@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 from trl_tpu import RewardConfig, RewardTrainer
 from trl_tpu.data.collators import batches_in
-from trl_tpu.data.measure import read_row
+from trl_tpu.data.measure import answers_of
 from trl_tpu.modeling.losses import Loss
 from trl_tpu.packing.shapes import RowPlan, RowShape
 from trl_tpu.training.step import evaluation_step
@@ -27,7 +27,7 @@ class Recorder(RewardTrainer):
         """What is overridden only looks on."""
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
-        self.__dict__.setdefault("seen", []).append([part.rows.input_ids_RL.tolist() for part in inputs.parts])
+        self.__dict__.setdefault("seen", []).append([part.input_ids_RL.tolist() for part in inputs.parts])
         return super().training_step(model, inputs, num_items_in_batch)
 
 
@@ -119,7 +119,7 @@ def test_an_epoch_trains_on_every_pair_once(layout: str, tokenizer: PreTrainedTo
     pairs = tiny.made_up_pairs(22, seed=5)
     trainer = make_trainer(tokenizer, tmp_path, layout, data=pairs, packing=True, max_steps=-1, num_train_epochs=2)
     trainer.train()
-    tokens = sum(len(ids) for row in trainer.train_dataset for ids in read_row(row)["answers"])
+    tokens = sum(len(ids) for row in trainer.train_dataset for ids in answers_of(row))
     assert trainer.state.log_history[-2]["num_tokens"] == 2 * tokens
 
 
@@ -132,7 +132,7 @@ def test_a_script_may_call_the_loss_and_the_prediction_with_a_loaders_batch(
         settings = {"packing": packing, "center_rewards_coefficient": 0.1, "per_device_train_batch_size": 5}
         trainer = make_trainer(tokenizer, tmp_path, layout, margin=True, **settings)
         batch = next(iter(trainer.get_train_dataloader()))
-        assert batch.parts[0].rows.is_packed is packing
+        assert batch.parts[0].is_packed is packing
         loss, predicted_P2, _ = trainer.prediction_step(trainer.model, batch, False)
         with_grad = trainer.compute_loss(trainer.model, batch)
         with_grad.backward()

@@ -21,7 +21,7 @@ def make_trainer(model: PreTrainedModel, tokenizer: Any, out: Path, packing: Any
 
 
 def is_packed(trainer: RewardTrainer) -> bool:
-    return next(iter(trainer.get_train_dataloader())).parts[0].rows.is_packed
+    return next(iter(trainer.get_train_dataloader())).parts[0].is_packed
 
 
 def size(tokenizer: PreTrainedTokenizerFast, **more: Any) -> dict[str, Any]:

@@ -129,7 +129,7 @@ def test_a_known_order_is_learned_better_than_of_as_many_tokens_of_pairs(tmp_pat
         for rows, size in ((ranked, 8), (as_pairs(ranked), 14))
     ]
     of_rankings, of_pairs = (
-        np.mean([batch.parts[0].rows.input_ids_RL.numel() for batch in run.get_train_dataloader()]) for run in runs
+        np.mean([batch.parts[0].input_ids_RL.numel() for batch in run.get_train_dataloader()]) for run in runs
     )
     assert of_rankings == pytest.approx(of_pairs, rel=0.03)
     taus = [run.evaluate(held_out)["eval_kendall_tau"] for run in runs]

@@ -18,12 +18,13 @@ from torch.utils.data._utils.pin_memory import pin_memory
 from transformers import AutoModelForTokenClassification, DataCollatorForTokenClassification, PreTrainedModel
 from trl.trainer.reward_trainer import DataCollatorForPreference as TrlCollator
 
-from trl_tpu.data.batch import BatchCollator, CollatedBatch, Part, apart
+from trl_tpu.data.collate import BatchCollator, Part
 from trl_tpu.data.collators import DataCollatorForPreference, DictCollator, RewardDataCollatorWithPadding, batches_in
 from trl_tpu.data.comparisons import ComparisonRule
 from trl_tpu.modeling.losses import Loss
 from trl_tpu.modeling.packability import use_tree_masks
 from trl_tpu.modeling.static_shapes import use_expanded_attention
+from trl_tpu.packing.batch import Batch, apart
 from trl_tpu.packing.pack import pack_unpadded, pad
 from trl_tpu.packing.planned import pack
 from trl_tpu.packing.shapes import RowPlan, RowShape
@@ -125,7 +126,7 @@ def own(lay_out: Callable[..., Any], count: int = 1) -> Callable[[Form], list[An
 
 
 def planned(plan: RowPlan, count: int = 1, expands: bool = False) -> Callable[[Form], list[Any]]:
-    part = Part(MOST, 0, count)
+    part = Part(MOST, None, count)
     lay_outs = [partial(pack, plan=plan, expands=expands, part=(index, count)) for index in range(count)]
     return lambda form: [BatchCollator(lay_out, PAD, form.rule, part) for lay_out in lay_outs]
 
@@ -235,14 +236,14 @@ COLLATORS: dict[str, Any] = {  # with a pad token that is not in the text, and s
 }
 
 
-def tensors_of(batch: CollatedBatch) -> dict[str, torch.Tensor]:
+def tensors_of(batch: Batch[torch.Tensor]) -> dict[str, torch.Tensor]:
     """All tensors of all micro-batches."""
     return {f"{at} {name}": each for at, part in enumerate(batch.parts) for name, each in part.tensors().items()}
 
 
-def assert_equal(one: CollatedBatch, other: CollatedBatch) -> None:
+def assert_equal(one: Batch[torch.Tensor], other: Batch[torch.Tensor]) -> None:
     torch.testing.assert_close(tensors_of(one), tensors_of(other), rtol=0, atol=0, equal_nan=True)
-    assert [part.rows.trees for part in one.parts] == [part.rows.trees for part in other.parts]
+    assert [part.trees for part in one.parts] == [part.trees for part in other.parts]
 
 
 @pytest.mark.parametrize("kind", COLLATORS)
@@ -287,7 +288,7 @@ def test_micro_batches_may_be_computed_one_at_a_time() -> None:
     assert len(parts) > 1
     torch.testing.assert_close(torch.stack(parts).sum(), whole)
     padded = TrlCollator(PAD)(EXAMPLES)
-    assert list(apart(padded)) == [padded]
+    assert apart(padded) == (padded,)
 
 
 def test_gradients_of_a_training_that_was_interrupted_do_not_enter_the_next() -> None:

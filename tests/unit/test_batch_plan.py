@@ -142,9 +142,7 @@ def test_padded_batches_have_planned_lengths_where_each_is_compiled(tmp_path: Pa
     plan = make(tmp_path, COMPILING, **off)
     collate = collator(plan)
     assert plan.shapes == len(collate.lay_out.keywords["lengths"]) and not plan.accumulates
-    assert {tuple(collate(list(rows)).parts[0].rows.input_ids_RL.shape) for rows in (tokens(1), tokens(4))} == {
-        (8, 64)
-    }
+    assert {tuple(collate(list(rows)).parts[0].input_ids_RL.shape) for rows in (tokens(1), tokens(4))} == {(8, 64)}
 
 
 def test_code_of_users_gets_trls_keys_and_their_collator_makes_them(tmp_path: Path) -> None:

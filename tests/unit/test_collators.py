@@ -18,7 +18,7 @@ from trl_tpu.data.collators import (
     read_dict,
 )
 from trl_tpu.data.comparisons import ComparisonRule
-from trl_tpu.data.measure import OLD_KEYS, PAIR, read_row
+from trl_tpu.data.measure import OLD_KEYS, PAIR, answers_of
 from trl_tpu.errors import UserError
 
 PAD = 0
@@ -41,7 +41,7 @@ def test_the_collator_gives_trls_batch(
     rows = rows if has_margin else [{name: row[name] for name in PAIR} for row in rows]
     theirs = TrlCollator(pad_token_id, pad_to_multiple_of=multiple)(rows)
     collate = DataCollatorForPreference(pad_token_id, pad_to_multiple_of=multiple)
-    for ours in (collate(rows), collate([read_row(row) for row in rows])):
+    for ours in (collate(rows), collate([{**row, "answers": answers_of(row)} for row in rows])):
         assert list(ours) == list(theirs)
         for key in theirs:
             assert ours[key].dtype == theirs[key].dtype

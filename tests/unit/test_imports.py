@@ -111,7 +111,7 @@ BELOW = {
     "parallel": {"runtime"},
     "config": {"parallel", "runtime"},
     "modeling": {"config", "data", "packing", "parallel", "runtime"},
-    "evaluation": {"data"},
+    "evaluation": {"data", "packing"},
     "scoring": {"data", "evaluation", "modeling", "packing", "parallel", "runtime"},
     "report": {"data", "evaluation", "modeling"},
     "checkpoint": {"config", "modeling", "parallel", "runtime"},

@@ -9,12 +9,13 @@ from decoders import PAD, drawn_pair, rows_of
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trl_tpu.packing.pack import TokenRows, pack_unpadded
+from trl_tpu.packing.batch import Batch
+from trl_tpu.packing.pack import pack_unpadded
 from trl_tpu.packing.planned import expand_rows, pack
 from trl_tpu.packing.shapes import RowPlan, RowShape, plan_rows
 
 batches = st.lists(drawn_pair, min_size=1, max_size=7)
-Rows = TokenRows[np.ndarray]
+Rows = Batch[np.ndarray]
 
 
 def pair_size(one: list[int], other: list[int]) -> int:

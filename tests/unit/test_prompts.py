@@ -9,9 +9,9 @@ from datasets import Dataset
 from tokenized import dataset_of
 
 from trl_tpu import RewardConfig
-from trl_tpu.data.batch import sequences_of
+from trl_tpu.data.collate import sequences_of
+from trl_tpu.data.comparisons import ComparisonRule
 from trl_tpu.data.loader import ByPrompt, prompt_groups, prompts_in_training, sizes_by_prompt
-from trl_tpu.data.measure import read_row
 from trl_tpu.packing.planned import pack
 from trl_tpu.packing.shapes import RowPlan
 from trl_tpu.training.planned_shapes import plan_rows_of
@@ -86,8 +86,8 @@ def test_planned_rows_hold_any_batch_and_grouped_ones_tightly(pairs: int, shards
     def columns(plan: RowPlan, order: Any) -> int:
         packed = 0
         for first in range(0, len(order), pairs):
-            batch = dataset.select(order[first : first + pairs])
-            rows = pack(sequences_of(list(map(read_row, batch)), 0, pairs), plan)
+            batch = list(dataset.select(order[first : first + pairs]))
+            rows = pack(sequences_of(batch, 0, ComparisonRule().table(batch, pairs)), plan)
             packed += sum(each.input_ids_RL.size for each in rows)
         return packed
 

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from tokenized import prepare
 from transformers import LlamaConfig
 
-from trl_tpu.data.batch import sequences_of
-from trl_tpu.data.comparisons import Labels
-from trl_tpu.data.measure import PAIR, form_of, measure, read_row
+from trl_tpu.data.collate import sequences_of
+from trl_tpu.data.comparisons import ComparisonRule, Labels
+from trl_tpu.data.measure import PAIR, answers_of, form_of, measure
 from trl_tpu.data.rankings import RankingKind
 from trl_tpu.evaluation.judge import Evaluation, NothingCompared, judge_rows, padded, sums_on_host
 from trl_tpu.modeling.outputs import Outputs, write_outputs
@@ -76,10 +76,11 @@ def test_the_verdict_on_many_answers_takes_memory_for_the_answers_and_not_for_th
 def test_a_prompt_is_computed_once_for_all_its_answers() -> None:
     prompts = [[*range(10, 110)], [*range(10, 60), *range(200, 250)]]
     rows = [
-        {"answers": [[*prompt, 1000 + answer, 7] for answer in range(count)], "grades": [*range(count)]}
+        {"answer_ids": [[*prompt, 1000 + answer, 7] for answer in range(count)], "grades": [*range(count)]}
         for prompt, count in zip(prompts, (8, 3), strict=True)
     ]
-    (packed,) = pack_unpadded(sequences_of(rows, 0, answers=8), attention_crossover_length=1e6)
+    batch = sequences_of(rows, 0, ComparisonRule(answers=8).table(rows))
+    (packed,) = pack_unpadded(batch, attention_crossover_length=1e6)
     assert packed.input_ids_RL.size == 150 + 2 * 11  # both prompts' first 50 tokens once, too
 
 
@@ -121,10 +122,11 @@ FORMS: dict[str, dict[str, Any]] = {
 def test_extra_columns_change_no_row_and_no_label(form: str) -> None:
     row = FORMS[form]
     plain, more = prepare([row]), prepare([row | {key: value for key, value in EXTRA.items() if key not in row}])
-    rows = list(map(read_row, plain))
+    rule = ComparisonRule(answers=measure(plain).answers)
     for prepared in (more, prepare(more.to_list())):
         assert form_of(prepared.column_names) == form_of(plain.column_names)
-        assert list(map(read_row, prepared)) == rows
+        assert list(map(answers_of, prepared)) == list(map(answers_of, plain))
+        assert str(rule.table(list(prepared))) == str(rule.table(list(plain)))
         assert measure(prepared).answers == measure(plain).answers
         assert measure(prepared).checksum == measure(plain).checksum
 

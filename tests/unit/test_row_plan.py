@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenized import dataset_of
 
-from trl_tpu.data.batch import sequences_of
+from trl_tpu.data.collate import sequences_of
+from trl_tpu.data.comparisons import ComparisonRule
 from trl_tpu.data.measure import measure
 from trl_tpu.packing.pack import pack_unpadded
 from trl_tpu.packing.planned import pack
@@ -35,7 +36,8 @@ def test_every_batch_is_covered(sizes: list[int], pairs: int, shards: int, most:
     drawn = data.draw(st.permutations(range(len(sizes))))[:pairs]
     # nothing shared between pairs, the worst case: token ids tell pairs apart
     rows = [{"answers": [[index + 1] * sizes[index], [index + 1]]} for index in drawn]
-    assert sum((each.tokens_S > 0).sum() for each in pack(sequences_of(rows, 0, pairs), plan)) == 2 * len(drawn)
+    table = ComparisonRule().table(rows, pairs)
+    assert sum((each.tokens_S > 0).sum() for each in pack(sequences_of(rows, 0, table), plan)) == 2 * len(drawn)
 
 
 @given(st.integers(1, 5000), st.integers(1, 6), st.sampled_from([1, 8, 64, 128]))

@@ -412,5 +412,5 @@ def test_packed_rows_hold_what_dialogues_share_once() -> None:
         tails = [chooser.integers(1, 50, chooser.integers(0, 30)) for _ in range(chooser.choice([1, 2, 8]))]
         dialogues += [np.concatenate([prefix, tail]).astype(np.int32) for tail in tails]
     dialogues += dialogues[:3]
-    rows = [part.rows.input_ids_RL for _, parts in Batches(0, 500, 384).unpadded(dialogues) for part in parts]
+    rows = [part.input_ids_RL for _, parts in Batches(0, 500, 384).unpadded(dialogues) for part in parts]
     assert sum(ids_RL.numel() for ids_RL in rows) < 0.6 * sum(map(len, dialogues))

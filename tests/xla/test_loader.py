@@ -42,7 +42,7 @@ def test_every_pair_is_seen_once_an_epoch_in_a_new_order(
             for batch in loader
             for part in batch.parts
             for pair_2L, is_there in zip(
-                part.rows.input_ids_RL.cpu().unflatten(0, (-1, 2)), part.is_there_P().cpu(), strict=True
+                part.input_ids_RL.cpu().unflatten(0, (-1, 2)), part.is_there_P().cpu(), strict=True
             )
             if is_there
         ]

@@ -85,7 +85,7 @@ def test_an_epoch_of_real_lengths(source: str, count: int, config: Callable[...,
     loader = trainer.get_train_dataloader()
     loader.set_epoch(0)
     batches = [batch.parts for batch in loader.batches]
-    used = {(part.rows.input_ids_RL.shape, part is parts[-1]) for parts in batches for part in parts}
+    used = {(part.input_ids_RL.shape, part is parts[-1]) for parts in batches for part in parts}
     planned = trainer.batch_plan.shapes
     assert planned is not None and planned <= 4
     assert steps.compiles == len(used) <= planned

@@ -317,7 +317,7 @@ class PairKind:
         return dict(zip(PAIR, ids_K, strict=True))
 
     def check_labels(self, row: Row, where: str) -> None:
-        """Check the labels of a row of `measure.read_row`.
+        """Check the labels of a tokenized row.
 
         Raises:
             UserError: The margin is not a finite number, or the probability not one from 0 to 1.

@@ -1,6 +1,6 @@
 """TRL's dict of a batch, for code of users that reads batches: its collators of today and up to 0.23, and its reader.
 
-Our own batches are made in `trl_tpu.data.batch`. Rows in the columns of TRL up to 0.23 are converted here too.
+Our own batches are made by `trl_tpu.data.collate`. Rows in the columns of TRL up to 0.23 are converted here too.
 """
 
 import warnings
@@ -16,21 +16,21 @@ from transformers.data.data_collator import DataCollatorMixin
 from transformers.utils import PaddingStrategy
 
 from ..errors import UserError
-from ..packing.pack import TokenRows
+from ..packing.batch import Batch, Comparisons
 from ..packing.shapes import round_up
 from . import checks
-from .batch import Batch, Example, Part, micro_batch, parts_of, sequences_of
 from .chat_templates import maybe_apply_chat_template
 from .checks import RAW_COLUMNS, PairKind, Row
+from .collate import Example, Part, sequences_of
 from .comparisons import ComparisonRule, compare, pairs_of
-from .measure import NO_LABEL, OLD_KEYS, PAIR, form_of, read_row
+from .measure import NO_LABEL, OLD_KEYS, PAIR, STEP_ENDS, answers_of, form_of, labels_of
 
 Collate = Callable[[list[Any]], dict[str, Any]]
 
 
 def needs_table(row: Example) -> bool:
-    """Tell whether a row of `read_row` has labels that no key of TRL's batches holds, so that a table has to."""
-    return "grades" in row or "chosen_probability" in row
+    """Tell whether a prepared row has labels that no key of TRL's batches holds, so that a table has to."""
+    return bool({"grades", "chosen_probability"} & labels_of(row).keys())
 
 
 @dataclass
@@ -54,8 +54,7 @@ class DataCollatorForPreference(DataCollatorMixin):
     answers: int | None = None
 
     def torch_call(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
-        read = list(map(read_row, examples))
-        sequences = [row["answers"] for row in read]
+        sequences = list(map(answers_of, examples))
         answers = self.answers or max(map(len, sequences))
         rows = [each[k] if k < len(each) else each[0] for k in range(answers) for each in sequences]
         length = round_up(max(len(ids) for ids in rows), self.pad_to_multiple_of or 1)
@@ -65,7 +64,7 @@ class DataCollatorForPreference(DataCollatorMixin):
         }
         if "margin" in examples[0]:
             batch["margin"] = torch.tensor([example["margin"] for example in examples], dtype=torch.float)
-        return batch | dict.fromkeys([TABLE] if needs_table(read[0]) else [])
+        return batch | dict.fromkeys([TABLE] if needs_table(examples[0]) else [])
 
 
 @dataclass(frozen=True)
@@ -92,33 +91,36 @@ class DictCollator:
 
     def __call__(self, examples: Sequence[Example], real: int | None = None) -> dict[str, Any]:
         """Make the batch; examples after the first ``real`` ones do not count."""
-        part, rows = self.part or Part(len(examples)), list(map(read_row, examples))
-        own = part.of(rows[:real])
-        filled = part.of(examples[:real]) + [examples[0]] * (part.pairs - len(own))
+        part = self.part or Part(len(examples))
+        own = part.of(examples[:real])
+        filled = own + [examples[0]] * (part.pairs - len(own))
         batch = dict(self.collate([*map(old_columns, filled)] if self.is_old else filled))
         is_short = len(own) < part.pairs or len(examples) < part.pairs * part.count
-        if (needs_table(rows[0]) or is_short) and {"input_ids", "input_ids_chosen"} & batch.keys():
-            tokens = self._positions(batch, own, part.pairs)
-            batch[TABLE] = micro_batch(tokens, part.table(own or rows[:1], rows[:real] or rows[:1], self.rule))
-        return self._lengthened(batch, "step_ends" in rows[0])
+        if (needs_table(examples[0]) or is_short) and {"input_ids", "input_ids_chosen"} & batch.keys():
+            table = part.table(examples[:real], examples[0], self.rule)
+            batch[TABLE] = self._positions(batch, own, table).map_tensors(torch.from_numpy)
+        return self._lengthened(batch, STEP_ENDS in labels_of(examples[0]))
 
-    def _positions(self, batch: Mapping[str, Any], rows: Sequence[Example], pairs: int) -> TokenRows[np.ndarray]:
-        """Return where the rewards of a process's rows are read in TRL's order, without the tokens."""
+    def _positions(
+        self, batch: Mapping[str, Any], rows: Sequence[Example], table: Comparisons[np.ndarray]
+    ) -> Batch[np.ndarray]:
+        """Return a process's rows without the tokens: where their rewards are read in TRL's order."""
+        pairs = len(table.row_weight_P)
         row_PK, column_PK, tokens_PK = np.zeros((3, pairs, self.rule.answers), np.int32)
         for place, row in enumerate(rows):
-            if "answers" in row:
-                lengths = np.concatenate(sequences_of([row], self.pad_token_id).tokens)
+            if form_of(row):
+                lengths = np.concatenate(sequences_of([row], self.pad_token_id, table).tokens)
             elif "attention_mask" in batch:  # the user's own columns
                 lengths = batch["attention_mask"][place::pairs].sum(-1).numpy()
             else:
                 lengths = np.array([batch[key][place].sum().item() for key in OLD_KEYS[1::2]])
             here = place, slice(len(lengths))
             row_PK[here], column_PK[here] = place + pairs * np.arange(len(lengths)), lengths - 1
-            if "step_ends" in row:
+            if STEP_ENDS in labels_of(row):
                 row_PK[here], column_PK[here] = place, (batch["labels"][place] != NO_LABEL).nonzero().flatten()
             tokens_PK[here] = lengths
         no_tokens: Any = None
-        return TokenRows(no_tokens, row_PK.ravel(), column_PK.ravel(), tokens_PK.ravel())
+        return Batch(no_tokens, row_PK.ravel(), column_PK.ravel(), tokens_PK.ravel(), table)
 
     def _lengthened(self, batch: dict[str, Any], has_steps: bool) -> dict[str, Any]:
         """Pad to the shortest planned length that fits; a batch longer than all keeps its own length.
@@ -134,16 +136,16 @@ class DictCollator:
         return batch | lengthen(tensors, length, self.pad_token_id, self.padding_side)
 
 
-def batches_in(inputs: Mapping[str, Any], pad_token_id: int, padding_side: str = "right") -> Sequence[Batch]:
+def batches_in(inputs: Any, pad_token_id: int, padding_side: str = "right") -> Sequence[Batch[torch.Tensor]]:
     """Return the micro-batches of what a loader gave; a dict of the user's making is one, see `read_dict`."""
-    return parts_of(inputs) or [read_dict(inputs, pad_token_id, padding_side)]
+    return inputs.parts if isinstance(inputs, Batch) else [read_dict(inputs, pad_token_id, padding_side)]
 
 
 TABLE = "trl_tpu_comparisons"
 """Key of a `Batch` without tokens in a padded batch whose comparisons TRL's keys do not tell; at first of None."""
 
 
-def read_dict(inputs: Mapping[str, Any], pad_token_id: int, padding_side: str = "right") -> Batch:
+def read_dict(inputs: Mapping[str, Any], pad_token_id: int, padding_side: str = "right") -> Batch[torch.Tensor]:
     """Read a padded batch in TRL's form, of today or up to 0.23: made by a user's collator, or for a user's code.
 
     Every key but TRL's own belongs to the user or the model.
@@ -174,8 +176,7 @@ def read_dict(inputs: Mapping[str, Any], pad_token_id: int, padding_side: str = 
         own |= {"labels"}  # by which the model would compute a loss of its own
     # in TRL up to 0.23 other keys went nowhere
     extras = {} if is_old else {key: value for key, value in inputs.items() if key not in own}
-    rows = replace(batch.rows, input_ids_RL=input_ids_RL, attention_mask_RL=mask_RL)
-    return replace(batch, rows=rows, extras=extras)
+    return replace(batch, input_ids_RL=input_ids_RL, attention_mask_RL=mask_RL, extras=extras)
 
 
 def lengthen(
@@ -192,7 +193,7 @@ def lengthen(
 
 def batch_of_pairs(
     count: int, device: torch.device, mask_RL: torch.Tensor | None = None, margin_P: torch.Tensor | None = None
-) -> Batch:
+) -> Batch[torch.Tensor]:
     """Return pairs, without their tokens, whose chosen sequences are in the first rows of a padded batch.
 
     Args:
@@ -205,7 +206,8 @@ def batch_of_pairs(
     row_S = by_answer(count, 2).to(device)
     mask_RL = torch.ones(2 * count, 1, device=device) if mask_RL is None else mask_RL
     tokens_S = mask_RL.sum(-1, dtype=torch.int32)[row_S]
-    return Batch(TokenRows(None, row_S.int(), tokens_S - 1, tokens_S), table)
+    no_tokens: Any = None
+    return Batch(no_tokens, row_S.int(), tokens_S - 1, tokens_S, table)
 
 
 def by_answer(count: int, answers: int) -> torch.Tensor:

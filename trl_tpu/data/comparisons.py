@@ -16,16 +16,16 @@ S = P K scored positions, C = G M comparisons.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Generic, Literal
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 
-from ..packing.pack import Array, Arrays
+from ..packing.batch import Comparisons, Kind
+from .measure import STEP_ENDS, labels_of
 
 Row = Mapping[str, Any]
-Kind = Literal["pairs", "rankings", "steps"]
 
 
 @dataclass(frozen=True)
@@ -79,65 +79,24 @@ class Labels:
             attributes: A; 0 where `grades` are of no attribute.
         """
         grade_PAK = np.full((len(rows), attributes or 1, answers), np.nan, np.float32)
-        if answers == 1 and "grades" not in rows[0]:
-            return cls(grade_PAK)  # single answers that are only to be scored
-        if "grades" not in rows[0]:
-            chosen_P = np.array([row.get("chosen_probability", 1.0) for row in rows])
+        labels_P = list(map(labels_of, rows))
+        if "grades" not in labels_P[0]:
+            if answers == 1:
+                return cls(grade_PAK)  # single answers that are only to be scored
+            chosen_P = np.array([labels.get("chosen_probability", 1.0) for labels in labels_P])
             grade_PAK[:, 0] = np.stack([chosen_P, 1 - chosen_P], axis=-1)
-            margin_P = np.array([row["margin"] for row in rows], np.float32) if "margin" in rows[0] else None
-            return cls(grade_PAK, margin_P)
-        for grade_AK, row in zip(grade_PAK, rows, strict=True):
-            for grade_K, grades in zip(grade_AK, row["grades"] if attributes else [row["grades"]], strict=True):
+            has_margin = "margin" in labels_P[0]
+            return cls(grade_PAK, np.array([each["margin"] for each in labels_P], np.float32) if has_margin else None)
+        for grade_AK, labels in zip(grade_PAK, labels_P, strict=True):
+            for grade_K, grades in zip(grade_AK, labels["grades"] if attributes else [labels["grades"]], strict=True):
                 if grades is not None:
                     grade_K[: len(grades)] = grades
-        return cls(grade_PAK, None, "steps" if "step_ends" in rows[0] else "rankings")
+        return cls(grade_PAK, None, "steps" if STEP_ENDS in labels_P[0] else "rankings")
 
 
 def pairs_of(count: int) -> Labels:
     """Return the labels of pairs, chosen first."""
     return Labels(np.tile(np.array([1.0, 0.0], np.float32), (count, 1, 1)))
-
-
-@dataclass(frozen=True)
-class Comparisons(Arrays, Generic[Array]):
-    """Compared rewards of a batch, in arrays whose shapes depend on P, K and A alone.
-
-    Rewards are numbered row by row, answer by answer, attribute by attribute: ``(p K + k) A + a``. Number -1 is the
-    constant 0.
-    """
-
-    better_C: Array
-    """Number of the reward that should be higher, int32."""
-    worse_C: Array
-    probability_C: Array
-    """Probability that `better_C` is the better one, 0.5 to 1."""
-    margin_C: Array
-    """Target margin, subtracted from the difference of the rewards."""
-    weight_C: Array
-    """Weight in the sum that is divided by `weight_sum_1`; 0 for padding."""
-    grade_SA: Array
-    """Grade of each reward, NaN for padding: for losses of whole rankings, and for evaluation."""
-    ranking_weight_G: Array
-    """Weight of each ranking in losses of whole rankings; 0 for padding."""
-    row_weight_P: Array
-    """Weight of each row of the data in the mean; 0 for padding."""
-    weight_sum_1: Array
-    """What the loss is divided by: the row weights of the global batch, or a process's share of them."""
-    answers: int
-    """K."""
-    kind: Kind = "pairs"
-    """As in `Labels`."""
-
-    def among(self, here_P: np.ndarray) -> "Comparisons[Any]":
-        """Return the same table without the comparisons of rows that are elsewhere (numpy only)."""
-        weights: Any = {name: getattr(self, name) for name in ("weight_C", "ranking_weight_G", "row_weight_P")}
-        rows = len(here_P)
-        return replace(self, **{name: each * np.repeat(here_P, len(each) // rows) for name, each in weights.items()})
-
-    def by_ranking(self, values_SA: Any) -> Any:
-        """Return values of rewards [G, K], for each ranking those of its answers."""
-        attributes = values_SA.shape[-1]
-        return values_SA.reshape(-1, self.answers, attributes).swapaxes(1, 2).reshape(-1, self.answers)
 
 
 def compare(labels: Labels, rule: ComparisonRule, rows: int | None = None) -> Comparisons[np.ndarray]:

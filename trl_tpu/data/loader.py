@@ -25,7 +25,7 @@ from transformers.trainer_utils import seed_worker
 
 from ..errors import UserError
 from ..packing.pack import in_order
-from .measure import ANSWERS, PAIR, has_form, is_prepared, measure, read_row, read_table, tables_of
+from .measure import PAIR, answers_of, has_form, is_prepared, measure, read_table, tables_of
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +59,7 @@ def _shared_prompts(dataset: Dataset, skip: int) -> Iterator[bytes]:
     """Yield the common prefix of each row's answers, 4 bytes for each token, without the first ``skip`` tokens."""
     rows = chain.from_iterable(map(read_table, tables_of(dataset)))
     for row, prefix in zip(rows, measure(dataset).lengths.prefix_P.tolist(), strict=True):
-        yield row[ANSWERS][0][skip:prefix].tobytes()
+        yield answers_of(row)[0][skip:prefix].tobytes()
 
 
 def prompts_in_training(train: Any, evaluation: Any, name: str = "") -> tuple[int, ...]:
@@ -156,7 +156,7 @@ def sizes_by_prompt(dataset: Any, pairs: int) -> np.ndarray:
     order_N, added = list(ByPrompt(group_N, pairs)), list[int]()
     for first in range(0, min(_DRAWN, len(order_N)), pairs):
         rows = map(dataset.__getitem__, order_N[first : first + pairs])
-        sequences = [np.asarray(ids) for row in rows for ids in read_row(row)["answers"]]
+        sequences = [np.asarray(ids) for row in rows for ids in answers_of(row)]
         order, shared = in_order(sequences)
         added_D = np.array([len(ids) for ids in sequences])
         added_D[order] -= [measured.shared_prefix, *shared]

@@ -4,7 +4,7 @@ import os
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any
 from weakref import WeakKeyDictionary
 from zlib import crc32
@@ -38,31 +38,37 @@ def form_of(columns: Collection[str]) -> tuple[str, ...]:
     return next((form for form in (PAIR, RANKING, SOLUTION) if set(form) <= set(columns)), ())
 
 
-def read_row(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a tokenized row in the one schema that batches are made of.
+def answers_of(row: Mapping[str, Any]) -> list[Any]:
+    """Return the token ids of a prepared row's answers, of whatever form; of a solution there is one.
 
-    It has `answers`, a list of lists of token ids, and labels: `margin` and `chosen_probability` of pairs, `grades` of
-    rankings, `grades` and `step_ends` (the indices of the tokens at which labeled steps end) of solutions. Other
-    columns are left out. A row that is in this schema already stays as it is.
+    A row that is no row of a dataset has them in `answers`, and labels by the names that `labels_of` gives them.
     """
-    form = form_of(row)
-    if form == PAIR:
-        labels = {name: row[name] for name in PAIR_LABELS if name in row}
-        return {ANSWERS: [row[column] for column in PAIR], **labels}
-    if form == RANKING:
-        return {ANSWERS: row["answer_ids"], "grades": row["grades"]}
-    if form == SOLUTION:
-        ends = np.flatnonzero(np.asarray(row["labels"]) != NO_LABEL).tolist()
-        return {ANSWERS: [row["input_ids"]], STEP_ENDS: ends, "grades": [float(row["labels"][end]) for end in ends]}
-    return dict(row)
+    if (form := form_of(row)) == PAIR:
+        return [row[column] for column in PAIR]
+    return [row["input_ids"]] if form == SOLUTION else row["answer_ids" if form == RANKING else ANSWERS]
+
+
+def labels_of(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the labels of a prepared row, of whatever form.
+
+    They are `margin` and `chosen_probability` of pairs, if they have them, `grades` of rankings, and of solutions
+    `step_ends`, the indices of the tokens at which labeled steps end, and `grades` of these steps.
+    """
+    if (form := form_of(row)) != SOLUTION:
+        names = (
+            PAIR_LABELS if form == PAIR else ("grades",) if form == RANKING else (*PAIR_LABELS, "grades", STEP_ENDS)
+        )
+        return {name: row[name] for name in names if name in row}
+    ends = np.flatnonzero(np.asarray(row["labels"]) != NO_LABEL).tolist()
+    return {STEP_ENDS: ends, "grades": [float(row["labels"][end]) for end in ends]}
 
 
 def read_table(table: pa.Table) -> list[dict[str, Any]]:
-    """Return the tokenized rows of an arrow table as `read_row` does, with token ids as arrays of 4 bytes each."""
+    """Return the tokenized rows of an arrow table, with token ids as arrays of 4 bytes each."""
     columns = [
         _arrays(table[name]) if name in (*TOKENS, "labels") else table[name].to_pylist() for name in table.column_names
     ]
-    return [read_row(dict(zip(table.column_names, values, strict=True))) for values in zip(*columns, strict=True)]
+    return [dict(zip(table.column_names, values, strict=True)) for values in zip(*columns, strict=True)]
 
 
 def _arrays(lists: pa.ChunkedArray) -> list[Any]:
@@ -131,16 +137,18 @@ def measure_tables(tables: Iterable[pa.Table]) -> Measured:
     answers = 1
     checksums: dict[str, int] = defaultdict(int)  # one each, so that it does not matter where a table ends
     for rows in filter(None, map(read_table, tables)):
-        sequences_D, counts_N = _sequences(rows)
+        answers_N, labels_N = list(map(answers_of, rows)), list(map(labels_of, rows))
+        sequences_D, counts_N = list(chain.from_iterable(answers_N)), np.array(list(map(len, answers_N)))
         parts.append(_lengths(sequences_D, counts_N))
-        answers = max(answers, *(len(row.get(STEP_ENDS, row[ANSWERS])) for row in rows))
+        ends_N = [labels.get(STEP_ENDS, answers_K) for labels, answers_K in zip(labels_N, answers_N, strict=True)]
+        answers = max(answers, *map(len, ends_N))
         beginnings = [*shared, *(ids.tobytes() for ids in sequences_D)]
         shared = [beginnings[0][: len(os.path.commonprefix(beginnings))]]
         contents = {ANSWERS: np.concatenate(sequences_D), "lengths": [*map(len, sequences_D)], "counts": counts_N}
         for name, content in contents.items():
             checksums[name] = crc32(np.ascontiguousarray(content, dtype=np.int64).data, checksums[name])
-        for label in rows[0].keys() - {ANSWERS}:
-            text = "".join(f"{row[label]}," for row in rows)
+        for label in labels_N[0]:
+            text = "".join(f"{labels[label]}," for labels in labels_N)
             checksums[label] = crc32(text.encode(), checksums[label])
     checksum = crc32(repr(sorted(checksums.items())).encode())
     return Measured(PairLengths.joined(parts), len(b"".join(shared)) // 4, checksum, answers)
@@ -151,11 +159,6 @@ def tables_of(dataset: Dataset) -> Iterator[pa.Table]:
     form = form_of(dataset.column_names)
     labels = [name for name in PAIR_LABELS if name in dataset.column_names and form == PAIR]
     return dataset.with_format("arrow", columns=[*form, *labels]).iter(batch_size=_ROWS)
-
-
-def _sequences(rows: list[dict[str, Any]]) -> tuple[list[np.ndarray], np.ndarray]:
-    """Return the token ids of all answers, row after row, and the number of answers of each row."""
-    return [ids for row in rows for ids in row[ANSWERS]], np.array([len(row[ANSWERS]) for row in rows])
 
 
 def _common_prefix(one: np.ndarray, other: np.ndarray) -> int:

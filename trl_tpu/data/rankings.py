@@ -10,7 +10,7 @@ from datasets import Dataset, IterableDataset
 from ..errors import UserError, UserTypeError
 from . import checks
 from .checks import RAW_COLUMNS, PairKind, Row
-from .measure import ANSWERS, PAIR_LABELS, RANKING
+from .measure import PAIR_LABELS, RANKING, answers_of
 
 MOST_ANSWERS = 64
 
@@ -75,8 +75,8 @@ class RankingKind(PairKind):
         return {"answer_ids": ids_K, "grades": grades}
 
     def check_labels(self, row: Row, where: str) -> None:
-        """Check the grades of a row of `measure.read_row`."""
-        self.check_grades(row["grades"], len(row[ANSWERS]), where, "grades")
+        """Check the grades of a tokenized row."""
+        self.check_grades(row["grades"], len(answers_of(row)), where, "grades")
 
     def check_grades(self, given: Any, answers: int, where: str, column: str) -> None:
         """Check the scores, ranks or prepared grades of a row.

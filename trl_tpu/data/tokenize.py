@@ -17,14 +17,13 @@ from .collators import OldPairKind, read_old_row, rename_old_columns
 from .formats import apply_template, convert_row, template_arguments
 from .loader import main_processes_first
 from .measure import (
-    ANSWERS,
     OLD_KEYS,
     PAIR,
     RANKING,
     SOLUTION,
+    answers_of,
     form_of,
     measure,
-    read_row,
     read_table,
     select,
     tables_of,
@@ -285,7 +284,7 @@ def _cut(row: Mapping[str, Any], max_length: int, truncation_mode: str) -> dict[
     They stay where nothing would be left that tells them apart, and are then dropped as too long; and where they are
     no lists, so that their check rejects them.
     """
-    answers = [() if ids is None else ids for ids in read_row(row)[ANSWERS]]
+    answers = [() if ids is None else ids for ids in answers_of(row)]
     excess = max(map(len, answers)) - max_length
     first = excess if truncation_mode == "keep_end" else 0
     cut = [list(ids[first : first + max_length]) for ids in answers]
@@ -299,6 +298,5 @@ def _fits(
 ) -> bool:
     """Check a streamed pair, and tell whether it is short enough."""
     checks.check_row_ids(row, index, num_embeddings, name)
-    pair = read_row(row)
-    kind.check_labels(pair, checks.row_of(index, name))
-    return max_length is None or max(map(len, pair[ANSWERS])) <= max_length
+    kind.check_labels(row, checks.row_of(index, name))
+    return max_length is None or max(map(len, answers_of(row))) <= max_length

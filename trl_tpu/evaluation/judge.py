@@ -10,9 +10,10 @@ import numpy as np
 import torch
 from datasets import Dataset
 
-from ..data.comparisons import ComparisonRule, Comparisons, Kind, Labels, compare, compared_rewards, pairs_of
-from ..data.measure import is_prepared, measure, read_row
+from ..data.comparisons import ComparisonRule, Labels, compare, compared_rewards, pairs_of
+from ..data.measure import is_prepared, measure
 from ..errors import UserError
+from ..packing.batch import Comparisons, Kind
 from .verdict import (
     MOST_GROUPS,
     BestOfN,
@@ -503,8 +504,9 @@ def _metrics_of(args: Any, dataset: Any) -> list[str]:
     labels = pairs_of(1)
     if is_prepared(dataset):
         most = (args.max_eval_steps or len(dataset)) * args.eval_batch_size * args.world_size
-        rows = map(read_row, dataset.select(range(min(most, len(dataset)))))
-        labels = Labels.of(list(rows), measure(dataset).answers, len(args.attributes or ()))
+        labels = Labels.of(
+            list(dataset.select(range(min(most, len(dataset))))), measure(dataset).answers, len(args.attributes or ())
+        )
         dataset = None if args.train_sampling_strategy == "group_by_length" else dataset
     rewards_NAK = torch.zeros(labels.grade_PAK.shape)
     verdict = judge(rewards_NAK, labels, dataset, args.eval_by, args.attributes or ())

@@ -13,7 +13,7 @@ from transformers.utils import cached_file
 from .. import runtime
 from ..config.reward_config import RewardConfig
 from ..data.formats import convert_row
-from ..data.measure import is_prepared, measure, read_row
+from ..data.measure import answers_of, is_prepared, measure
 from ..data.rankings import RankingKind
 from ..data.solutions import prepare_solutions, tokenize_solution
 from ..data.tokenize import prepare_preference_dataset
@@ -210,7 +210,7 @@ def build_dataset(
 
 def first_answers(rows: Any) -> list[list[int]] | None:
     """Return the token ids of the first answers of the first rows; None for a stream."""
-    return [read_row(row)["answers"][0] for row in islice(rows, _LOOKED_AT)] if is_prepared(rows) else None
+    return [answers_of(row)[0] for row in islice(rows, _LOOKED_AT)] if is_prepared(rows) else None
 
 
 def first_chat(dataset: Any) -> Iterator[tuple[Any, Mapping[str, Any]]]:
@@ -234,7 +234,7 @@ def _within_positions(dataset: Any, model: PreTrainedModel, name: str) -> Any:
 
 
 def _check_length(row: dict[str, Any], index: int, limit: int, name: str) -> dict[str, Any]:
-    length = max(map(len, read_row(row)["answers"]))
+    length = max(map(len, answers_of(row)))
     if length > limit:
         raise UserError(
             f"The {name} dataset has a dialogue of {length} tokens (row {index} of those kept), but the model was "

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -12,9 +11,8 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.masking_utils import causal_mask_function
 from transformers.utils.output_capturing import CompileableContextVar
 
-from ..data.batch import Batch
 from ..errors import UserError
-from ..packing.pack import Tail, TokenRows, Tree
+from ..packing.batch import Batch, Tail, Tree
 from .outputs import find_score_head
 
 
@@ -84,38 +82,36 @@ def tree_rule(
     return on_path
 
 
-@dataclass(frozen=True)
-class Reading:
-    """Packed rows while a model reads them, the mask rules that it has used, and what its score head returned."""
+class Forward(NamedTuple):
+    """What a model does in one forward over packed rows: the mask rules that it uses, what its score head returns."""
 
-    rows: TokenRows[torch.Tensor]
-    rules: list[MaskRule] = field(default_factory=list)
-    scores: list[torch.Tensor] = field(default_factory=list)
+    rules: list[MaskRule]
+    scores: list[torch.Tensor]
 
 
-#: The `Reading` of this thread, if any; torch.compile cannot trace torch's own kind.
-_READING = CompileableContextVar("reading")
+# of this thread, if any; torch.compile cannot trace torch's own kind of variable
+_BATCH, _FORWARD = CompileableContextVar("batch"), CompileableContextVar("forward")
 
 
 def masks_while_read(plain: Callable[..., Any], build: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Build masks with ``build`` while packed rows are read, and with ``plain`` for any other batch."""
-    if (reading := _READING.get()) is None:
+    if (batch := _BATCH.get()) is None:
         return plain(*args, **kwargs)
     rule = kwargs.get("mask_function", causal_mask_function)
-    reading.rules.append(rule)
-    return build(plain, reading.rows, rule, *args, **kwargs)
+    _FORWARD.get().rules.append(rule)
+    return build(plain, batch, rule, *args, **kwargs)
 
 
-def tree_masks(plain: Callable[..., Any], rows: TokenRows[Any], rule: MaskRule, *args: Any, **kwargs: Any) -> Any:
+def tree_masks(plain: Callable[..., Any], batch: Batch[Any], rule: MaskRule, *args: Any, **kwargs: Any) -> Any:
     """Build the masks of packed rows by a model's own rule, in the form that its attention function takes."""
-    subtree_end_RL: Any = rows.subtree_end_RL
-    position_ids_RL: Any = rows.position_ids_RL
+    subtree_end_RL: Any = batch.subtree_end_RL
+    position_ids_RL: Any = batch.position_ids_RL
     in_trees = tree_rule(subtree_end_RL, position_ids_RL, rule)
     tree_wise = kwargs | {"mask_function": in_trees, "attention_mask": None, "allow_is_causal_skip": False}
-    if rows.trees is None:
+    if batch.trees is None:
         return plain(*args, **tree_wise)
     masks, tail_masks = [], dict[Tail, torch.Tensor]()
-    for tree in rows.trees:
+    for tree in batch.trees:
         length = tree.stop - tree.start
         alone = {"q_length": length, "kv_length": length, "q_offset": 0, "kv_offset": 0, "attention_mask": None}
         mask = plain(*args, **kwargs | alone)
@@ -124,7 +120,7 @@ def tree_masks(plain: Callable[..., Any], rows: TokenRows[Any], rule: MaskRule, 
         masks.append((tree, mask))
         for tail in tree.tails[1:] if mask is None else ():
             before, own = sum(stop - start for start, stop in tail.path), tail.stop - tail.start
-            sees = torch.ones(own, before + own, dtype=torch.bool, device=rows.input_ids_RL.device)
+            sees = torch.ones(own, before + own, dtype=torch.bool, device=batch.input_ids_RL.device)
             tail_masks[tail] = sees.tril(before)[None, None]
     return TreeMasks(tuple(masks), tail_masks)
 
@@ -153,7 +149,7 @@ def attend_by(
     model.set_attn_implementation(f"{OURS}{name}")
 
 
-def packed_scores(model: nn.Module, rows: TokenRows[torch.Tensor], **kwargs: Any) -> torch.Tensor:
+def packed_scores(model: nn.Module, batch: Batch[torch.Tensor], **kwargs: Any) -> torch.Tensor:
     """Compute what the score head says of each token of packed rows, [R, L, outputs].
 
     The model is called as a whole, so whatever wraps it (LoRA, data parallelism, autocast) takes part.
@@ -161,41 +157,42 @@ def packed_scores(model: nn.Module, rows: TokenRows[torch.Tensor], **kwargs: Any
     Args:
         model: A decoder with a `score` head over its hidden states, as transformers' classifiers, after
             `use_tree_masks`.
-        rows: Their expansion is used after `use_expanded_attention`.
+        batch: Its expansion is used after `use_expanded_attention`.
         kwargs: Passed on to the model.
 
     Raises:
         UserError: If the model has no `score` head, or did not ask for a mask.
     """
-    with run_packed(model, rows, **kwargs) as reading:
-        return reading.scores[0]
+    with run_packed(model, batch, **kwargs) as forward:
+        return forward.scores[0]
 
 
 @contextmanager
-def run_packed(model: nn.Module, rows: TokenRows[torch.Tensor], **kwargs: Any) -> Iterator[Reading]:
+def run_packed(model: nn.Module, batch: Batch[torch.Tensor], **kwargs: Any) -> Iterator[Forward]:
     """Call ``model`` with packed rows, and yield what it has done.
 
-    The rows are read until the context is closed: a program that is traced cannot ask for a reading that is over.
+    The rows are read until the context is closed: a program that is traced cannot ask for a forward that is over.
 
     Raises:
         UserError: If the model has no `score` head, or did not ask for a mask.
     """
-    reading = Reading(rows)
+    forward, ids_RL = Forward([], []), batch.input_ids_RL
     # A mask without padding: models that found none would search the positions for sequences, and stop the device.
-    everything = {"attention_mask": torch.ones_like(rows.input_ids_RL), "position_ids": rows.position_ids_RL}
+    everything = {"attention_mask": torch.ones_like(ids_RL), "position_ids": batch.position_ids_RL}
     note_scores(model)
-    outside = _READING.set(reading)
+    outside = _BATCH.set(batch), _FORWARD.set(forward)
     try:
         # the scores that the model itself picks, one a row, mean nothing here
-        model(input_ids=rows.input_ids_RL, **everything, **kwargs)
-        if not reading.rules:
+        model(input_ids=ids_RL, **everything, **kwargs)
+        if not forward.rules:
             raise UserError(
                 f"{type(model).__name__} did not ask for the masks of packed rows: it makes its own, or "
                 "`use_tree_masks` was not called. Train it on padded rows."
             )
-        yield reading
+        yield forward
     finally:
-        _READING.reset(outside)
+        _BATCH.reset(outside[0])
+        _FORWARD.reset(outside[1])
 
 
 def note_scores(model: nn.Module) -> None:
@@ -211,11 +208,11 @@ def note_scores(model: nn.Module) -> None:
 
 
 def _note_scores(_head: nn.Module, _args: tuple[torch.Tensor, ...], scores: torch.Tensor) -> None:
-    if (reading := _READING.get()) is not None:
-        reading.scores.append(scores)
+    if (forward := _FORWARD.get()) is not None:
+        forward.scores.append(scores)
 
 
-def rewards_of(model: nn.Module, batch: Batch, **extras: Any) -> tuple[torch.Tensor, Any]:
+def rewards_of(model: nn.Module, batch: Batch[torch.Tensor], **extras: Any) -> tuple[torch.Tensor, Any]:
     """Compute the rewards of a micro-batch, and the model's outputs where rows are padded.
 
     Args:
@@ -227,19 +224,19 @@ def rewards_of(model: nn.Module, batch: Batch, **extras: Any) -> tuple[torch.Ten
         Rewards [S, A], float32 or wider; those of padding mean nothing. The outputs are None for packed rows, whose
         own pooling means nothing.
     """
-    rows, extras = batch.rows, {**batch.extras, **extras}
-    if rows.is_packed:
-        return read_scores(packed_scores(model, rows, **extras), batch), None
-    outputs = model(input_ids=rows.input_ids_RL, attention_mask=rows.attention_mask_RL, **extras)
+    extras = {**batch.extras, **extras}
+    if batch.is_packed:
+        return read_scores(packed_scores(model, batch, **extras), batch), None
+    outputs = model(input_ids=batch.input_ids_RL, attention_mask=batch.attention_mask_RL, **extras)
     return read_scores(outputs.logits, batch), outputs
 
 
-def read_scores(scores: torch.Tensor, batch: Batch) -> torch.Tensor:
+def read_scores(scores: torch.Tensor, batch: Batch[torch.Tensor]) -> torch.Tensor:
     """Read rewards [S, A] from a model's scores: of each token, or of each row by its own pooling.
 
     A step's reward is the log-odds that it is right.
     """
-    row_S, column_S = batch.rows.score_row_S.long(), batch.rows.score_column_S.long()
+    row_S, column_S = batch.score_row_S.long(), batch.score_column_S.long()
     scores = scores.unsqueeze(-1) if scores.dim() == 1 else scores
     scores_SA = scores[row_S, column_S] if scores.dim() == 3 else scores[row_S]
     scores_SA = scores_SA.to(torch.promote_types(scores.dtype, torch.float32))

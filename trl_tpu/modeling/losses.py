@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch.nn.functional import logsigmoid
 
-from ..data.comparisons import Comparisons, compared_rewards
+from ..data.comparisons import compared_rewards
 from ..errors import UserError
+from ..packing.batch import Comparisons
 
 TIES = ("rao_kupper", "davidson")
 OF_RANKINGS = ("plackett_luce", "regression")

@@ -12,8 +12,9 @@ from transformers import PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask_function
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from ..data.batch import Batch, BatchCollator
+from ..data.collate import BatchCollator
 from ..data.collators import DataCollatorForPreference
+from ..packing.batch import Batch
 from ..packing.pack import pack_unpadded, pad
 from ..packing.planned import pack
 from ..packing.shapes import RowPlan, RowShape
@@ -219,7 +220,7 @@ def check_packing_is_exact(model: nn.Module, pad_token_id: int) -> None:
             use_tree_masks(base)  # raises before anything is computed
             base.set_attn_implementation(attention)  # a model's own code may ask for that name in padded rows
             for collate in layouts:
-                (batch,) = collate(examples).parts
+                batch = collate(examples)
                 values, rules = _read(model, batch.map_tensors(lambda tensor: tensor.to(parameter.device)))
                 if not padded:
                     padded = values
@@ -251,22 +252,21 @@ def _tiny_batch(pad_token_id: int) -> list[dict[str, Any]]:
     return [{"answers": list(pair)} for pair in pairs]
 
 
-def _read(model: nn.Module, batch: Batch) -> tuple[dict[str, torch.Tensor], list[MaskRule]]:
+def _read(model: nn.Module, batch: Batch[torch.Tensor]) -> tuple[dict[str, torch.Tensor], list[MaskRule]]:
     """Return the scores at the scored tokens, and the hidden states that they are computed from; and the mask rules.
 
     Hidden states are compared too, since a small head hides how they differ. The scores of padded rows are the
     model's own.
     """
-    rows, rules, seen = batch.rows, list[MaskRule](), list[torch.Tensor]()
-    at = rows.score_row_S, rows.score_column_S
+    rules, seen, at = list[MaskRule](), list[torch.Tensor](), (batch.score_row_S, batch.score_column_S)
     head: Any = find_score_head(model)
     with head.register_forward_pre_hook(lambda _, args: seen.append(args[0])):
-        if rows.is_packed:
-            with run_packed(model, rows) as reading:
-                scores, rules = reading.scores[0][at], reading.rules
+        if batch.is_packed:
+            with run_packed(model, batch) as forward:
+                scores, rules = forward.scores[0][at], forward.rules
         else:
-            logits = model(input_ids=rows.input_ids_RL, attention_mask=rows.attention_mask_RL).logits
-            scores = logits[at] if logits.dim() == 3 else logits[rows.score_row_S]
+            logits = model(input_ids=batch.input_ids_RL, attention_mask=batch.attention_mask_RL).logits
+            scores = logits[at] if logits.dim() == 3 else logits[batch.score_row_S]
     return {"hidden states": seen[0][at], "rewards": scores}, rules
 
 

@@ -13,7 +13,7 @@ from transformers.masking_utils import sdpa_mask
 
 from .. import runtime
 from ..errors import UserError
-from ..packing.pack import Expansion, TokenRows
+from ..packing.batch import Batch, Expansion
 from ..parallel.mesh import BATCH_AXES
 from ..runtime import PartitionSpec
 from ..runtime.native import einsum, masked_attention
@@ -193,13 +193,13 @@ class ExpandedMask:
     window: int | None
 
 
-def expanded_masks(plain: Any, rows: TokenRows[torch.Tensor], rule: MaskRule, *args: Any, **kwargs: Any) -> Any:
+def expanded_masks(plain: Any, batch: Batch[torch.Tensor], rule: MaskRule, *args: Any, **kwargs: Any) -> Any:
     """Build no masks where packed rows come with their expansion, else those of `tree_masks`."""
-    if rows.expansion is None:
-        return tree_masks(plain, rows, rule, *args, **kwargs)
+    if batch.expansion is None:
+        return tree_masks(plain, batch, rule, *args, **kwargs)
     if kwargs.get("use_vmap"):
         raise ExpansionImpossible("A layer's mask is the model's own rule, which attention kernels do not know.")
-    return ExpandedMask(ExpandedRows(*rows.expansion), window_of(rule, rows.input_ids_RL.shape[1]))
+    return ExpandedMask(ExpandedRows(*batch.expansion), window_of(rule, batch.input_ids_RL.shape[1]))
 
 
 def window_of(rule: MaskRule, length: int) -> int | None:

@@ -1,1 +1,1 @@
-"""Token pairs in rows that hold every shared prefix once. numpy only."""
+"""The batch, and token pairs in rows that hold every shared prefix once. No devices."""

@@ -1,4 +1,4 @@
-"""Packs the sequences of one batch into rows that hold every shared prefix once. numpy only.
+"""Packs the sequences of one batch into rows that hold every shared prefix once, with numpy.
 
 `pack_unpadded` writes one row without padding, for a device that takes any shape; `pad` writes a row for each
 sequence; `planned.pack` writes rows of a few planned shapes, for a device that compiles each.
@@ -21,135 +21,42 @@ Letters: B batches, P pairs, K answers of each, S = P K scored positions, D sequ
 another), R rows, L length of a row.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 
+from .batch import Batch, Comparisons, Tail, Tree
 from .shapes import RowShape, round_up
-
-Array = TypeVar("Array")  # numpy's while packing, torch's from the collator on
-
-
-class Expansion(NamedTuple, Generic[Array]):
-    """Where the tokens of packed rows lie in expanded rows, int32: see `expand_rows`."""
-
-    gather_R2L: Array
-    """The column of the packed row whose token is copied to each place; -1 for padding."""
-    segment_R2L: Array
-    """A number for each sequence of a row; 0 for padding."""
-    scatter_R2L: Array
-    """The column that takes its output from each place; -1 where none does, as it has another copy or is padding."""
-    inverse_RL: Array
-    """For each token, the place in the two rows, flattened, that its output is taken from; -1 for padding."""
-
-
-class Arrays:
-    """A dataclass that holds arrays, directly or in fields that are `Arrays` or an `Expansion`, and other values."""
-
-    def tensors(self) -> dict[str, Any]:
-        """Return all arrays by name."""
-        found = dict[str, Any]()
-        for name, value in vars(self).items():
-            if isinstance(value, Arrays | Expansion):
-                found |= value.tensors() if isinstance(value, Arrays) else value._asdict()
-            elif hasattr(value, "dtype"):
-                found[name] = value
-        return found
-
-    def map_tensors(self, function: Callable[[Any], Any]) -> Any:
-        """Return a copy with ``function`` of each array."""
-
-        def mapped(value: Any) -> Any:
-            if isinstance(value, Arrays):
-                return value.map_tensors(function)
-            if isinstance(value, Expansion):
-                return Expansion(*map(function, value))
-            return function(value) if hasattr(value, "dtype") else value
-
-        own: Any = self
-        return replace(own, **{field.name: mapped(getattr(self, field.name)) for field in fields(own)})
-
-
-@dataclass(frozen=True, slots=True)
-class Tail:
-    """The tokens that a sequence adds to its tree: they see their path, and one another in order."""
-
-    start: int
-    """Their first column, counted from the tree's."""
-    stop: int
-    path: tuple[tuple[int, int], ...]
-    """The columns before them in their sequence, as ranges counted from the tree's first."""
-
-
-@dataclass(frozen=True, slots=True)
-class Tree:
-    """Where a tree lies in its row."""
-
-    start: int
-    stop: int
-    tails: tuple[Tail, ...]
-    """Its tokens in order. A tree that does not branch has one tail."""
-
-
-@dataclass(frozen=True)
-class TokenRows(Arrays, Generic[Array]):
-    """Rows of tokens and the positions in them where rewards are read.
-
-    Packed rows hold prefix trees of several sequences. Padded rows hold one sequence each, and have an
-    `attention_mask_RL` instead of `position_ids_RL` and `subtree_end_RL`.
-    """
-
-    input_ids_RL: Array
-    """Token ids. Padding columns hold the pad token."""
-    score_row_S: Array
-    """The row of the token at which each reward is read, int32; 0 where there is no reward."""
-    score_column_S: Array
-    """Its column."""
-    tokens_S: Array
-    """Tokens that each reward adds to those before it in its row of the data, as if nothing were shared, int32.
-
-    0 where there is no reward in these rows."""
-    position_ids_RL: Array | None = None
-    """Index of each token in its sequence, int32."""
-    subtree_end_RL: Array | None = None
-    """Token q attends to token k exactly when ``k <= q < subtree_end[k]``, int32."""
-    attention_mask_RL: Array | None = None
-    """1 for tokens, 0 for padding."""
-    expansion: Expansion[Array] | None = None
-    """Where the tokens lie in rows of whole sequences, for models that attend there."""
-    trees: tuple[Tree, ...] | None = None
-    """Where the trees of an unpadded row lie, which attend one by one; None where whole rows are masked."""
-
-    @property
-    def is_packed(self) -> bool:
-        return self.subtree_end_RL is not None
-
-
-Rows = list[TokenRows[np.ndarray]]
 
 
 @dataclass(frozen=True)
 class Sequences:
-    """The sequences of a batch, those of a row of the data one after another, and where their rewards are read.
+    """A batch before it is laid out: its sequences, where their rewards are read, and how these are compared.
 
     Args:
-        ids: Token ids of each; of a solution with steps there is one.
+        ids: Token ids of each sequence, those of a row of the data one after another; of a solution there is one.
         at: For each the indices of its scored tokens, ascending.
         pair_D: The row of the data of each, a pair say.
         pad_token_id: Fills what rows of tokens have left.
-        rows: P, the most rows of the data.
-        answers: K, the most scored tokens of a row of the data.
+        table: Compares the rewards of P rows of the data, each with at most K scored tokens.
     """
 
     ids: list[np.ndarray]
     at: list[np.ndarray]
     pair_D: np.ndarray
     pad_token_id: int
-    rows: int
-    answers: int
+    table: Comparisons[np.ndarray]
+
+    @property
+    def rows(self) -> int:
+        """P, the most rows of the data."""
+        return len(self.table.row_weight_P)
+
+    @property
+    def answers(self) -> int:
+        """K, the most scored tokens of a row of the data."""
+        return self.table.answers
 
     @cached_property
     def tokens(self) -> list[np.ndarray]:
@@ -171,7 +78,7 @@ class Sequences:
         """See `common_prefixes`."""
         return common_prefixes(self.cut)
 
-    def written(self, row_D: np.ndarray, tree_D: np.ndarray, shape: RowShape) -> TokenRows[np.ndarray]:
+    def written(self, row_D: np.ndarray, tree_D: np.ndarray, shape: RowShape) -> Batch[np.ndarray]:
         """Write sequences into rows of ``shape``, depth first, tree after tree.
 
         Args:
@@ -218,10 +125,19 @@ class Sequences:
                 end[:], after = stop, row
             subtree_end_RL[row, start:stop] = end[depth:size]
             end[depth:] = start
-        row_S, column_S, tokens_S = scores_3S
-        in_trees = position_ids_RL, subtree_end_RL
         whole = tuple(Tree(first, first + tails[-1].stop, tuple(tails)) for first, tails in trees)
-        return TokenRows(input_ids_RL, row_S, column_S, tokens_S, *in_trees, trees=whole)
+        batch = self.scored(input_ids_RL, scores_3S)
+        return replace(batch, position_ids_RL=position_ids_RL, subtree_end_RL=subtree_end_RL, trees=whole)
+
+    def scored(self, input_ids_RL: np.ndarray, scores_3S: np.ndarray) -> Batch[np.ndarray]:
+        """Return rows of tokens with the comparisons of those rewards that are read in them.
+
+        Args:
+            scores_3S: For each reward its row, its column and its tokens, of which 0 say that it is elsewhere.
+        """
+        row_S, column_S, tokens_S = scores_3S
+        table = self.table.among(tokens_S.reshape(-1, self.answers).any(-1))
+        return Batch(input_ids_RL, row_S, column_S, tokens_S, table, pad_token_id=self.pad_token_id)
 
     def slots(self) -> list[slice]:
         """Return the numbers of each sequence's rewards among those of the batch, [S]."""
@@ -231,7 +147,7 @@ class Sequences:
         return [slice(first, first + count) for first, count in zip(first_D.tolist(), count_D.tolist(), strict=True)]
 
 
-def pack_unpadded(batch: Sequences, attention_crossover_length: float = 4096) -> Rows:
+def pack_unpadded(batch: Sequences, attention_crossover_length: float = 4096) -> list[Batch[np.ndarray]]:
     """Pack one batch into a single row without padding, tree after tree.
 
     Attention can then be computed tree by tree. Neighbors in lexicographic order share a tree where sharing saves more
@@ -259,7 +175,7 @@ def pack_unpadded(batch: Sequences, attention_crossover_length: float = 4096) ->
     return [batch.written(np.zeros_like(tree_D), tree_D, RowShape(1, length))]
 
 
-def pad(batch: Sequences, lengths: tuple[int, ...] | None = None, multiple: int = 1) -> Rows:
+def pad(batch: Sequences, lengths: tuple[int, ...] | None = None, multiple: int = 1) -> list[Batch[np.ndarray]]:
     """Write each sequence, as long as it is, into a row of its own, padded on the right.
 
     Args:
@@ -279,8 +195,7 @@ def pad(batch: Sequences, lengths: tuple[int, ...] | None = None, multiple: int 
     for row, (ids, at, slots) in enumerate(zip(batch.ids, batch.at, batch.slots(), strict=True)):
         input_ids_RL[row, : len(ids)], mask_RL[row, : len(ids)] = ids, 1
         scores_3S[:, slots] = np.full_like(at, row), at, batch.tokens[row]
-    row_S, column_S, tokens_S = scores_3S
-    return [TokenRows(input_ids_RL, row_S, column_S, tokens_S, attention_mask_RL=mask_RL)]
+    return [replace(batch.scored(input_ids_RL, scores_3S), attention_mask_RL=mask_RL)]
 
 
 def _ranges(columns: np.ndarray) -> tuple[tuple[int, int], ...]:

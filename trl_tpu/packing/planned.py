@@ -1,18 +1,21 @@
-"""Packs the sequences of one batch into rows of planned shapes, for a device that compiles each. numpy only."""
+"""Packs the sequences of one batch into rows of planned shapes, for a device that compiles each."""
 
 from dataclasses import replace
 
 import numpy as np
 
 from ..errors import UserError
-from .pack import Expansion, Rows, Sequences, TokenRows
+from .batch import Batch, Expansion
+from .pack import Sequences
 from .shapes import RowPlan, RowShape, Schedule, zigzag
 
 # A token saved by sharing is saved for sure; a row filled more tightly only may save one later.
 _TOKENS_PER_FREE_TOKEN = 4
 
 
-def pack(batch: Sequences, plan: RowPlan, expands: bool = False, part: tuple[int, int] = (0, 1)) -> Rows:
+def pack(
+    batch: Sequences, plan: RowPlan, expands: bool = False, part: tuple[int, int] = (0, 1)
+) -> list[Batch[np.ndarray]]:
     """Pack one batch by the cheapest schedule of ``plan`` that holds it.
 
     Args:
@@ -29,7 +32,7 @@ def pack(batch: Sequences, plan: RowPlan, expands: bool = False, part: tuple[int
         UserError: If a pair is longer than the longest row, or the batch fits no shape.
     """
     schedule, row_P = _choose(batch, plan, expands)
-    (index, count), micro_batches, before = part, Rows(), 0
+    (index, count), micro_batches, before = part, list[Batch[np.ndarray]](), 0
     for shape in schedule:
         own = RowShape(shape.rows // count, shape.length)
         row_D = row_P[batch.pair_D] - before - index * own.rows
@@ -117,7 +120,7 @@ def _place(
     return row_P
 
 
-def expand_rows(packed: TokenRows[np.ndarray]) -> Expansion[np.ndarray]:
+def expand_rows(packed: Batch[np.ndarray]) -> Expansion[np.ndarray]:
     """Lay out the sequences of packed rows one after the other.
 
     Each packed row has two expanded rows, one for its chosen and one for its rejected sequences. A sequence's tokens

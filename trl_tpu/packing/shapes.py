@@ -1,4 +1,4 @@
-"""Lengths of a dataset's pairs, and the shapes of packed rows that are planned from them. numpy only."""
+"""Lengths of a dataset's pairs, and the shapes of packed rows that are planned from them."""
 
 import itertools
 from collections.abc import Iterable, Iterator, Sequence

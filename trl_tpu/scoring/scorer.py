@@ -14,7 +14,7 @@ import torch
 from transformers.utils import find_adapter_config_file
 
 from .. import runtime
-from ..data.batch import Batch, BatchCollator, LayOut, Part
+from ..data.collate import BatchCollator, LayOut, Part
 from ..data.comparisons import ComparisonRule
 from ..errors import UserError
 from ..modeling.adapters import is_peft_model, load_adapted_model
@@ -24,6 +24,7 @@ from ..modeling.model_shape import learned_positions, position_groups
 from ..modeling.outputs import Outputs, RewardScale, saved_scale
 from ..modeling.packability import make_packable
 from ..modeling.static_shapes import fit_to_device
+from ..packing.batch import Batch
 from ..packing.pack import in_order, pack_unpadded, pad
 from ..packing.planned import pack
 from ..packing.shapes import RowPlan, RowShape, attention_crossover_length, round_up
@@ -38,7 +39,7 @@ _MOST = 2048  # dialogues that are packed together
 _USUAL = 0.75  # of the dialogues fit three times into a usual row
 
 #: Which dialogues a batch has, [N], and its micro-batches.
-Members = tuple[np.ndarray, tuple[Batch, ...]]
+Members = tuple[np.ndarray, tuple[Batch[torch.Tensor], ...]]
 
 
 @dataclass
@@ -258,7 +259,7 @@ class Scorer:
             yield from ((here_D[each], batch) for each, batch in make([dialogues[i] for i in here_D.tolist()]))
 
 
-def _rewards_of(model: Any, batch: Batch) -> torch.Tensor:
+def _rewards_of(model: Any, batch: Batch[torch.Tensor]) -> torch.Tensor:
     """Compute the rewards of a micro-batch, of A outputs [S, A]."""
     return rewards_of(model, batch)[0]
 

@@ -21,7 +21,8 @@ from safetensors import SafetensorError
 
 from trl_tpu.checkpoint.folders import RemoteRun, RunFolder
 from trl_tpu.config.reward_config import RewardConfig, help_from_docstring
-from trl_tpu.data.measure import read_row
+from trl_tpu.data.checks import RAW_COLUMNS
+from trl_tpu.data.measure import answers_of, labels_of
 from trl_tpu.errors import BEST_LOST, NOT_SAVED, UNFINISHED, UserError
 from trl_tpu.experimental.prm import PRMConfig, PRMTrainer
 from trl_tpu.modeling.adapters import get_peft_config, get_quantization_config
@@ -110,13 +111,10 @@ def main(
             print(line)
 
     if dry_run:
-        row = read_row(next(iter(cast(Any, trainer.train_dataset))))
-        answers = [repr(trainer.processing_class.decode(list(ids))) for ids in row["answers"]]
-        names = [f"answers[{place}]" for place in range(len(answers))] if "grades" in row else ["chosen", "rejected"]
-        labels = {
-            name: list(row[name]) if name == "step_ends" else row[name] for name in sorted(row.keys() - {"answers"})
-        }
-        for name, value in [*zip(names, answers, strict=False), *labels.items()]:
+        row = next(iter(cast(Any, trainer.train_dataset)))
+        answers, labels = [repr(trainer.processing_class.decode(ids)) for ids in answers_of(row)], labels_of(row)
+        names = [f"answers[{place}]" for place in range(len(answers))] if "grades" in labels else [*RAW_COLUMNS]
+        for name, value in [*zip(names, answers, strict=False), *sorted(labels.items())]:
             say(f"{name} of the first row: {value}")
         *_, steps = trainer.set_initial_training_values(trainer.args, trainer.get_train_dataloader())
         say(f"{trainer.describe()}\n{steps:,} steps; nothing was trained, since --dry_run ends before the first.")

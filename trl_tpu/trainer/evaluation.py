@@ -19,13 +19,13 @@ from transformers.trainer_pt_utils import find_batch_size
 from transformers.trainer_utils import EvalLoopOutput, denumpify_detensorize
 from transformers.utils import CONFIG_NAME
 
-from ..data.batch import Batch, CollatedBatch, apart, tensors_in
 from ..data.collators import NO_LABEL, TABLE, batch_of_pairs
 from ..data.comparisons import Labels
 from ..evaluation.judge import RewardSums, judge, sums_of, sums_on_host
 from ..modeling.adapters import complete_config, is_peft_model
 from ..modeling.forward import read_scores
 from ..modeling.outputs import BASE_CONFIG, Outputs, set_scale
+from ..packing.batch import Batch, apart, tensors_in
 from ..report.pages import is_generated, make_model_card, write_verdicts
 from ..runtime import Runtime
 from ..training.device_trainer import DeviceTrainer
@@ -196,7 +196,7 @@ class EvaluatingTrainer(DeviceTrainer):
         losses_P = loss.mean() * batch.table.row_weight_P
         if ours is not None:  # per row, as processes fill the last batch up; a subclass may return another loss
             losses_P = torch.where(loss == ours.loss, ours.losses_P, losses_P)
-        result = StepResult(loss, losses_P, rewards_SA, batch.rows.tokens_S, batch.table)
+        result = StepResult(loss, losses_P, rewards_SA, batch.tokens_S, batch.table)
         self.trl_tpu.last_step = result
         return loss, result
 
@@ -246,7 +246,7 @@ class EvaluatingTrainer(DeviceTrainer):
             for inputs in dataloader:
                 if measures_batches and len(pairs):  # a stream says only now that the batch before was not the last
                     of_last_batch(is_last=False)
-                is_planned = ours.batch_plan.plans_shapes and isinstance(inputs, CollatedBatch)
+                is_planned = ours.batch_plan.plans_shapes and isinstance(inputs, Batch)
                 pairs.add(*self._evaluated_batch(model, inputs, ignore_keys), is_planned)
                 self.control = self.callback_handler.on_prediction_step(args, self.state, self.control)
                 may_stop, told = ours.preemption.cuts_evaluations_short, ours.preemption.told_to_stop
@@ -406,7 +406,7 @@ def _may_be_on_the_hub(name: str) -> bool:
     return re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", name) is not None and not os.path.exists(name.partition("/")[0])
 
 
-def rewards_in(outputs: Any, batch: Batch | None) -> torch.Tensor | None:
+def rewards_in(outputs: Any, batch: Batch[torch.Tensor] | None) -> torch.Tensor | None:
     """Read rewards [S, A] from what a user's loss returns beside itself; None where there are none to be read.
 
     They are `rewards`, [P, K] or [P, A, K], or the model's `logits`; or two tensors of a reward per pair, chosen
@@ -419,7 +419,7 @@ def rewards_in(outputs: Any, batch: Batch | None) -> torch.Tensor | None:
         rewards = outputs["rewards"]
         return (rewards.unsqueeze(1) if rewards.ndim == 2 else rewards).transpose(1, 2).flatten(0, 1)
     if isinstance(outputs, Mapping) and "logits" in outputs:
-        return None if batch is None or batch.rows.is_packed else read_scores(outputs["logits"], batch)
+        return None if batch is None or batch.is_packed else read_scores(outputs["logits"], batch)
     values = outputs.values() if isinstance(outputs, Mapping) else outputs
     halves = [each.flatten() for each in values if isinstance(each, torch.Tensor)]
     if len(halves) != 2 or len(halves[0]) != len(halves[1]):

@@ -21,7 +21,6 @@ from transformers import (
 
 from .. import runtime
 from ..config.reward_config import RewardConfig
-from ..data.batch import Batch
 from ..data.chat_templates import date_written
 from ..data.collators import DataCollatorForPreference, _tokenize, batches_in
 from ..data.loader import prompts_in_training
@@ -42,6 +41,7 @@ from ..modeling.load import warn_of_unscored_eos
 from ..modeling.losses import Loss
 from ..modeling.model_shape import work_of_a_pair
 from ..modeling.outputs import Outputs
+from ..packing.batch import Batch
 from ..packing.shapes import RowPlan
 from ..training.batch_plan import BatchPlan
 from ..training.progress import AddedMetrics
@@ -262,7 +262,7 @@ class RewardTrainer(EvaluatingTrainer):
             self.trl_tpu.statistics.update(result.rewards_SA, result.tokens_S, result.table)
         return result
 
-    def _batches_in(self, inputs: Mapping[str, Any]) -> Sequence[Batch]:
+    def _batches_in(self, inputs: Any) -> Sequence[Batch[torch.Tensor]]:
         return batches_in(inputs, self.processing_class.pad_token_id, self.trl_tpu.batch_plan.padding_side)
 
     # ---- data

@@ -11,7 +11,7 @@ from datasets import Dataset
 from transformers import DataCollatorForTokenClassification, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..config.reward_config import RewardConfig
-from ..data.batch import BatchCollator, Part
+from ..data.collate import BatchCollator, Part
 from ..data.collators import DataCollatorForPreference, DictCollator, RewardDataCollatorWithPadding
 from ..data.comparisons import ComparisonRule
 from ..data.measure import SOLUTION, has_form, is_prepared, measure
@@ -193,7 +193,7 @@ class BatchPlan:
             return DataCollatorForTokenClassification(self._tokenizer, pad_to_multiple_of=multiple)
         return DataCollatorForPreference(self._pad_token_id, multiple)
 
-    def collator(self, dataset: Any, batch_size: int, user_collator: Any) -> Callable[..., dict[str, Any]]:
+    def collator(self, dataset: Any, batch_size: int, user_collator: Any) -> Callable[..., Any]:
         """Return the collator of ``dataset``: of packed or padded batches, or of TRL's dict for a user's code.
 
         Batches are padded from here on if the user has replaced something since the model was made to read packed
@@ -227,7 +227,7 @@ class BatchPlan:
         elif self._packs(dataset):
             rows = self.planned.rows(dataset, batch_size)
             lay_out = partial(pack, plan=rows, expands=self.planned.expands, part=(index, count))
-            part = Part(batch_size * count, 0, count)  # processes share rows of tokens, and not those of the data
+            part = Part(batch_size * count, None, count)  # processes share rows of tokens, and not those of the data
         elif self._obstacle_in_code() is not None:
             are_old = self._old_columns or isinstance(user_collator, RewardDataCollatorWithPadding)
             collate = user_collator

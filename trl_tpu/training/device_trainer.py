@@ -39,7 +39,6 @@ from transformers.trainer_utils import has_length
 from ..checkpoint.folders import RunFolder
 from ..checkpoint.state_dict import give_weights_on_host
 from ..config.checks import check_final_rate
-from ..data.batch import apart, tensors_in
 from ..data.loader import (
     WholeStream,
     by_prompt,
@@ -51,6 +50,7 @@ from ..data.loader import (
     skipping_by,
 )
 from ..errors import UserError
+from ..packing.batch import Batch, apart, tensors_in
 from ..parallel import shard
 from ..parallel.mesh import BATCH_AXES
 from ..runtime import choice, current
@@ -285,18 +285,16 @@ class DeviceTrainer(SavingTrainer):
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> torch.Tensor:
         """Run one batch, in one or several micro-batches, whose gradients add up and whose losses do."""
         *accumulated, last = apart(inputs)
-        for rows in accumulated:
-            self._tr_loss += self._micro_batch(model, rows, num_items_in_batch, updates=self._accumulates)
+        for part in accumulated:
+            self._tr_loss += self._micro_batch(model, part, num_items_in_batch, updates=self._accumulates)
             self.trl_tpu.runtime.step_boundary()
         return self._micro_batch(model, last, num_items_in_batch)
 
-    def _micro_batch(
-        self, model: nn.Module, rows: dict[str, Any], num_items_in_batch: Any, updates: bool = True
-    ) -> torch.Tensor:
+    def _micro_batch(self, model: nn.Module, part: Any, num_items_in_batch: Any, updates: bool = True) -> torch.Tensor:
         ours = self.trl_tpu
-        ours.recompiles.see(tensors_in(rows), updates)
+        ours.recompiles.see(tensors_in(part), updates)
         ours.step_state.attach_gradients()
-        loss = super().training_step(model, rows, num_items_in_batch)
+        loss = super().training_step(model, part, num_items_in_batch)
         ours.statistics.see_loss(loss)
         return loss
 
@@ -308,10 +306,9 @@ class DeviceTrainer(SavingTrainer):
         """
         if self._accumulates:
             self.trl_tpu.runtime.step_boundary()
-        tokens = [tensors for tensors in map(tensors_in, apart(inputs)) if "input_ids_RL" in tensors]
-        if not tokens:
+        if not isinstance(inputs, Batch):
             return super().floating_point_ops(inputs)
-        ids = [{"input_ids": tensors["input_ids_RL"]} for tensors in tokens]
+        ids = ({"input_ids": part.input_ids_RL} for part in inputs.parts)
         return sum(map(super().floating_point_ops, ids))
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 
-from ..data.comparisons import Comparisons
 from ..evaluation.judge import COUNTS, SUMS, RewardSums, between, sums_of
 from ..evaluation.verdict import Verdict
 from ..modeling.outputs import RewardScale
+from ..packing.batch import Comparisons
 from ..parallel.mesh import GiB, peak_flops_of
 from ..runtime import Runtime
 from .optimizer import bare

@@ -10,10 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..data.batch import Batch
-from ..data.comparisons import Comparisons
 from ..modeling.forward import rewards_of
 from ..modeling.losses import Loss
+from ..packing.batch import Batch, Comparisons
 from ..runtime import current
 
 
@@ -50,7 +49,7 @@ class StepResult:
         return StepResult(loss, losses_P, rewards_SA, self.tokens_S, self.table)
 
 
-def training_step(model: nn.Module, batches: Sequence[Batch], loss: Loss, **extras: Any) -> StepResult:
+def training_step(model: nn.Module, batches: Sequence[Batch[torch.Tensor]], loss: Loss, **extras: Any) -> StepResult:
     """Compute the loss of a batch, or of one of its micro-batches, for a backward.
 
     Without gradients each of several micro-batches is executed on its own: the same program wherever it comes.
@@ -73,11 +72,11 @@ evaluation_step = torch.no_grad()(training_step)
 """Computes the same, without gradients."""
 
 
-def _compute(model: nn.Module, batch: Batch, loss: Loss, extras: dict[str, Any]) -> StepResult:
+def _compute(model: nn.Module, batch: Batch[torch.Tensor], loss: Loss, extras: dict[str, Any]) -> StepResult:
     rewards_SA, outputs = rewards_of(model, batch, **extras)
     losses_P = loss.per_row(rewards_SA, batch.table)
     total = losses_P.sum() / batch.table.weight_sum_1.squeeze()
-    return StepResult(total, losses_P, rewards_SA, batch.rows.tokens_S, batch.table, outputs)
+    return StepResult(total, losses_P, rewards_SA, batch.tokens_S, batch.table, outputs)
 
 
 def _joined(parts: Sequence[StepResult]) -> StepResult:

@@ -1,0 +1,236 @@
+"""One batch: rows of tokens, the positions in them where rewards are read, and a table of comparisons.
+
+Pairs, rankings, several attributes and process rewards differ only in the table. The loss, metrics, evaluation and
+scoring read a `Batch` and nothing else.
+
+Letters: P rows of the data, K answers of each, A attributes, S = P K scored positions, G = P A rankings,
+C comparisons, R rows of tokens, L their length.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Generic, Literal, NamedTuple, TypeVar
+
+import numpy as np
+import torch
+from torch.nn.utils.rnn import pad_sequence
+
+Array = TypeVar("Array")  # numpy's while packing, torch's from the collator on
+Kind = Literal["pairs", "rankings", "steps"]
+
+
+class Expansion(NamedTuple, Generic[Array]):
+    """Where the tokens of packed rows lie in expanded rows, int32: see `planned.expand_rows`."""
+
+    gather_R2L: Array
+    """The column of the packed row whose token is copied to each place; -1 for padding."""
+    segment_R2L: Array
+    """A number for each sequence of a row; 0 for padding."""
+    scatter_R2L: Array
+    """The column that takes its output from each place; -1 where none does, as it has another copy or is padding."""
+    inverse_RL: Array
+    """For each token, the place in the two rows, flattened, that its output is taken from; -1 for padding."""
+
+
+class Arrays:
+    """A dataclass of arrays and other values; fields may also be `Arrays`, an `Expansion`, or a tuple of `Arrays`."""
+
+    def tensors(self) -> dict[str, Any]:
+        """Return all arrays by name, but those in tuples."""
+        found = dict[str, Any]()
+        for name, value in vars(self).items():
+            if isinstance(value, Arrays | Expansion):
+                found |= value.tensors() if isinstance(value, Arrays) else value._asdict()
+            elif hasattr(value, "dtype"):
+                found[name] = value
+        return found
+
+    def map_tensors(self, function: Callable[[Any], Any]) -> Any:
+        """Return a copy with ``function`` of each array."""
+
+        def mapped(value: Any) -> Any:
+            if isinstance(value, Arrays):
+                return value.map_tensors(function)
+            if isinstance(value, Expansion):
+                return Expansion(*map(function, value))
+            if isinstance(value, tuple):
+                return tuple(map(mapped, value))
+            return function(value) if hasattr(value, "dtype") else value
+
+        own: Any = self
+        return replace(own, **{each.name: mapped(getattr(self, each.name)) for each in fields(own)})
+
+
+@dataclass(frozen=True)
+class Comparisons(Arrays, Generic[Array]):
+    """Compared rewards of a batch, in arrays whose shapes depend on P, K and A alone.
+
+    Rewards are numbered row by row, answer by answer, attribute by attribute: ``(p K + k) A + a``. Number -1 is the
+    constant 0.
+    """
+
+    better_C: Array
+    """Number of the reward that should be higher, int32."""
+    worse_C: Array
+    probability_C: Array
+    """Probability that `better_C` is the better one, 0.5 to 1."""
+    margin_C: Array
+    """Target margin, subtracted from the difference of the rewards."""
+    weight_C: Array
+    """Weight in the sum that is divided by `weight_sum_1`; 0 for padding."""
+    grade_SA: Array
+    """Grade of each reward, NaN for padding: for losses of whole rankings, and for evaluation."""
+    ranking_weight_G: Array
+    """Weight of each ranking in losses of whole rankings; 0 for padding."""
+    row_weight_P: Array
+    """Weight of each row of the data in the mean; 0 for padding."""
+    weight_sum_1: Array
+    """What the loss is divided by: the row weights of the global batch, or a process's share of them."""
+    answers: int
+    """K."""
+    kind: Kind = "pairs"
+    """What the rows of the data are; the rewards of steps are compared with the constant 0."""
+
+    def among(self, here_P: np.ndarray) -> "Comparisons[Any]":
+        """Return the same table without the comparisons of rows that are elsewhere (numpy only)."""
+        weights: Any = {name: getattr(self, name) for name in ("weight_C", "ranking_weight_G", "row_weight_P")}
+        rows = len(here_P)
+        return replace(self, **{name: each * np.repeat(here_P, len(each) // rows) for name, each in weights.items()})
+
+    def by_ranking(self, values_SA: Any) -> Any:
+        """Return values of rewards [G, K], for each ranking those of its answers."""
+        attributes = values_SA.shape[-1]
+        return values_SA.reshape(-1, self.answers, attributes).swapaxes(1, 2).reshape(-1, self.answers)
+
+
+@dataclass(frozen=True, slots=True)
+class Tail:
+    """The tokens that a sequence adds to its tree: they see their path, and one another in order."""
+
+    start: int
+    """Their first column, counted from the tree's."""
+    stop: int
+    path: tuple[tuple[int, int], ...]
+    """The columns before them in their sequence, as ranges counted from the tree's first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tree:
+    """Where a tree lies in its row."""
+
+    start: int
+    stop: int
+    tails: tuple[Tail, ...]
+    """Its tokens in order. A tree that does not branch has one tail."""
+
+
+@dataclass(frozen=True)
+class Batch(Arrays, Generic[Array]):
+    """A batch, or the last of its micro-batches, which has those that are computed before it in `before`.
+
+    Packed rows hold prefix trees of several sequences. Padded rows hold one sequence each, and have an
+    `attention_mask_RL` instead of `position_ids_RL` and `subtree_end_RL`.
+
+    The sum of the micro-batches' losses is the batch's loss, and the sum of their gradients its gradient. To
+    transformers, accelerate and scripts a batch looks like TRL's dict in as far as they need it: it moves to a device
+    by `to`, and has `input_ids` and `attention_mask`, which are made on request.
+    """
+
+    input_ids_RL: Array
+    """Token ids. Padding columns hold the pad token."""
+    score_row_S: Array
+    """The row of the token at which each reward is read, int32; 0 where there is no reward."""
+    score_column_S: Array
+    """Its column."""
+    tokens_S: Array
+    """Tokens that each reward adds to those before it in its row of the data, as if nothing were shared, int32.
+
+    0 where there is no reward in these rows."""
+    table: Comparisons[Array]
+    """Compares the rewards of these rows of tokens."""
+    position_ids_RL: Array | None = None
+    """Index of each token in its sequence, int32."""
+    subtree_end_RL: Array | None = None
+    """Token q attends to token k exactly when ``k <= q < subtree_end[k]``, int32."""
+    attention_mask_RL: Array | None = None
+    """1 for tokens, 0 for padding."""
+    expansion: Expansion[Array] | None = None
+    """Where the tokens lie in rows of whole sequences, for models that attend there."""
+    trees: tuple[Tree, ...] | None = None
+    """Where the trees of an unpadded row lie, which attend one by one; None where whole rows are masked."""
+    extras: Mapping[str, Any] = field(default_factory=dict)
+    """Other keys of a batch that a user's collator made; the model is given them."""
+    pad_token_id: int = 0
+    before: tuple["Batch[Array]", ...] = ()
+    """The micro-batches that only accumulate gradients, each without any before it."""
+
+    @classmethod
+    def of(cls, parts: list["Batch[Array]"]) -> "Batch[Array]":
+        """Return the batch of some micro-batches, in order."""
+        return replace(parts[-1], before=tuple(parts[:-1]))
+
+    @property
+    def parts(self) -> tuple["Batch[Array]", ...]:
+        """The micro-batches, in order."""
+        return (*self.before, replace(self, before=())) if self.before else (self,)
+
+    @property
+    def is_packed(self) -> bool:
+        return self.subtree_end_RL is not None
+
+    def is_there_P(self) -> Any:
+        """Return which rows of the data are in this micro-batch, [P]."""
+        tokens_S: Any = self.tokens_S
+        return tokens_S.reshape(-1, self.table.answers).any(-1)
+
+    # ---- as loaders and scripts see it
+
+    def to(self, device: Any, non_blocking: bool = False) -> "Batch[Array]":
+        return self.map_tensors(lambda tensor: tensor.to(device, non_blocking=non_blocking))
+
+    def pin_memory(self) -> "Batch[Array]":
+        return self.map_tensors(torch.Tensor.pin_memory)
+
+    def __len__(self) -> int:
+        """Return the number of micro-batches."""
+        return len(self.before) + 1
+
+    def __contains__(self, key: object) -> bool:
+        return key in ("input_ids", "attention_mask")
+
+    def __getitem__(self, key: str) -> torch.Tensor:
+        """Return `input_ids` or `attention_mask` [K P, L], padded and in TRL's order.
+
+        Raises:
+            KeyError: The batch has no such key.
+        """
+        if key not in self:
+            raise KeyError(f"{key!r} is not in this batch, which has input_ids and attention_mask.")
+        rows = [torch.from_numpy(ids).long() for ids in self._sequences()]
+        rows = rows if key == "input_ids" else list(map(torch.ones_like, rows))
+        fill = self.pad_token_id if key == "input_ids" else 0
+        own: Any = self.input_ids_RL
+        return pad_sequence(rows, batch_first=True, padding_value=fill).to(own.device)
+
+    def _sequences(self) -> list[np.ndarray]:
+        """Return the token ids of sequences up to their last scored token: all first answers, then all second ones."""
+        found, answers = dict[tuple[int, int], np.ndarray](), self.table.answers
+        for part in self.parts:
+            rows: Batch[Any] = part.map_tensors(lambda tensor: tensor.cpu().numpy())
+            for place in np.flatnonzero(rows.tokens_S).tolist():
+                row, column = rows.score_row_S[place], rows.score_column_S[place]
+                ids_L = rows.input_ids_RL[row, : column + 1]
+                if rows.subtree_end_RL is not None:
+                    ids_L = ids_L[rows.subtree_end_RL[row, : column + 1] > column]
+                found[0 if part.table.kind == "steps" else place % answers, place // answers] = ids_L
+        return [found[key] for key in sorted(found)]
+
+
+def apart(inputs: Any) -> tuple[Any, ...]:
+    """Return the parts of a loader's batch that are computed one at a time: micro-batches, or a user's dict whole."""
+    return inputs.parts if isinstance(inputs, Batch) else (inputs,)
+
+
+def tensors_in(inputs: Any) -> Mapping[str, Any]:
+    """Return the tensors of such a part by name."""
+    return inputs.tensors() if isinstance(inputs, Batch) else inputs
