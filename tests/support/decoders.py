@@ -12,9 +12,8 @@ from torch.nn.functional import logsigmoid
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
-from trl_tpu.data.collate import sequences_of
+from trl_tpu.data.collate import ComparisonRule, sequences_of
 from trl_tpu.data.collators import DataCollatorForPreference
-from trl_tpu.data.comparisons import ComparisonRule
 from trl_tpu.modeling.forward import packed_scores
 from trl_tpu.packing.batch import Batch
 from trl_tpu.packing.pack import Sequences

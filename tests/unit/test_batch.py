@@ -18,9 +18,8 @@ from torch.utils.data._utils.pin_memory import pin_memory
 from transformers import AutoModelForTokenClassification, DataCollatorForTokenClassification, PreTrainedModel
 from trl.trainer.reward_trainer import DataCollatorForPreference as TrlCollator
 
-from trl_tpu.data.collate import BatchCollator, Part
+from trl_tpu.data.collate import BatchCollator, ComparisonRule, Part
 from trl_tpu.data.collators import DataCollatorForPreference, DictCollator, RewardDataCollatorWithPadding, batches_in
-from trl_tpu.data.comparisons import ComparisonRule
 from trl_tpu.modeling.losses import Loss
 from trl_tpu.modeling.packability import use_tree_masks
 from trl_tpu.modeling.static_shapes import use_expanded_attention

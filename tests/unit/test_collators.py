@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from tiny import tiny_tokenizer
 from trl.trainer.reward_trainer import DataCollatorForPreference as TrlCollator
 
+from trl_tpu.data.collate import ComparisonRule
 from trl_tpu.data.collators import (
     DataCollatorForPreference,
     DictCollator,
@@ -17,7 +18,6 @@ from trl_tpu.data.collators import (
     old_columns,
     read_dict,
 )
-from trl_tpu.data.comparisons import ComparisonRule
 from trl_tpu.data.measure import OLD_KEYS, PAIR, answers_of
 from trl_tpu.errors import UserError
 

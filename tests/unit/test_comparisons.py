@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn.functional import softplus
 
-from trl_tpu.data.comparisons import ComparisonRule, Labels, compare
+from trl_tpu.data.collate import ComparisonRule, Labels, compare
 from trl_tpu.modeling.losses import Loss
 
 K, A = 4, 3

@@ -113,7 +113,7 @@ BELOW = {
     "modeling": {"config", "data", "packing", "parallel", "runtime"},
     "evaluation": {"data", "packing"},
     "scoring": {"data", "evaluation", "modeling", "packing", "parallel", "runtime"},
-    "report": {"data", "evaluation", "modeling"},
+    "report": {"data", "evaluation", "modeling", "packing"},
     "checkpoint": {"config", "modeling", "parallel", "runtime"},
     "training": {
         "checkpoint", "config", "data", "evaluation", "modeling", "packing", "parallel", "report", "runtime",

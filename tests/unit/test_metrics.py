@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from meeting import Meeting
 
 from trl_tpu.config.reward_config import REWARD_METRICS
-from trl_tpu.data.comparisons import ComparisonRule, Labels, compare, pairs_of
+from trl_tpu.data.collate import ComparisonRule, Labels, compare, pairs_of
 from trl_tpu.evaluation.judge import RewardSums, sums_on_host
 from trl_tpu.runtime.native import Runtime
 from trl_tpu.training import statistics

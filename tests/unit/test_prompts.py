@@ -9,8 +9,7 @@ from datasets import Dataset
 from tokenized import dataset_of
 
 from trl_tpu import RewardConfig
-from trl_tpu.data.collate import sequences_of
-from trl_tpu.data.comparisons import ComparisonRule
+from trl_tpu.data.collate import ComparisonRule, sequences_of
 from trl_tpu.data.loader import ByPrompt, prompt_groups, prompts_in_training, sizes_by_prompt
 from trl_tpu.packing.planned import pack
 from trl_tpu.packing.shapes import RowPlan

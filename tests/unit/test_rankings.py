@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from tokenized import prepare
 from transformers import LlamaConfig
 
-from trl_tpu.data.collate import sequences_of
-from trl_tpu.data.comparisons import ComparisonRule, Labels
+from trl_tpu.data.collate import ComparisonRule, Labels, sequences_of
 from trl_tpu.data.measure import PAIR, answers_of, form_of, measure
 from trl_tpu.data.rankings import RankingKind
 from trl_tpu.evaluation.judge import Evaluation, NothingCompared, judge_rows, padded, sums_on_host

@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenized import dataset_of
 
-from trl_tpu.data.collate import sequences_of
-from trl_tpu.data.comparisons import ComparisonRule
+from trl_tpu.data.collate import ComparisonRule, sequences_of
 from trl_tpu.data.measure import measure
 from trl_tpu.packing.pack import pack_unpadded
 from trl_tpu.packing.planned import pack

@@ -14,7 +14,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from scipy.stats import binomtest
 
-from trl_tpu.data.comparisons import pairs_of
+from trl_tpu.data.collate import pairs_of
 from trl_tpu.errors import UserError
 from trl_tpu.evaluation import judge
 from trl_tpu.evaluation.judge import Evaluation, judge_best_of_n, judge_rows, padded

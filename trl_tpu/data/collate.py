@@ -1,4 +1,19 @@
-"""Makes batches of prepared rows: a collator makes all micro-batches of a batch at once."""
+"""From prepared rows to a batch: the table of comparisons that their labels make, and the collator.
+
+Every form of data is trained on comparisons of two rewards, so losses, metrics and evaluation need only this table:
+
+====================  =========================  ========================================  =========================
+row                   rewards                    comparisons                               probability
+====================  =========================  ========================================  =========================
+pair                  chosen, rejected           chosen with rejected                      1 or `chosen_probability`
+ranking               one for each answer        any two answers with different grades     1, or 0.5 for a tie
+ranking, attributes   answers times attributes   those of a ranking, for each attribute    the same
+solution with steps   one for each step          the step with the constant 0              the step's label
+====================  =========================  ========================================  =========================
+
+Letters: P rows of a batch, K answers or steps of a row, A attributes, G = P A rankings, M comparisons of a ranking,
+S = P K scored positions, C = G M comparisons.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -8,14 +23,149 @@ import numpy as np
 import torch
 
 from ..errors import UserError
-from ..packing.batch import Batch, Comparisons
+from ..packing.batch import Batch, Comparisons, Kind
 from ..packing.pack import Sequences, last_scored
-from .comparisons import ComparisonRule
 from .measure import STEP_ENDS, answers_of, labels_of
 
 Example = Mapping[str, Any]
 
 LayOut = Callable[[Sequences], list[Batch[np.ndarray]]]
+
+
+@dataclass(frozen=True)
+class ComparisonRule:
+    """Settings of `RewardConfig` that decide which comparisons labels make, and how much each counts.
+
+    Args:
+        learns_ties: Whether answers with equal grades are compared, with probability 0.5.
+        counts_comparisons: Whether each comparison counts once in the mean, instead of each row.
+        margin_scale: The target margin is this times the difference of the grades; None asks for no margin.
+        attribute_weights: Weight of each attribute's loss; None weighs them alike.
+        answers: K, the most answers or steps of a row.
+        attributes: A; 0 where `grades` are of no attribute.
+    """
+
+    learns_ties: bool = False
+    counts_comparisons: bool = False
+    margin_scale: float | None = None
+    attribute_weights: Sequence[float] | None = None
+    answers: int = 2
+    attributes: int = 0
+
+    def table(self, rows: Sequence[Example], count: int | None = None) -> "Comparisons[np.ndarray]":
+        """Compare the rewards of prepared rows, in a table for ``count`` rows."""
+        return compare(Labels.of(rows, self.answers, self.attributes), self, count)
+
+
+@dataclass(frozen=True)
+class Labels:
+    """Labels of some rows, one grade for each reward.
+
+    Args:
+        grade_PAK: Higher is better; NaN where there is no answer, or no grade. Of a pair (1, 0), or its
+            `chosen_probability` and the remainder; of steps the probability that each is right.
+        margin_P: Target margin of each pair; None if the data has none.
+        kind: What the rows are. Grades of rankings only order answers; others are probabilities. Rewards of steps are
+            compared with the constant 0.
+    """
+
+    grade_PAK: np.ndarray
+    margin_P: np.ndarray | None = None
+    kind: Kind = "pairs"
+
+    @classmethod
+    def of(cls, rows: Sequence[Example], answers: int, attributes: int = 0) -> "Labels":
+        """Read the labels of prepared rows.
+
+        Args:
+            rows: Of one form.
+            answers: K. A row may have fewer.
+            attributes: A; 0 where `grades` are of no attribute.
+        """
+        grade_PAK = np.full((len(rows), attributes or 1, answers), np.nan, np.float32)
+        labels_P = list(map(labels_of, rows))
+        if "grades" not in labels_P[0]:
+            if answers == 1:
+                return cls(grade_PAK)  # single answers that are only to be scored
+            chosen_P = np.array([labels.get("chosen_probability", 1.0) for labels in labels_P])
+            grade_PAK[:, 0] = np.stack([chosen_P, 1 - chosen_P], axis=-1)
+            has_margin = "margin" in labels_P[0]
+            return cls(grade_PAK, np.array([each["margin"] for each in labels_P], np.float32) if has_margin else None)
+        for grade_AK, labels in zip(grade_PAK, labels_P, strict=True):
+            for grade_K, grades in zip(grade_AK, labels["grades"] if attributes else [labels["grades"]], strict=True):
+                if grades is not None:
+                    grade_K[: len(grades)] = grades
+        return cls(grade_PAK, None, "steps" if STEP_ENDS in labels_P[0] else "rankings")
+
+
+def pairs_of(count: int) -> Labels:
+    """Return the labels of pairs, chosen first."""
+    return Labels(np.tile(np.array([1.0, 0.0], np.float32), (count, 1, 1)))
+
+
+def compare(labels: Labels, rule: ComparisonRule, rows: int | None = None) -> Comparisons[np.ndarray]:
+    """Make the comparisons of a batch.
+
+    Args:
+        labels: Of the batch's rows.
+        rule: Settings of the loss.
+        rows: P, if the table is padded beyond the rows that there are.
+
+    Returns:
+        The table, with the weights of all of these rows as `weight_sum_1`.
+    """
+    count, attributes, answers = labels.grade_PAK.shape
+    grade_PAK = np.pad(labels.grade_PAK, ((0, (rows or count) - count), (0, 0), (0, 0)), constant_values=np.nan)
+    grade_GK = grade_PAK.reshape(-1, answers)
+    if labels.kind == "steps":
+        first_M, second_M = np.arange(answers), np.full(answers, -1)
+        first_GM, second_GM = grade_GK, 1 - grade_GK
+    else:
+        first_M, second_M = np.triu_indices(answers, 1)
+        first_GM, second_GM = grade_GK[:, first_M], grade_GK[:, second_M]
+    compared_GM = ~np.isnan(first_GM + second_GM)
+    probability_GM = np.maximum(first_GM, second_GM)
+    if labels.kind == "rankings":
+        probability_GM = np.where(first_GM == second_GM, 0.5, 1.0)
+        compared_GM &= (first_GM != second_GM) | rule.learns_ties
+
+    ranking_weight_PA = (~np.isnan(grade_PAK)).any(-1) * np.array(rule.attribute_weights or [1.0] * attributes)
+    total_P1 = ranking_weight_PA.sum(-1, keepdims=True)
+    ranking_weight_G = (ranking_weight_PA / np.where(total_P1 > 0, total_P1, 1)).reshape(-1, 1)
+    row_weight_P = (np.arange(len(grade_PAK)) < count).astype(np.float32)
+    weight_GM = compared_GM * ranking_weight_G / compared_GM.sum(1, keepdims=True).clip(1)
+    if labels.kind == "steps" or rule.counts_comparisons:
+        weight_GM, row_weight_P = compared_GM, compared_GM.reshape(len(grade_PAK), -1).sum(1, dtype=np.float32)
+
+    is_first_GM = first_GM >= second_GM
+    margin_GM = np.zeros(compared_GM.shape)
+    if labels.margin_P is not None:
+        margin_GM[:count] = np.where(is_first_GM[:count], 1, -1) * labels.margin_P[:, None]
+    elif rule.margin_scale is not None and labels.kind == "rankings":
+        margin_GM = rule.margin_scale * np.abs(first_GM - second_GM)
+
+    def numbers(answer_GM: np.ndarray) -> np.ndarray:
+        place_GM = np.arange(len(grade_GK))[:, None]
+        number_GM = (place_GM // attributes * answers + answer_GM) * attributes + place_GM % attributes
+        return np.where(compared_GM & (answer_GM >= 0), number_GM, -1).astype(np.int32).ravel()
+
+    def values(value_GM: np.ndarray) -> np.ndarray:
+        return np.where(compared_GM, value_GM, 0).astype(np.float32).ravel()
+
+    total = row_weight_P.sum(keepdims=True)
+    return Comparisons(
+        better_C=numbers(np.where(is_first_GM, first_M, second_M)),
+        worse_C=numbers(np.where(is_first_GM, second_M, first_M)),
+        probability_C=values(probability_GM),
+        margin_C=values(margin_GM),
+        weight_C=values(weight_GM),
+        grade_SA=grade_PAK.swapaxes(1, 2).reshape(-1, attributes),
+        ranking_weight_G=ranking_weight_G.ravel().astype(np.float32),
+        row_weight_P=row_weight_P,
+        weight_sum_1=np.where(total > 0, total, 1),
+        answers=answers,
+        kind=labels.kind,
+    )
 
 
 def sequences_of(

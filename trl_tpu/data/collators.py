@@ -21,8 +21,7 @@ from ..packing.shapes import round_up
 from . import checks
 from .chat_templates import maybe_apply_chat_template
 from .checks import RAW_COLUMNS, PairKind, Row
-from .collate import Example, Part, sequences_of
-from .comparisons import ComparisonRule, compare, pairs_of
+from .collate import ComparisonRule, Example, Part, compare, pairs_of, sequences_of
 from .measure import NO_LABEL, OLD_KEYS, PAIR, STEP_ENDS, answers_of, form_of, labels_of
 
 Collate = Callable[[list[Any]], dict[str, Any]]

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from datasets import Dataset
 
-from ..data.comparisons import ComparisonRule, Labels, compare, compared_rewards, pairs_of
+from ..data.collate import ComparisonRule, Labels, compare, pairs_of
 from ..data.measure import is_prepared, measure
 from ..errors import UserError
 from ..packing.batch import Comparisons, Kind
@@ -136,7 +136,7 @@ def order_of(rewards_SA: torch.Tensor, table: Comparisons[torch.Tensor], is_ther
     They are the shares of right comparisons and of ties, the mean margin, and the number of comparisons. A comparison
     with probability 0.5 does not count.
     """
-    better_C, worse_C = compared_rewards(rewards_SA, table)
+    better_C, worse_C = table.compared(rewards_SA)
     rankings = len(better_C) if table.kind == "steps" else len(table.ranking_weight_G)
     is_there_C = is_there_P[:, None].expand(-1, len(better_C) // len(is_there_P)).flatten()
     decided_GM = ((table.weight_C > 0) & (table.probability_C > 0.5) & is_there_C).unflatten(0, (rankings, -1))
@@ -266,7 +266,7 @@ class Evaluation:
             better_M, worse_M = (each.numpy()[decided_M][drawn] for each in (table.better_C, table.worse_C))
             lengths = lengths_NK[row_J].ravel()
             longer_M = lengths[better_M] - lengths[worse_M]
-        rewards = [each.numpy()[decided_M][drawn] for each in compared_rewards(rewards_S1, table)]
+        rewards = [each.numpy()[decided_M][drawn] for each in table.compared(rewards_S1)]
         ranking_M = ranking_M[drawn]
         weight_M, key_M = 1 / np.bincount(ranking_M)[ranking_M], self._thinner.random(len(drawn))
         row_M = row_J[ranking_M] + self._rows

@@ -1,6 +1,6 @@
 """Losses of reward modeling, computed from the rewards of a batch and its table of comparisons.
 
-Letters as in `trl_tpu.data.comparisons`: C comparisons, G rankings of K answers, S scored positions, A attributes.
+Letters as in `trl_tpu.packing.batch`.
 """
 
 import math
@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch.nn.functional import logsigmoid
 
-from ..data.comparisons import compared_rewards
 from ..errors import UserError
 from ..packing.batch import Comparisons
 
@@ -53,7 +52,7 @@ class Loss:
             rewards_SA: Float32 or wider; what padding holds does not matter.
             table: On the same device.
         """
-        better_C, worse_C = compared_rewards(rewards_SA, table)
+        better_C, worse_C = table.compared(rewards_SA)
         rows = len(rewards_SA) // table.answers
         losses_C = torch.zeros_like(better_C)
         if self.loss_type not in OF_RANKINGS:

@@ -97,6 +97,16 @@ class Comparisons(Arrays, Generic[Array]):
         rows = len(here_P)
         return replace(self, **{name: each * np.repeat(here_P, len(each) // rows) for name, each in weights.items()})
 
+    def compared(self, rewards_SA: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the rewards that should be higher, and those that they are compared with, [C] each (torch only)."""
+        rewards = rewards_SA.flatten()
+
+        def of(number_C: Any) -> torch.Tensor:
+            # no 0 is put before the rewards: TorchTPU 0.2 confuses gradients that are parts of larger ones
+            return torch.where(number_C < 0, 0.0, rewards[number_C.clamp(min=0).long()])
+
+        return of(self.better_C), of(self.worse_C)
+
     def by_ranking(self, values_SA: Any) -> Any:
         """Return values of rewards [G, K], for each ranking those of its answers."""
         attributes = values_SA.shape[-1]

@@ -13,12 +13,13 @@ import numpy as np
 import pyarrow.parquet as pq
 
 from ..data.checks import check_one_form
-from ..data.comparisons import Kind, Labels
+from ..data.collate import Labels
 from ..data.rankings import grades_of
 from ..data.solutions import are_labels
 from ..errors import UserError
 from ..evaluation.judge import judge_best_of_n, judge_rows, padded
 from ..evaluation.verdict import BestOfN, LengthBias, Proportion, Verdict, check_groups, label_of
+from ..packing.batch import Kind
 
 VERDICT_FILE = "verdict.json"
 _KINDS: dict[str, type[Verdict] | type[BestOfN]] = {"pairs": Verdict, "best_of_n": BestOfN}

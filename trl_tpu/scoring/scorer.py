@@ -14,8 +14,7 @@ import torch
 from transformers.utils import find_adapter_config_file
 
 from .. import runtime
-from ..data.collate import BatchCollator, LayOut, Part
-from ..data.comparisons import ComparisonRule
+from ..data.collate import BatchCollator, ComparisonRule, LayOut, Part
 from ..errors import UserError
 from ..modeling.adapters import is_peft_model, load_adapted_model
 from ..modeling.forward import PackingImpossible, rewards_of

@@ -19,8 +19,8 @@ from transformers.trainer_pt_utils import find_batch_size
 from transformers.trainer_utils import EvalLoopOutput, denumpify_detensorize
 from transformers.utils import CONFIG_NAME
 
+from ..data.collate import Labels
 from ..data.collators import NO_LABEL, TABLE, batch_of_pairs
-from ..data.comparisons import Labels
 from ..evaluation.judge import RewardSums, judge, sums_of, sums_on_host
 from ..modeling.adapters import complete_config, is_peft_model
 from ..modeling.forward import read_scores

@@ -11,9 +11,8 @@ from datasets import Dataset
 from transformers import DataCollatorForTokenClassification, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..config.reward_config import RewardConfig
-from ..data.collate import BatchCollator, Part
+from ..data.collate import BatchCollator, ComparisonRule, Part
 from ..data.collators import DataCollatorForPreference, DictCollator, RewardDataCollatorWithPadding
-from ..data.comparisons import ComparisonRule
 from ..data.measure import SOLUTION, has_form, is_prepared, measure
 from ..errors import UserError
 from ..modeling.adapters import without_adapters
