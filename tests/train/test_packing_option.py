@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 import tiny
 import transformers
+import trl
 from training import losses
 from transformers import PreTrainedModel, PreTrainedTokenizerFast, set_seed
 
+import trl_tpu
 from trl_tpu import RewardConfig, RewardTrainer
 
 
@@ -79,3 +81,20 @@ def test_models_for_which_packing_is_not_exact(
     set_seed(0)
     with pytest.raises(ValueError, match=f"packing.*{MODELS[make]}"):
         make_trainer(make(tokenizer), tokenizer, tmp_path, packing=True)
+
+
+@pytest.mark.parametrize("counted", ["all", "non_padding"])
+def test_input_tokens_are_counted_as_trl_counts_them(
+    counted: str, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    seen = []
+    for library in (trl, trl_tpu):
+        settings = {"report_to": "none", "disable_tqdm": True, "save_strategy": "no", "max_steps": 3}
+        args = library.RewardConfig(
+            str(tmp_path), include_num_input_tokens_seen=counted, bf16=False, use_cpu=True, **settings
+        )
+        data = {"train_dataset": tiny.made_up_pairs(10), "processing_class": tokenizer}
+        trainer = library.RewardTrainer(tiny.tiny_model(tokenizer), args, **data)
+        trainer.train()
+        seen.append(trainer.state.num_input_tokens_seen)
+    assert seen[1] == seen[0] > 0

@@ -125,7 +125,7 @@ def own(lay_out: Callable[..., Any], count: int = 1) -> Callable[[Form], list[An
 
 
 def planned(plan: RowPlan, count: int = 1, expands: bool = False) -> Callable[[Form], list[Any]]:
-    part = Part(MOST, None, count)
+    part = Part(MOST, 0, count, shares_pairs=True)
     lay_outs = [partial(pack, plan=plan, expands=expands, part=(index, count)) for index in range(count)]
     return lambda form: [BatchCollator(lay_out, PAD, form.rule, part) for lay_out in lay_outs]
 
@@ -269,6 +269,18 @@ def test_a_batch_is_trls_where_a_script_reads_it(kind: str) -> None:
         assert batch[key].dtype == theirs[key].dtype and torch.equal(batch[key], theirs[key])
     with pytest.raises(KeyError):
         batch["labels"]
+
+
+@pytest.mark.parametrize("layout", ["unpadded", "planned"])
+def test_a_process_without_rows_has_a_batch_without_tokens(layout: str) -> None:
+    collate = BatchCollator(
+        unpadded if layout == "unpadded" else partial(pack, plan=PLAN), UNUSED, part=Part(MOST, 1, 2)
+    )
+    batch = collate(EXAMPLES)
+    assert batch["input_ids"].shape == batch["attention_mask"].shape == (0, 0)
+    assert not batch.table.weight_C.any() and not batch.is_there_P().any()
+    with pytest.raises(TypeError):
+        dict(batch)
 
 
 @pytest.mark.parametrize("layout", ["padded", "unpadded"])

@@ -92,7 +92,7 @@ def test_other_families_are_packed_and_exact_on_pairs_longer_than_those_tried(fa
         parameter.data.add_(torch.randn_like(parameter) * 0.1)
     plan, rewards = RowPlan((RowShape(1, 800),)), []
     for lay_out in (pad, partial(pack, plan=plan), pack_unpadded):
-        batch = BatchCollator(lay_out, PAD)(long_pairs())
+        (batch,) = BatchCollator(lay_out, PAD)(long_pairs()).parts
         with torch.no_grad():
             rewards.append(rewards_of(model, batch)[0])
     for in_packed_rows in rewards[1:]:

@@ -175,14 +175,17 @@ def sequences_of(
 
     Args:
         pad_token_id: A sequence is scored at its last other token.
-        table: Compares their rewards, and may be for more rows; by default they are compared by the default rule.
+        table: Compares their rewards, and may be for more rows; of pairs, by default, as TRL does.
     """
     table = table or ComparisonRule().table(rows)
     ids, at, pair_D = list[np.ndarray](), list[np.ndarray](), list[int]()
     for pair, row in enumerate(rows):
-        own, ends = [np.asarray(each, np.int32) for each in answers_of(row)], labels_of(row).get(STEP_ENDS)
+        own = [np.asarray(each, np.int32) for each in answers_of(row)]
         ids, pair_D = ids + own, pair_D + [pair] * len(own)
-        at += [np.array([last_scored(each, pad_token_id)]) for each in own] if ends is None else [np.array(ends, int)]
+        if table.kind == "steps":
+            at.append(np.array(labels_of(row)[STEP_ENDS], np.int64))
+        else:
+            at += [np.array([last_scored(each, pad_token_id)]) for each in own]
     return Sequences(ids, at, np.array(pair_D), pad_token_id, table)
 
 
@@ -192,13 +195,15 @@ class Part:
 
     Args:
         pairs: P of each process: with fewer examples its table is padded.
-        index: Of this process; None where all have the same examples, and each has its own rows of their tokens.
+        index: Of this process.
         count: Of processes that share the batch.
+        shares_pairs: Whether P are the pairs of all processes, of which each has some of the rows of tokens.
     """
 
     pairs: int
-    index: int | None = 0
+    index: int = 0
     count: int = 1
+    shares_pairs: bool = False
 
     def of(self, examples: Sequence[Any]) -> list[Any]:
         """Return this process's examples, in the order of the batch; there may be none.
@@ -206,10 +211,10 @@ class Part:
         Raises:
             UserError: There are more than all processes together compute.
         """
-        most = self.pairs if self.index is None else self.pairs * self.count
+        most = self.pairs if self.shares_pairs else self.pairs * self.count
         if len(examples) > most:
             raise UserError(f"A batch has at most {most} rows, as its shapes were planned; got {len(examples)}.")
-        return list(examples[(self.index or 0) * self.pairs :][: self.pairs])
+        return list(examples if self.shares_pairs else examples[self.index * self.pairs :][: self.pairs])
 
     def table(self, every: Sequence[Example], example: Example, rule: ComparisonRule) -> Comparisons[np.ndarray]:
         """Compare the rewards of this process's rows, which get their share of the weights of all rows.
@@ -234,8 +239,7 @@ class BatchCollator:
         lay_out: Writes rows of tokens: `pack`, `pack_unpadded` or `pad`, with their settings.
         pad_token_id: Fills rows. A sequence is scored at its last other token.
         rule: Compares rewards.
-        part: The process's part of the examples; None if all examples are its own. Processes that share the rows of
-            one packed batch each take all examples, and write their own rows.
+        part: The process's part of the examples; None if all examples are its own.
     """
 
     lay_out: LayOut

@@ -119,7 +119,8 @@ class DictCollator:
                 row_PK[here], column_PK[here] = place, (batch["labels"][place] != NO_LABEL).nonzero().flatten()
             tokens_PK[here] = lengths
         no_tokens: Any = None
-        return Batch(no_tokens, row_PK.ravel(), column_PK.ravel(), tokens_PK.ravel(), table)
+        is_there_P: Any = tokens_PK.any(-1)
+        return Batch(no_tokens, row_PK.ravel(), column_PK.ravel(), tokens_PK.ravel(), table.among(is_there_P))
 
     def _lengthened(self, batch: dict[str, Any], has_steps: bool) -> dict[str, Any]:
         """Pad to the shortest planned length that fits; a batch longer than all keeps its own length.
@@ -175,7 +176,8 @@ def read_dict(inputs: Mapping[str, Any], pad_token_id: int, padding_side: str = 
         own |= {"labels"}  # by which the model would compute a loss of its own
     # in TRL up to 0.23 other keys went nowhere
     extras = {} if is_old else {key: value for key, value in inputs.items() if key not in own}
-    return replace(batch, input_ids_RL=input_ids_RL, attention_mask_RL=mask_RL, extras=extras)
+    tokens = {"input_ids_RL": input_ids_RL, "attention_mask_RL": mask_RL, "pad_token_id": pad_token_id}
+    return replace(batch, **tokens, extras=extras)
 
 
 def lengthen(

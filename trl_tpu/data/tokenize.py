@@ -149,18 +149,14 @@ def _tokenize_rows(
     """Tokenize raw rows. Their traps are a column or, of a stream, logged if they are not in ``warned`` yet."""
     rows_N = [dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True)]
     rows, forms = zip(*map(convert_row, rows_N), strict=True)
-    answers_N, dialogues = list[dict[str, Any]](), list[tuple[Any, Mapping[str, Any], str]]()
-    for at, row in zip(indices, rows, strict=True):
-        answers = kind.raw_answers(row, checks.row_of(at, name))
-        answers_N.append(answers)
-        for place, answer in answers.items():
-            whole = kind.dialogue(row, answer, processing_class)
-            dialogues.append((whole, row, checks.row_of(at, name, place)))
-    texts = [dialogue for dialogue, *_ in dialogues]
+    answers_N = [kind.raw_answers(row, checks.row_of(at, name)) for at, row in zip(indices, rows, strict=True)]
+    every = list(zip(indices, rows, answers_N, strict=True))
+    texts = [kind.dialogue(row, answer, processing_class) for _, row, answers in every for answer in answers.values()]
     if all(isinstance(text, str) for text in texts):
         ids = iter(processing_class(text=texts, return_attention_mask=False)["input_ids"])
     else:  # a stream may have rows of both forms
-        ids = (tokenize_dialogue(dialogue, processing_class, row, where) for dialogue, row, where in dialogues)
+        places = ((row, checks.row_of(at, name, place)) for at, row, answers in every for place in answers)
+        ids = (tokenize_dialogue(text, processing_class, *of) for text, of in zip(texts, places, strict=True))
     prepared = list[dict[str, Any]]()
     for at, row, answers, converted in zip(indices, rows, answers_N, forms, strict=True):
         ids_K = list(islice(ids, len(answers)))

@@ -4,6 +4,7 @@ import logging
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ import torch
 from datasets import Dataset
 
 from ..data.collate import ComparisonRule, Labels, compare, pairs_of
-from ..data.measure import is_prepared, measure
+from ..data.measure import is_prepared, measure, read_table, tables_of
 from ..errors import UserError
 from ..packing.batch import Comparisons, Kind
 from .verdict import (
@@ -504,8 +505,9 @@ def _metrics_of(args: Any, dataset: Any) -> list[str]:
     labels = pairs_of(1)
     if is_prepared(dataset):
         most = (args.max_eval_steps or len(dataset)) * args.eval_batch_size * args.world_size
+        tables = tables_of(dataset.select(range(min(most, len(dataset)))))
         labels = Labels.of(
-            list(dataset.select(range(min(most, len(dataset))))), measure(dataset).answers, len(args.attributes or ())
+            [*chain.from_iterable(map(read_table, tables))], measure(dataset).answers, len(args.attributes or ())
         )
         dataset = None if args.train_sampling_strategy == "group_by_length" else dataset
     rewards_NAK = torch.zeros(labels.grade_PAK.shape)

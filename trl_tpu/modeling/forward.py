@@ -82,15 +82,15 @@ def tree_rule(
     return on_path
 
 
-class Forward(NamedTuple):
-    """What a model does in one forward over packed rows: the mask rules that it uses, what its score head returns."""
+class Noted(NamedTuple):
+    """What a model does while it reads packed rows: the mask rules that it uses, and what its score head returns."""
 
     rules: list[MaskRule]
     scores: list[torch.Tensor]
 
 
 # of this thread, if any; torch.compile cannot trace torch's own kind of variable
-_BATCH, _FORWARD = CompileableContextVar("batch"), CompileableContextVar("forward")
+_BATCH, _NOTED = CompileableContextVar("batch"), CompileableContextVar("noted")
 
 
 def masks_while_read(plain: Callable[..., Any], build: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -98,7 +98,7 @@ def masks_while_read(plain: Callable[..., Any], build: Callable[..., Any], *args
     if (batch := _BATCH.get()) is None:
         return plain(*args, **kwargs)
     rule = kwargs.get("mask_function", causal_mask_function)
-    _FORWARD.get().rules.append(rule)
+    _NOTED.get().rules.append(rule)
     return build(plain, batch, rule, *args, **kwargs)
 
 
@@ -163,36 +163,36 @@ def packed_scores(model: nn.Module, batch: Batch[torch.Tensor], **kwargs: Any) -
     Raises:
         UserError: If the model has no `score` head, or did not ask for a mask.
     """
-    with run_packed(model, batch, **kwargs) as forward:
-        return forward.scores[0]
+    with run_packed(model, batch, **kwargs) as noted:
+        return noted.scores[0]
 
 
 @contextmanager
-def run_packed(model: nn.Module, batch: Batch[torch.Tensor], **kwargs: Any) -> Iterator[Forward]:
+def run_packed(model: nn.Module, batch: Batch[torch.Tensor], **kwargs: Any) -> Iterator[Noted]:
     """Call ``model`` with packed rows, and yield what it has done.
 
-    The rows are read until the context is closed: a program that is traced cannot ask for a forward that is over.
+    The rows are read until the context is closed: a program that is traced cannot ask for a reading that is over.
 
     Raises:
         UserError: If the model has no `score` head, or did not ask for a mask.
     """
-    forward, ids_RL = Forward([], []), batch.input_ids_RL
+    noted, ids_RL = Noted([], []), batch.input_ids_RL
     # A mask without padding: models that found none would search the positions for sequences, and stop the device.
     everything = {"attention_mask": torch.ones_like(ids_RL), "position_ids": batch.position_ids_RL}
     note_scores(model)
-    outside = _BATCH.set(batch), _FORWARD.set(forward)
+    batch_outside, noted_outside = _BATCH.set(batch), _NOTED.set(noted)
     try:
         # the scores that the model itself picks, one a row, mean nothing here
         model(input_ids=ids_RL, **everything, **kwargs)
-        if not forward.rules:
+        if not noted.rules:
             raise UserError(
                 f"{type(model).__name__} did not ask for the masks of packed rows: it makes its own, or "
                 "`use_tree_masks` was not called. Train it on padded rows."
             )
-        yield forward
+        yield noted
     finally:
-        _BATCH.reset(outside[0])
-        _FORWARD.reset(outside[1])
+        _BATCH.reset(batch_outside)
+        _NOTED.reset(noted_outside)
 
 
 def note_scores(model: nn.Module) -> None:
@@ -208,8 +208,8 @@ def note_scores(model: nn.Module) -> None:
 
 
 def _note_scores(_head: nn.Module, _args: tuple[torch.Tensor, ...], scores: torch.Tensor) -> None:
-    if (forward := _FORWARD.get()) is not None:
-        forward.scores.append(scores)
+    if (noted := _NOTED.get()) is not None:
+        noted.scores.append(scores)
 
 
 def rewards_of(model: nn.Module, batch: Batch[torch.Tensor], **extras: Any) -> tuple[torch.Tensor, Any]:
@@ -224,6 +224,7 @@ def rewards_of(model: nn.Module, batch: Batch[torch.Tensor], **extras: Any) -> t
         Rewards [S, A], float32 or wider; those of padding mean nothing. The outputs are None for packed rows, whose
         own pooling means nothing.
     """
+    assert not batch.earlier  # a micro-batch, not all of a batch
     extras = {**batch.extras, **extras}
     if batch.is_packed:
         return read_scores(packed_scores(model, batch, **extras), batch), None

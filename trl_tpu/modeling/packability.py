@@ -220,7 +220,7 @@ def check_packing_is_exact(model: nn.Module, pad_token_id: int) -> None:
             use_tree_masks(base)  # raises before anything is computed
             base.set_attn_implementation(attention)  # a model's own code may ask for that name in padded rows
             for collate in layouts:
-                batch = collate(examples)
+                (batch,) = collate(examples).parts
                 values, rules = _read(model, batch.map_tensors(lambda tensor: tensor.to(parameter.device)))
                 if not padded:
                     padded = values
@@ -262,8 +262,8 @@ def _read(model: nn.Module, batch: Batch[torch.Tensor]) -> tuple[dict[str, torch
     head: Any = find_score_head(model)
     with head.register_forward_pre_hook(lambda _, args: seen.append(args[0])):
         if batch.is_packed:
-            with run_packed(model, batch) as forward:
-                scores, rules = forward.scores[0][at], forward.rules
+            with run_packed(model, batch) as noted:
+                scores, rules = noted.scores[0][at], noted.rules
         else:
             logits = model(input_ids=batch.input_ids_RL, attention_mask=batch.attention_mask_RL).logits
             scores = logits[at] if logits.dim() == 3 else logits[batch.score_row_S]

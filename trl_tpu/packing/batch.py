@@ -9,11 +9,13 @@ C comparisons, R rows of tokens, L their length.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Generic, Literal, NamedTuple, TypeVar
+from typing import Any, Generic, Literal, NamedTuple, NoReturn, TypeVar, cast
 
 import numpy as np
 import torch
 from torch.nn.utils.rnn import pad_sequence
+
+from ..errors import UserTypeError
 
 Array = TypeVar("Array")  # numpy's while packing, torch's from the collator on
 Kind = Literal["pairs", "rankings", "steps"]
@@ -61,7 +63,7 @@ class Arrays:
         return replace(own, **{each.name: mapped(getattr(self, each.name)) for each in fields(own)})
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Comparisons(Arrays, Generic[Array]):
     """Compared rewards of a batch, in arrays whose shapes depend on P, K and A alone.
 
@@ -134,16 +136,16 @@ class Tree:
     """Its tokens in order. A tree that does not branch has one tail."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Batch(Arrays, Generic[Array]):
-    """A batch, or the last of its micro-batches, which has those that are computed before it in `before`.
+    """A micro-batch; the last one of a batch, which updates, stands for all of it, and has the others in `earlier`.
 
     Packed rows hold prefix trees of several sequences. Padded rows hold one sequence each, and have an
     `attention_mask_RL` instead of `position_ids_RL` and `subtree_end_RL`.
 
     The sum of the micro-batches' losses is the batch's loss, and the sum of their gradients its gradient. To
-    transformers, accelerate and scripts a batch looks like TRL's dict in as far as they need it: it moves to a device
-    by `to`, and has `input_ids` and `attention_mask`, which are made on request.
+    transformers, accelerate and scripts a batch looks like TRL's dict as far as they need it: it moves to a device by
+    `to`, and has `input_ids` and `attention_mask`, which are made on request.
     """
 
     input_ids_RL: Array
@@ -171,18 +173,18 @@ class Batch(Arrays, Generic[Array]):
     extras: Mapping[str, Any] = field(default_factory=dict)
     """Other keys of a batch that a user's collator made; the model is given them."""
     pad_token_id: int = 0
-    before: tuple["Batch[Array]", ...] = ()
-    """The micro-batches that only accumulate gradients, each without any before it."""
+    earlier: tuple["Batch[Array]", ...] = ()
+    """The micro-batches that are computed before this one, in order: they only accumulate gradients."""
 
     @classmethod
     def of(cls, parts: list["Batch[Array]"]) -> "Batch[Array]":
         """Return the batch of some micro-batches, in order."""
-        return replace(parts[-1], before=tuple(parts[:-1]))
+        return replace(parts[-1], earlier=tuple(parts[:-1]))
 
     @property
     def parts(self) -> tuple["Batch[Array]", ...]:
         """The micro-batches, in order."""
-        return (*self.before, replace(self, before=())) if self.before else (self,)
+        return (*self.earlier, replace(self, earlier=())) if self.earlier else (self,)
 
     @property
     def is_packed(self) -> bool:
@@ -203,7 +205,10 @@ class Batch(Arrays, Generic[Array]):
 
     def __len__(self) -> int:
         """Return the number of micro-batches."""
-        return len(self.before) + 1
+        return len(self.earlier) + 1
+
+    def __iter__(self) -> NoReturn:
+        raise UserTypeError("A batch is no dict: move it by `batch.to(device)`, give it to `compute_loss` as it is.")
 
     def __contains__(self, key: object) -> bool:
         return key in ("input_ids", "attention_mask")
@@ -216,22 +221,24 @@ class Batch(Arrays, Generic[Array]):
         """
         if key not in self:
             raise KeyError(f"{key!r} is not in this batch, which has input_ids and attention_mask.")
-        rows = [torch.from_numpy(ids).long() for ids in self._sequences()]
-        rows = rows if key == "input_ids" else list(map(torch.ones_like, rows))
-        fill = self.pad_token_id if key == "input_ids" else 0
-        own: Any = self.input_ids_RL
+        ids_D, own = [torch.from_numpy(ids).long() for ids in self._sequences()], cast(torch.Tensor, self.input_ids_RL)
+        if not ids_D:  # of a process without rows
+            return torch.zeros(0, 0, dtype=torch.long, device=own.device)
+        rows, fill = (ids_D, self.pad_token_id) if key == "input_ids" else (list(map(torch.ones_like, ids_D)), 0)
         return pad_sequence(rows, batch_first=True, padding_value=fill).to(own.device)
 
     def _sequences(self) -> list[np.ndarray]:
         """Return the token ids of sequences up to their last scored token: all first answers, then all second ones."""
         found, answers = dict[tuple[int, int], np.ndarray](), self.table.answers
         for part in self.parts:
-            rows: Batch[Any] = part.map_tensors(lambda tensor: tensor.cpu().numpy())
-            for place in np.flatnonzero(rows.tokens_S).tolist():
-                row, column = rows.score_row_S[place], rows.score_column_S[place]
-                ids_L = rows.input_ids_RL[row, : column + 1]
-                if rows.subtree_end_RL is not None:
-                    ids_L = ids_L[rows.subtree_end_RL[row, : column + 1] > column]
+            needed = (part.input_ids_RL, part.tokens_S, part.score_row_S, part.score_column_S, part.subtree_end_RL)
+            on_host: Any = [None if each is None else cast(torch.Tensor, each).cpu().numpy() for each in needed]
+            ids_RL, tokens_S, row_S, column_S, end_RL = on_host
+            for place in np.flatnonzero(tokens_S).tolist():
+                row, column = row_S[place], column_S[place]
+                ids_L = ids_RL[row, : column + 1]
+                if end_RL is not None:
+                    ids_L = ids_L[end_RL[row, : column + 1] > column]
                 found[0 if part.table.kind == "steps" else place % answers, place // answers] = ids_L
         return [found[key] for key in sorted(found)]
 

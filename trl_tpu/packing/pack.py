@@ -23,6 +23,7 @@ another), R rows, L length of a row.
 
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
@@ -126,18 +127,19 @@ class Sequences:
             subtree_end_RL[row, start:stop] = end[depth:size]
             end[depth:] = start
         whole = tuple(Tree(first, first + tails[-1].stop, tuple(tails)) for first, tails in trees)
-        batch = self.scored(input_ids_RL, scores_3S)
-        return replace(batch, position_ids_RL=position_ids_RL, subtree_end_RL=subtree_end_RL, trees=whole)
+        of_tokens = {"position_ids_RL": position_ids_RL, "subtree_end_RL": subtree_end_RL}
+        return self.batch_of(input_ids_RL, scores_3S, **of_tokens, trees=whole)
 
-    def scored(self, input_ids_RL: np.ndarray, scores_3S: np.ndarray) -> Batch[np.ndarray]:
-        """Return rows of tokens with the comparisons of those rewards that are read in them.
+    def batch_of(self, input_ids_RL: np.ndarray, scores_3S: np.ndarray, **layout: Any) -> Batch[np.ndarray]:
+        """Return the batch of rows of tokens, with the comparisons of those rewards that are read in them.
 
         Args:
             scores_3S: For each reward its row, its column and its tokens, of which 0 say that it is elsewhere.
+            **layout: Other fields of the batch.
         """
         row_S, column_S, tokens_S = scores_3S
         table = self.table.among(tokens_S.reshape(-1, self.answers).any(-1))
-        return Batch(input_ids_RL, row_S, column_S, tokens_S, table, pad_token_id=self.pad_token_id)
+        return Batch(input_ids_RL, row_S, column_S, tokens_S, table, pad_token_id=self.pad_token_id, **layout)
 
     def slots(self) -> list[slice]:
         """Return the numbers of each sequence's rewards among those of the batch, [S]."""
@@ -147,55 +149,55 @@ class Sequences:
         return [slice(first, first + count) for first, count in zip(first_D.tolist(), count_D.tolist(), strict=True)]
 
 
-def pack_unpadded(batch: Sequences, attention_crossover_length: float = 4096) -> list[Batch[np.ndarray]]:
+def pack_unpadded(sequences: Sequences, attention_crossover_length: float = 4096) -> list[Batch[np.ndarray]]:
     """Pack one batch into a single row without padding, tree after tree.
 
     Attention can then be computed tree by tree. Neighbors in lexicographic order share a tree where sharing saves more
     than attention over the larger tree costs.
 
     Args:
-        batch: At least one sequence.
+        sequences: At least one sequence.
         attention_crossover_length: The length at which attention costs as much as everything else.
     """
 
     def work(size: int) -> float:
         return size * (1 + size / attention_crossover_length)
 
-    order, prefix_DD = batch.prefixes
+    order, prefix_DD = sequences.prefixes
     tree_D = np.zeros(len(order), np.int64)
     tree, size, length, before = -1, 0, 0, 0
     for index in order.tolist():
-        added = len(batch.cut[index])
+        added = len(sequences.cut[index])
         together = size + added - int(prefix_DD[before, index])
         if tree >= 0 and work(together) < work(size) + work(added):
             length, size = length + together - size, together
         else:
             length, size, tree = length + added, added, tree + 1
         tree_D[index], before = tree, index
-    return [batch.written(np.zeros_like(tree_D), tree_D, RowShape(1, length))]
+    return [sequences.written(np.zeros_like(tree_D), tree_D, RowShape(1, length))]
 
 
-def pad(batch: Sequences, lengths: tuple[int, ...] | None = None, multiple: int = 1) -> list[Batch[np.ndarray]]:
+def pad(sequences: Sequences, lengths: tuple[int, ...] | None = None, multiple: int = 1) -> list[Batch[np.ndarray]]:
     """Write each sequence, as long as it is, into a row of its own, padded on the right.
 
     Args:
-        batch: At least one sequence.
+        sequences: At least one sequence.
         lengths: Planned lengths, ascending: rows get the shortest that fits, else the longest sequence's, and there
             are always as many rows as P rows of the data can have. None keeps the number of sequences, too.
         multiple: Of lengths that are not planned.
     """
-    count, longest = len(batch.ids), max(map(len, batch.ids))
+    count, longest = len(sequences.ids), max(map(len, sequences.ids))
     length = next((each for each in lengths or () if each >= longest), round_up(longest, multiple))
-    has_several = batch.pair_D[-1] + 1 < count  # the steps of a solution are one sequence
-    rows = count if lengths is None else batch.rows * (batch.answers if has_several else 1)
-    input_ids_RL = np.full((rows, length), batch.pad_token_id, np.int32)
+    has_several = sequences.pair_D[-1] + 1 < count  # the steps of a solution are one sequence
+    rows = count if lengths is None else sequences.rows * (sequences.answers if has_several else 1)
+    input_ids_RL = np.full((rows, length), sequences.pad_token_id, np.int32)
     mask_RL = np.zeros((rows, length), np.int32)
     mask_RL[:, 0] = 1  # rows without a token could become NaN
-    scores_3S = np.zeros((3, batch.rows * batch.answers), np.int32)
-    for row, (ids, at, slots) in enumerate(zip(batch.ids, batch.at, batch.slots(), strict=True)):
+    scores_3S = np.zeros((3, sequences.rows * sequences.answers), np.int32)
+    for row, (ids, at, slots) in enumerate(zip(sequences.ids, sequences.at, sequences.slots(), strict=True)):
         input_ids_RL[row, : len(ids)], mask_RL[row, : len(ids)] = ids, 1
-        scores_3S[:, slots] = np.full_like(at, row), at, batch.tokens[row]
-    return [replace(batch.scored(input_ids_RL, scores_3S), attention_mask_RL=mask_RL)]
+        scores_3S[:, slots] = np.full_like(at, row), at, sequences.tokens[row]
+    return [sequences.batch_of(input_ids_RL, scores_3S, attention_mask_RL=mask_RL)]
 
 
 def _ranges(columns: np.ndarray) -> tuple[tuple[int, int], ...]:

@@ -14,12 +14,12 @@ _TOKENS_PER_FREE_TOKEN = 4
 
 
 def pack(
-    batch: Sequences, plan: RowPlan, expands: bool = False, part: tuple[int, int] = (0, 1)
+    sequences: Sequences, plan: RowPlan, expands: bool = False, part: tuple[int, int] = (0, 1)
 ) -> list[Batch[np.ndarray]]:
     """Pack one batch by the cheapest schedule of ``plan`` that holds it.
 
     Args:
-        batch: At least one sequence.
+        sequences: At least one sequence.
         plan: From `plan_rows`.
         expands: Whether attention reads rows of whole sequences: then the rows have their `expansion`, and pairs share
             a row only if their chosen sequences, one after the other, fit into its length, and the rejected ones too.
@@ -31,21 +31,21 @@ def pack(
     Raises:
         UserError: If a pair is longer than the longest row, or the batch fits no shape.
     """
-    schedule, row_P = _choose(batch, plan, expands)
+    schedule, row_P = _choose(sequences, plan, expands)
     (index, count), micro_batches, before = part, list[Batch[np.ndarray]](), 0
     for shape in schedule:
         own = RowShape(shape.rows // count, shape.length)
-        row_D = row_P[batch.pair_D] - before - index * own.rows
+        row_D = row_P[sequences.pair_D] - before - index * own.rows
         row_D[row_D >= own.rows] = -1
-        written = batch.written(row_D, row_D, own)  # one tree a row
+        written = sequences.written(row_D, row_D, own)  # one tree a row
         micro_batches.append(replace(written, trees=None, expansion=expand_rows(written) if expands else None))
         before += shape.rows
     return micro_batches
 
 
-def _tree_sizes(batch: Sequences) -> tuple[np.ndarray, np.ndarray]:
+def _tree_sizes(sequences: Sequences) -> tuple[np.ndarray, np.ndarray]:
     """Return the size of each pair's trie [P], and how many tokens the tries of any two pairs share [P, P]."""
-    pair_D, (order, prefix_DD) = batch.pair_D, batch.prefixes
+    pair_D, (order, prefix_DD) = sequences.pair_D, sequences.prefixes
     firsts_P = np.searchsorted(pair_D, np.arange(pair_D[-1] + 1))
     by_pair_D = order[np.argsort(pair_D[order], kind="stable")]  # pair by pair, each in lexicographic order
     one_D, next_D = by_pair_D[:-1], by_pair_D[1:]
@@ -57,10 +57,10 @@ def _tree_sizes(batch: Sequences) -> tuple[np.ndarray, np.ndarray]:
     return shared_PP.diagonal().copy(), shared_PP
 
 
-def _choose(batch: Sequences, plan: RowPlan, expands: bool) -> tuple[Schedule, np.ndarray]:
+def _choose(sequences: Sequences, plan: RowPlan, expands: bool) -> tuple[Schedule, np.ndarray]:
     """Return the cheapest schedule that holds the batch, and each pair's row among all rows of it [P]."""
-    sizes_P, shared_PP = _tree_sizes(batch)
-    lengths_D, (order, prefix_DD) = np.array(list(map(len, batch.cut))), batch.prefixes
+    sizes_P, shared_PP = _tree_sizes(sequences)
+    lengths_D, (order, prefix_DD) = np.array(list(map(len, sequences.cut))), sequences.prefixes
     lengths_P2 = lengths_D.reshape(-1, 2) if expands else None
     fewest = lengths_D.sum() - prefix_DD[order[:-1], order[1:]].sum()  # in one trie
     if sizes_P.max() > plan.longest:

@@ -198,7 +198,7 @@ class DeviceLoader:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.batches, name)
 
-    def __iter__(self) -> Iterator[dict[str, Any]]:
+    def __iter__(self) -> Iterator[Any]:
         self.runtime.step_boundary()
         for batch in self.batches:
             yield self.upload(batch, self.runtime.device)
@@ -210,7 +210,7 @@ class DeviceLoader:
             return type(value)({key: self.upload(part, device) for key, part in value.items()})
         if type(value) in (tuple, list):
             return type(value)(self.upload(part, device) for part in value)
-        if hasattr(value, "map_tensors"):  # a micro-batch
+        if hasattr(value, "map_tensors"):  # our collators'
             return value.map_tensors(lambda tensor: self.upload(tensor, device))
         is_tensor = isinstance(value, torch.Tensor)
         return self.runtime.upload(value, self._batch_axes, device) if is_tensor else value

@@ -226,7 +226,7 @@ class BatchPlan:
         elif self._packs(dataset):
             rows = self.planned.rows(dataset, batch_size)
             lay_out = partial(pack, plan=rows, expands=self.planned.expands, part=(index, count))
-            part = Part(batch_size * count, None, count)  # processes share rows of tokens, and not those of the data
+            part = Part(batch_size * count, index, count, shares_pairs=True)
         elif self._obstacle_in_code() is not None:
             are_old = self._old_columns or isinstance(user_collator, RewardDataCollatorWithPadding)
             collate = user_collator
