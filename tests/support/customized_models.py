@@ -16,7 +16,7 @@ import tiny
 import torch
 import training
 from torch import nn
-from transformers import LlamaForSequenceClassification, PreTrainedModel
+from transformers import BloomConfig, BloomForSequenceClassification, LlamaForSequenceClassification, PreTrainedModel
 from transformers.modeling_outputs import SequenceClassifierOutput
 
 ROPE = {"rope_theta": 1e4}
@@ -102,6 +102,13 @@ def longrope() -> PreTrainedModel:
 def dynamic_rope() -> PreTrainedModel:
     rope = {"rope_type": "dynamic", "factor": 8.0} | ROPE
     return tiny.tiny_model(TOKENIZER, rope_parameters=rope, max_position_embeddings=16)
+
+
+def alibi() -> PreTrainedModel:
+    """It counts positions in the row: packed rewards would be silently wrong."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": len(TOKENIZER), "hidden_size": 32, "n_layer": 2, "n_head": 4}
+    return BloomForSequenceClassification(BloomConfig(**sizes, num_labels=1, pad_token_id=TOKENIZER.pad_token_id))
 
 
 #: Those whose rewards change with the padding of a row.

@@ -28,15 +28,21 @@ CASES: dict[Callable[[], Any], str] = {
     customized.prefix_tuning: "PREFIX_TUNING",
     customized.longrope: "max_length",
     customized.dynamic_rope: "max_length",
+    customized.alibi: "BloomForSequenceClassification",
 }
 
 
 @pytest.mark.parametrize("make", CASES)
-def test_the_users_model_is_what_trains(make: Callable[[], Any], tmp_path: Path) -> None:
+def test_the_users_model_is_what_trains(
+    make: Callable[[], Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The reason for padded rows is logged once."""
     if make is customized.prefix_tuning and "past_key_values" not in inspect.signature(LlamaModel.forward).parameters:
         pytest.skip("peft looks for past_key_values, which transformers 5.24 calls cache")
     trainer, ours = losses(trl_tpu, make(), tmp_path)
     assert trainer.batch_plan.padded_because is not None
+    told = [each for each in caplog.records if each.name.startswith("trl_tpu") and CASES[make] in each.getMessage()]
+    assert len(told) == 1
     _, reference = losses(trl, make(), tmp_path)
     assert ours == pytest.approx(reference, abs=1e-5)
     with pytest.raises(ValueError, match=f"packing.*{CASES[make]}"):
@@ -67,6 +73,9 @@ def collator(trainer: Any) -> None:
 def test_what_is_changed_after_construction_holds(change: Callable[[Any], None], tmp_path: Path) -> None:
     trainer, ours = losses(trl_tpu, customized.plain(), tmp_path, change)
     assert trainer.batch_plan.padded_because is not None
+    evaluated = trainer.evaluate(trainer.train_dataset)
+    for name, logs in {"num_tokens": trainer.state.log_history[0], "eval_num_tokens": evaluated}.items():
+        assert (name in logs) == (change is collator), "a loss of the user's counts none"
     _, reference = losses(trl, customized.plain(), tmp_path, change)
     _, unchanged = losses(trl, customized.plain(), tmp_path)
     assert ours == pytest.approx(reference, abs=1e-5)
