@@ -33,7 +33,7 @@ from transformers import TrainerCallback, TrainerState  # noqa: E402
 from trl_tpu import RewardTrainer, runtime  # noqa: E402
 from trl_tpu.packing.batch import apart, tensors_in  # noqa: E402
 
-STEPS = 12
+STEPS = 6
 PAIRS = 16  # in a step
 LENGTH = 64  # of rows; lengths that fit the data might be multiples of 7
 PADDED: dict[str, Any] = {"packing": False, "pad_to_multiple_of": LENGTH}

@@ -1,15 +1,12 @@
 """A model on a mesh is exported from its devices, and from its sharded state without torch_xla."""
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import apart
 import pytest
 import tiny
-from places import ROOT
 from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification
 
@@ -18,6 +15,7 @@ from trl_tpu.checkpoint.state_dict import trained_weights, whole_weights, write_
 
 OFFLINE = """
 import sys
+assert "torch_xla" not in sys.modules
 sys.modules["torch_xla"] = None  # as if it were not installed
 from trl_tpu.cli import main
 sys.exit(main(["export", *sys.argv[1:]]))
@@ -44,9 +42,6 @@ def test_both_ways_of_export_give_the_model_that_is_on_the_devices(
     weights = {f"model.{name}": tensor for name, tensor in trained_weights(trainer.model).items()}
     write_state(runtime.local_shards(weights), checkpoint / "state", runtime)
     assert len(list((checkpoint / "state").glob("*.safetensors"))) > 1
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-c", OFFLINE, str(checkpoint), str(tmp_path / "offline")]
-    process = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-    assert process.returncode == 0, process.stderr[-4000:]
+    apart.run("-c", OFFLINE, str(checkpoint), str(tmp_path / "offline"), USE_TORCH_XLA="0")
     live_file, offline_file = (tmp_path / way / "model.safetensors" for way in ("live", "offline"))
     assert live_file.read_bytes() == offline_file.read_bytes()

@@ -4,8 +4,8 @@ Five families on five meshes in four variants are 100 runs of some 10 s. These c
 mesh; those marked `long` cover every variant and more combinations, and
 `python tests/support/layouts.py OUT MODEL:MESH:VARIANT ...` runs any other.
 
-The losses are compared with plain torch on one device, with padded rows and no accumulation. Tolerance 1e-5 over 12
-steps of Adam at a rate of 1e-3 in float32: sums in another order. The losses themselves fall from 0.7 to below 0.3.
+The losses are compared with plain torch on one device, with padded rows and no accumulation. Tolerance 1e-5 over 6
+steps of Adam at a rate of 1e-3 in float32: sums in another order. The losses themselves fall from 0.7 to below 0.2.
 """
 
 import json
@@ -87,7 +87,7 @@ def result(results: tuple[Results, Results], run: str) -> dict[str, Any]:
 def test_losses_are_those_of_one_device(results: tuple[Results, Results], result: dict[str, Any], run: str) -> None:
     one = results[1][on_one_device(run)]
     assert "error" not in one, one["error"]
-    assert len(one["losses"]) == 12
+    assert len(one["losses"]) == 6
     assert one["losses"][0] > 0.6 > 2 * one["losses"][-1] or any(kind in run for kind in ("lora", *OTHER_LOSSES))
     assert result["losses"] == pytest.approx(one["losses"], abs=1e-5)
     assert result["evaluated"] == pytest.approx(one["evaluated"], abs=1e-5)
@@ -99,9 +99,9 @@ def test_one_program_a_batch_shape_and_one_read_a_log(result: dict[str, Any], ru
     # the update of several micro-batches is its own program; so is one that is read before it, of a state to be made
     more = {1, 2} if run.endswith("lion") else {int("accumulated" in run)}
     assert compiles[-1] - compiles[0] - result["shapes"] in more
-    assert reads[5] == reads[0] + run.endswith("lion")
-    assert reads[6] == reads[5] + 1  # step 6 logs
-    assert reads[11] == reads[6]
+    assert reads[2] == reads[0] + run.endswith("lion")
+    assert reads[3] == reads[2] + 1  # step 3 logs
+    assert reads[5] == reads[3]
 
 
 @every_run

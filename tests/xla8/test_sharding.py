@@ -35,14 +35,6 @@ def test_batches_arrive_split_over_the_devices(config: Callable[..., Any], model
     assert len(skipped) == len(loader) - 2
 
 
-def test_the_batch_counts_pairs_on_every_device(config: Callable[..., Any], model_folder: str) -> None:
-    args = config(per_device_train_batch_size=3, packing=False)
-    trainer = RewardTrainer(model_folder, args, train_dataset=tiny.made_up_pairs(40))
-    assert args.train_batch_size == 24
-    assert trainer.get_total_train_batch_size(args) == 24
-    assert next(iter(trainer.get_train_dataloader()))["input_ids"].shape[0] == 2 * 24
-
-
 def test_a_batch_that_the_mesh_does_not_divide_is_refused(config: Callable[..., Any], model_folder: str) -> None:
     """With split_batches the batch size is the whole batch's."""
     args = config(per_device_train_batch_size=12, accelerator_config={"split_batches": True})
