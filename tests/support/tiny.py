@@ -112,9 +112,9 @@ def save_tiny(folder: Path, texts: Any, hidden: int = 32, layers: int = 2, **con
     return str(folder)
 
 
-def rewards_alone(folder: Path | str, dialogues: list[Any]) -> list[float]:
+def rewards_alone(folder: Path | str, dialogues: list[Any], dtype: torch.dtype = torch.float32) -> list[float]:
     """The reference: transformers' own model in plain torch, one dialogue at a time, without padding."""
-    model: Any = AutoModelForSequenceClassification.from_pretrained(folder).eval()
+    model: Any = AutoModelForSequenceClassification.from_pretrained(folder, dtype=dtype).eval()
     tokenizer = AutoTokenizer.from_pretrained(folder)  # each family has a class of its own
     rewards = []
     for dialogue in dialogues:

@@ -13,7 +13,7 @@ import torch
 from datasets import Dataset
 from torch.nn.functional import logsigmoid
 from training import trained
-from transformers import AutoModelForSequenceClassification, AutoTokenizer, EvalPrediction
+from transformers import EvalPrediction
 
 from trl_tpu import RewardConfig, RewardTrainer
 from trl_tpu.config.reward_config import METRICS
@@ -35,26 +35,14 @@ def make_trainer(
     return kind(model, args, train_dataset=train, eval_dataset=eval_dataset, **functions)
 
 
-def rewards_one_by_one(model_folder: str, pairs: Dataset) -> torch.Tensor:
-    """[pairs, 2]: each dialogue alone, unpadded, through the model as transformers loads it; in float64."""
-    model = AutoModelForSequenceClassification.from_pretrained(model_folder, num_labels=1, dtype=torch.float64).eval()
-    tokenizer = AutoTokenizer.from_pretrained(model_folder)
-    with torch.no_grad():
-        rewards = [
-            model(**tokenizer(row["prompt"] + row[half] + "<eos>", return_tensors="pt")).logits.item()
-            for row in pairs
-            for half in HALVES
-        ]
-    return torch.tensor(rewards, dtype=torch.float64).view(-1, 2)
-
-
 def test_evaluate_and_predict_equal_a_float64_computation_over_all_pairs(model_folder: str, tmp_path: Path) -> None:
     """Of each dataset under its name. 11 pairs in batches of 4: the short last one weighs as much as its 3 pairs."""
     sets = {"easy": tiny.made_up_pairs(6, seed=5, margin=True), "hard": tiny.made_up_pairs(11, seed=3, margin=True)}
     trainer = make_trainer(model_folder, tmp_path, sets)
     metrics = trainer.evaluate()
     for name, pairs in sets.items():
-        rewards_N2 = rewards_one_by_one(model_folder, pairs)
+        texts = [row["prompt"] + row[half] for row in pairs for half in HALVES]
+        rewards_N2 = torch.tensor(tiny.rewards_alone(model_folder, texts, torch.float64)).view(-1, 2)
         difference_N = rewards_N2[:, 0] - rewards_N2[:, 1]
         expected = {
             "loss": -logsigmoid(difference_N - torch.tensor(pairs["margin"])).mean(),

@@ -70,6 +70,7 @@ class Watching(TrainerCallback):
 
 
 def test_steps_and_evaluations_after_the_first_compile_nothing(config: Callable[..., Any], model_folder: str) -> None:
+    """Nor does a second training, which goes on with the same optimizer."""
     settings = {"scan_layers": True, "packing": False, "pad_to_multiple_of": 64}
     args = config(max_steps=2, logging_steps=1, eval_strategy="steps", eval_steps=1, **settings)
     watching = Watching()
@@ -87,6 +88,9 @@ def test_steps_and_evaluations_after_the_first_compile_nothing(config: Callable[
     assert watching.compiled[7] == watching.compiled[2]  # the second training has the first one's programs
     assert all(names < own.keys() for names in watching.names)  # one layer's
     assert all(own[name] is parameter for name, parameter in trainer.model.named_parameters())
+    optimizer = trainer.optimizer.optimizer
+    assert {state["step"].item() for state in optimizer.state.values()} == {8}, "moments are not made anew"
+    assert all(isinstance(group["lr"], float) for group in optimizer.param_groups)
 
 
 def test_inputs_that_wait_on_the_host_change_no_loss(
