@@ -1,8 +1,8 @@
 """What README and the guides show is so: their commands and snippets run, on tiny models that stand in for large ones.
 
 Blocks of a page run in order, in a folder that looks like a checkout. Shell runs in a real shell, in which ``trl-tpu``
-is handed to this process, so that nothing heavy is imported anew; only with PJRT_DEVICE set it gets a process of its
-own. What cannot run here is marked ``no-run``, and its flags are read by the commands' own parsers.
+is handed to this process, so that nothing heavy is imported anew; ``python``, and ``trl-tpu`` with PJRT_DEVICE set, get
+a process of their own, a fork. What cannot run here is marked ``no-run``, and its flags are read by the commands' own parsers.
 """
 
 import ast
@@ -47,16 +47,16 @@ FLAGS = {option for make in MAKE_PARSER.values() for each in make()._actions for
 NAMES = [page.relative_to(ROOT).as_posix() for page in PAGES]
 
 # asks this process over two inherited pipes, and shows what the command said
-TRL_TPU = """#!/bin/bash
-printf '%s\\x1f' "$PJRT_DEVICE" "$CPU_NUM_DEVICES" "$@" >&"$ASK"
+ASKS = """#!/bin/bash
+printf '%s\\x1f' "${0##*/}" "$PJRT_DEVICE" "$CPU_NUM_DEVICES" "$@" >&"$ASK"
 printf '\\n' >&"$ASK"
 read -r status <&"$ANSWER"
 cat "$SAID"
 exit "$status"
 """
 PROGRAMS = {
-    "trl-tpu": TRL_TPU,
-    "python": '#!/bin/bash\nexec "$PYTHON" "$@"\n',
+    "trl-tpu": ASKS,
+    "python": ASKS,
     "make": '#!/bin/bash\nexec /usr/bin/make --dry-run --silent "$@" > /dev/null\n',
 }
 
@@ -165,12 +165,15 @@ def checkout(folder: Path) -> Path:
     return folder
 
 
-def called(device: str, devices: str, *words: str) -> tuple[int, str]:
-    """The status of a ``trl-tpu`` command, which takes two steps where it does not say how many, and its output."""
-    if device:
-        chosen = {"USE_TORCH_XLA": "1", "PJRT_DEVICE": device, "CPU_NUM_DEVICES": devices}
-        process = apart.python("-m", "trl_tpu.cli", *words, environment=os.environ | chosen, folder=Path.cwd())
-        return process.returncode, process.stdout + process.stderr
+def called(program: str, device: str, devices: str, *words: str) -> tuple[int, str]:
+    """The status of a command, which takes two steps where it does not say how many, and its output."""
+    if device or program == "python":
+        chosen = {"USE_TORCH_XLA": "1", "PJRT_DEVICE": device, "CPU_NUM_DEVICES": devices} if device else {}
+        words = words if program == "python" else ("-m", "trl_tpu.cli", *words)
+        environment = os.environ | {"PYTHONPATH": str(ROOT)} | chosen
+        process = apart.python(*words, environment=environment, folder=Path.cwd())
+        sys.stderr.write(process.stderr)
+        return process.returncode, process.stdout
     if words[0] == "plan":  # it compiles for minutes: tests/tpu runs it
         check_flags(list(words))
         return 0, ""
@@ -191,8 +194,6 @@ def run_shell(text: str, folder: Path) -> None:
     said = folder / "programs" / "said"
     environment = os.environ | {
         "PATH": f"{folder / 'programs'}:{os.environ['PATH']}",
-        "PYTHONPATH": str(ROOT),
-        "PYTHON": sys.executable,
         "ASK": str(shell_asks),
         "ANSWER": str(shell_hears),
         "SAID": str(said),

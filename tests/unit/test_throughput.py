@@ -1,5 +1,6 @@
 """Rates are arithmetic on a clock and on counts, and a step's work is what torch counts of real models."""
 
+import inspect
 import subprocess
 import sys
 import time
@@ -27,7 +28,7 @@ from trl_tpu.modeling.model_shape import model_without_weights, needed_flops, re
 from trl_tpu.packing.shapes import PairLengths
 from trl_tpu.parallel.mesh import peak_flops_of
 from trl_tpu.runtime import current
-from trl_tpu.runtime.native import Runtime
+from trl_tpu.runtime.native import Runtime, peak_resident_bytes
 from trl_tpu.training.statistics import StepCounts, StepStatistics
 
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4}
@@ -103,10 +104,11 @@ def test_the_work_of_an_average_pair_counts_once_what_its_dialogues_share() -> N
 
 
 def test_peak_memory_is_not_that_of_the_process_that_started_this_one() -> None:
-    held = b"1" * 2**30
-    code = "from trl_tpu.runtime.native import peak_resident_bytes; print(peak_resident_bytes())"
+    """The child imports nothing large, and this process has imported torch."""
+    imports = "import re, resource, sys\nfrom pathlib import Path"
+    code = f"{imports}\n{inspect.getsource(peak_resident_bytes)}\nprint(peak_resident_bytes())"
     child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert 2**26 < int(child.stdout) < len(held)
+    assert 2**20 < int(child.stdout) < 2**26 < peak_resident_bytes()
 
 
 # ---- work: torch counts the same, to the last multiplication
