@@ -12,6 +12,7 @@ from itertools import permutations
 from typing import Any
 
 from datasets import Dataset
+from ranks import Planning
 
 from trl_tpu.runtime import Runtime, replace
 
@@ -21,12 +22,6 @@ PROMPT, ANSWER, ANSWERS, PROMPTS_A_BATCH = 512, (24, 40), 8, 2  # tokens; those 
 COMPARISONS = ANSWERS * (ANSWERS - 1) // 2  # of a prompt
 MOST_TOKENS, MOST_TIME = 1.1, 1 / 15  # that rankings are to take, of the unique tokens and of TRL's time
 TIME, TOKENS = "ms a comparison", "tokens a unique one"
-
-
-class Planning(Runtime):
-    """Plain torch that wants planned shapes, as a TPU does."""
-
-    plans_shapes = True
 
 
 SYSTEMS: dict[str, type[Runtime]] = {harness.TRL: Runtime, "rankings": Runtime, "rankings, planned": Planning}

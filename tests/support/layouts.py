@@ -11,7 +11,6 @@ import tempfile
 import time
 import traceback
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -106,12 +105,10 @@ class Counting(TrainerCallback):
 
     def on_step_begin(self, *_: Any, **__: Any) -> None:
         if runtime.current().is_spmd:
-            import torch_xla.core.xla_model as xm
-            import torch_xla.debug.metrics as met
+            from counters import count
 
-            xm.wait_device_ops()
-            count = [(met.metric_data(name) or [0])[0] for name in ("CompileTime", "TransferFromDeviceTime")]
-            self.at.append((count[0], count[1]))
+            counts = count()
+            self.at.append((counts.compiles, counts.device_to_host))
 
 
 class Walking(TrainerCallback):
@@ -213,29 +210,17 @@ _OPERATION = re.compile(
 _ARRAY = re.compile(r"\b(?:pred|[a-z]+\d+)\[([\d,]*)\]")
 
 
-@dataclass(frozen=True)
-class Collective:
-    """One collective: the arrays that it gives each device, the axes along which its groups reach, and how many
-    devices a group has."""
+def read_collectives(hlo: str, mesh: Mapping[str, int]) -> Iterator[dict[str, Any]]:
+    """Yield every collective in the text of an optimized HLO module for devices that are numbered along ``mesh``.
 
-    kind: str
-    shapes: tuple[tuple[int, ...], ...]
-    axes: frozenset[str]
-    devices: int
-
-    @property
-    def elements(self) -> int:
-        return sum(prod(shape) for shape in self.shapes)
-
-
-def read_collectives(hlo: str, mesh: Mapping[str, int]) -> Iterator[Collective]:
-    """Every collective in the text of an optimized HLO module for devices that are numbered along ``mesh``."""
+    Of each: the arrays that it gives each device, and the axes along which its groups reach.
+    """
     for line in hlo.splitlines():
         if found := _OPERATION.search(line):
             sizes = _ARRAY.findall(re.sub(r"/\*.*?\*/", "", found["type"]))
-            shapes = tuple(tuple(int(size) for size in each.split(",") if size) for each in sizes)
-            groups_GN = groups_of(line, prod(mesh.values()))
-            yield Collective(found["kind"], shapes, axes_of(groups_GN, mesh), groups_GN.shape[1])
+            shapes = [[int(size) for size in each.split(",") if size] for each in sizes]
+            axes = axes_of(groups_of(line, prod(mesh.values())), mesh)
+            yield {"kind": found["kind"], "shapes": shapes, "axes": axes}
 
 
 def groups_of(line: str, devices: int) -> np.ndarray:
@@ -249,11 +234,11 @@ def groups_of(line: str, devices: int) -> np.ndarray:
     return np.arange(devices).reshape(sizes).transpose(order).reshape(shape)
 
 
-def axes_of(groups_GN: np.ndarray, mesh: Mapping[str, int]) -> frozenset[str]:
+def axes_of(groups_GN: np.ndarray, mesh: Mapping[str, int]) -> list[str]:
     """The mesh axes along which devices of one group differ."""
     places = np.unravel_index(groups_GN, tuple(mesh.values()))
     crossed = [(place_GN != place_GN[:, :1]).any() for place_GN in places]
-    return frozenset(axis for axis, is_crossed in zip(mesh, crossed, strict=True) if is_crossed)
+    return [axis for axis, is_crossed in zip(mesh, crossed, strict=True) if is_crossed]
 
 
 def collectives(mesh: dict[str, int]) -> list[dict[str, Any]]:
@@ -262,10 +247,7 @@ def collectives(mesh: dict[str, int]) -> list[dict[str, Any]]:
     found = max((list(read_collectives(path.read_text(), mesh)) for path in programs), key=len, default=[])
     for path in DUMPS.iterdir():
         path.unlink()
-    return [
-        {"kind": each.kind, "shapes": each.shapes, "axes": sorted(each.axes), "devices": each.devices}
-        for each in found
-    ]
+    return found
 
 
 def main(out: str, *runs: str) -> None:

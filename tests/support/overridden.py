@@ -15,7 +15,6 @@ from pathlib import Path
 from types import FunctionType
 from typing import Any
 
-import apart
 import tiny
 from places import EXAMPLES
 from training import QUIET
@@ -89,12 +88,6 @@ def run(package: Any, folder: Path, **settings: Any) -> dict[str, Any]:
     logs = [*first.state.log_history, *resumed.state.log_history]
     losses = [log[key] for log in logs for key in ("loss", "eval_loss") if key in log]
     return {"called": {part: [*names] for part, names in called.items()}, "reading": [*reading], "losses": losses}
-
-
-def run_apart(package: str, folder: Path) -> dict[str, Any]:
-    """The same in plain torch, in a process of its own."""
-    process = apart.run("overridden.py", package, str(folder), USE_TORCH_XLA="0")
-    return json.loads(process.stdout.splitlines()[-1])
 
 
 def not_called(theirs: dict[str, Any], ours: dict[str, Any]) -> set[str]:

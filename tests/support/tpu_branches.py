@@ -124,7 +124,6 @@ def train(folder: Path) -> dict[str, Any]:
         "computes in bfloat16": resumed.args.bf16,
         "in packed rows": resumed.batch_plan.packed,
         "inside": inside,
-        "norms": kinds([("", each) for each in (layer.input_layernorm.weight, layer.post_attention_layernorm.weight)]),
         "buffers": kinds(resumed.model.named_buffers()),
         "weights": kinds(resumed.model.named_parameters()),
         "optimizer": kinds(item for state in optimizer.state.values() for item in state.items()),

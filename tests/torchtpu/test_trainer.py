@@ -20,29 +20,26 @@ from peft import LoraConfig
 from places import ROOT, SUPPORT
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from training import QUIET, losses
 from transformers import TrainerCallback
 
 from trl_tpu import RewardConfig, RewardTrainer, cli, runtime
 from trl_tpu.errors import UserError
 
 PAIRS = tiny.made_up_pairs(120)
-SETTINGS: dict[str, Any] = {
-    "bf16": False,
+SETTINGS: dict[str, Any] = QUIET | {
     "learning_rate": 1e-3,
     "lr_scheduler_type": "constant",
     "logging_steps": 6,
     "max_steps": 6,
     "max_shapes": 1,
-    "report_to": "none",
     "save_strategy": "no",
-    "disable_tqdm": True,
 }
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    texts = PAIRS
-    return tiny.save_tiny(tmp_path_factory.mktemp("model"), texts, layers=1)
+    return tiny.save_tiny(tmp_path_factory.mktemp("model"), PAIRS, layers=1)
 
 
 @pytest.fixture
@@ -63,10 +60,6 @@ def run_on_cpu(*words: str) -> str:
     done = subprocess.run([sys.executable, *words], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-4000:]
     return done.stdout.split()[-1]
-
-
-def losses(trainer: RewardTrainer) -> list[float]:
-    return [logs["loss"] for logs in trainer.state.log_history if "loss" in logs]
 
 
 def test_the_device_is_chosen_and_told(make: Callable[..., RewardTrainer]) -> None:

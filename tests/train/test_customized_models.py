@@ -33,16 +33,11 @@ CASES: dict[Callable[[], Any], str] = {
 
 
 @pytest.mark.parametrize("make", CASES)
-def test_the_users_model_is_what_trains(
-    make: Callable[[], Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """The reason for padded rows is logged once."""
+def test_the_users_model_is_what_trains(make: Callable[[], Any], tmp_path: Path) -> None:
     if make is customized.prefix_tuning and "past_key_values" not in inspect.signature(LlamaModel.forward).parameters:
         pytest.skip("peft looks for past_key_values, which transformers 5.24 calls cache")
     trainer, ours = losses(trl_tpu, make(), tmp_path)
     assert trainer.batch_plan.padded_because is not None
-    told = [each for each in caplog.records if each.name.startswith("trl_tpu") and CASES[make] in each.getMessage()]
-    assert len(told) == 1
     _, reference = losses(trl, make(), tmp_path)
     assert ours == pytest.approx(reference, abs=1e-5)
     with pytest.raises(ValueError, match=f"packing.*{CASES[make]}"):

@@ -102,6 +102,8 @@ def test_a_checkpoint_has_what_a_subclass_saves_and_resumes_to_the_bit(runs: Run
 def test_files_of_a_user_are_not_read_for_the_model(run: RewardTrainer, checkpoint: Path, runs: Runs) -> None:
     """Tensors of the same names, in files that a folder lists before and behind the model's, and of other names."""
     weights = load_file(checkpoint / "model.safetensors")
+    (state,) = (checkpoint / "state").iterdir()
+    assert all(name.startswith("optimizer.") for name in load_file(state)), "weights are there once"
     zeros = {name: torch.zeros_like(weight) for name, weight in weights.items()}
     for number in range(16):
         save_file(zeros | {"of another": torch.zeros(1)}, checkpoint / f"average-{number}.safetensors")

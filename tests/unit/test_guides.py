@@ -1,8 +1,8 @@
 """What README and the guides show is so: their commands and snippets run, on tiny models that stand in for large ones.
 
 Blocks of a page run in order, in a folder that looks like a checkout. Shell runs in a real shell, in which ``trl-tpu``
-is handed to this process, so that nothing heavy is imported anew; ``python``, and ``trl-tpu`` with PJRT_DEVICE set, get
-a process of their own, a fork. What cannot run here is marked ``no-run``, and its flags are read by the commands' own parsers.
+is handed to this process, so that nothing heavy is imported anew; ``python``, and ``trl-tpu`` with PJRT_DEVICE set,
+run in forks. What cannot run here is marked ``no-run``, and its flags are read by the commands' own parsers.
 """
 
 import ast

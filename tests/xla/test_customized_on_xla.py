@@ -11,7 +11,6 @@ import every_setting
 import overridden
 import pytest
 import search
-import tiny
 import trl
 from training import logged, trained
 
@@ -71,23 +70,10 @@ def test_every_setting_is_obeyed_refused_or_listed(check: Callable[[Path], None]
     check(tmp_path)
 
 
-def test_an_evaluation_is_of_the_first_batches_of_pairs_that_are_cut(tmp_path: Path) -> None:
-    limits = {"max_length": 12, "truncation_mode": "keep_end", "max_eval_steps": 2, "per_device_eval_batch_size": 4}
-    args = trl_tpu.RewardConfig(str(tmp_path), **customized.SETTINGS | limits)
-    made, tokenizer, pairs = customized.plain(), customized.TOKENIZER, tiny.made_up_pairs(14, seed=3)
-    trainer = trl_tpu.RewardTrainer(
-        made, args, train_dataset=customized.PAIRS, eval_dataset=pairs, processing_class=tokenizer
-    )
-    found, rewards_N2 = trainer.evaluate(), trainer.predict(pairs).predictions
-    columns = (trainer.eval_dataset[:][column] for column in ("chosen_ids", "rejected_ids"))  # type: ignore[index]
-    assert max(len(ids) for column in columns for ids in column) == 12
-    assert found["eval_pairs"] == 8 < len(rewards_N2)
-    assert found["eval_mean_reward"] == pytest.approx(rewards_N2[:8].mean(), abs=1e-6)
-
-
 def test_overrides_are_called_in_every_part_of_a_run(tmp_path: Path) -> None:
     """As where TRL calls them, but for what a guide lists with the reason."""
-    theirs = overridden.run_apart("trl", tmp_path / "theirs")
+    process = apart.run("overridden.py", "trl", str(tmp_path / "theirs"), USE_TORCH_XLA="0")
+    theirs = json.loads(process.stdout.splitlines()[-1])
     ours = overridden.run(trl_tpu, tmp_path / "ours")
     assert ours["losses"] == pytest.approx(theirs["losses"], abs=1e-5)
     assert overridden.not_called(theirs, ours) <= overridden.listed()

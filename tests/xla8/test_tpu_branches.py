@@ -28,7 +28,7 @@ def test_state_stays_float32(tmp_path: Path) -> None:
     )
     assert found["computes in bfloat16"]
     assert found["in packed rows"]
-    for name in ("weights", "norms", "buffers", "optimizer", "saved weights", "saved optimizer"):
+    for name in ("weights", "buffers", "optimizer", "saved weights", "saved optimizer"):
         assert found[name] == ["torch.float32"], name
     assert found["inside"]["loss"] == "torch.float32"
     assert (found["inside"]["q_proj"], found["inside"]["score"]) == ("torch.bfloat16", "torch.float32")
