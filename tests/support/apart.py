@@ -22,6 +22,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
@@ -87,6 +88,18 @@ def python(
                 os.killpg(process, signal.SIGKILL)
                 raise subprocess.TimeoutExpired(words, timeout) from None
         return subprocess.CompletedProcess(words, status, *(path.read_text() for path in files))
+
+
+def cold(*words: str, environment: Mapping[str, str] = os.environ, **variables: str) -> str:
+    """Run `python words...` in a process that imports everything anew, and return what it prints; it has to succeed.
+
+    The variables are added to the environment.
+    """
+    added = {"HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)} | variables
+    command, environment = [sys.executable, *words], {**environment, **added}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return done.stdout
 
 
 def at_once(*commands: tuple[str, ...], **given: Any) -> list[subprocess.CompletedProcess[str]]:

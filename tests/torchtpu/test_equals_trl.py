@@ -6,15 +6,14 @@ taken in another order, and Adam is its fused kernel here.
 
 import json
 import os
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import apart
 import pytest
 import real_pairs
 import tiny
-from places import ROOT, SUPPORT
+from places import SUPPORT
 
 STEPS, MORE, OF_TRL = 50, 30, 6
 # a schedule that does not depend on the number of steps
@@ -52,10 +51,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
         environment = {name: value for name, value in os.environ.items() if name != "ACCELERATE_TORCH_DEVICE"}
         if (script, package) == ("torchtpu_run.py", "trl"):
             environment["ACCELERATE_TORCH_DEVICE"] = "tpu:0"
-        command = [sys.executable, str(SUPPORT / script), *words]
-        environment["PYTHONPATH"] = str(ROOT)
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
-        assert done.returncode == 0, done.stderr[-4000:]
+        apart.cold(str(SUPPORT / script), *words, environment=environment)
         return json.loads(out.read_text())
 
     with ThreadPoolExecutor(2) as pool:

@@ -4,34 +4,24 @@ The CPU plugin knows one process. So each has one of its own, and collectives go
 """
 
 import json
-import os
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import apart
 import pytest
 import tiny
-from apart import free_port
-from places import ROOT, SUPPORT
+from places import SUPPORT
 
 COUNT = 2
 
 
 def run_all(script: str, *words: str) -> None:
     """Run a script with these words, and its place behind them, in each of the processes."""
-    meet = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, str(SUPPORT / "torchtpu_ranks.py"), script, *words, str(COUNT)]
-
-    def run(rank: int) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [*command, str(rank)], env=os.environ | meet, capture_output=True, text=True, timeout=600
-        )
-
+    meet = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": apart.free_port()}
+    command = (str(SUPPORT / "torchtpu_ranks.py"), script, *words, str(COUNT))
     with ThreadPoolExecutor(COUNT) as pool:
-        for done in pool.map(run, range(COUNT)):
-            assert done.returncode == 0, done.stderr[-4000:]
+        list(pool.map(lambda rank: apart.cold(*command, str(rank), **meet), range(COUNT)))
 
 
 @pytest.fixture(scope="module")
@@ -41,10 +31,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def test_processes_give_what_one_gives(model: str, tmp_path: Path) -> None:
-    environment = os.environ | {"ACCELERATE_USE_CPU": "1", "PYTHONPATH": str(ROOT)}
-    words = [str(SUPPORT / "ranks.py"), model, str(tmp_path), "1"]
-    done = subprocess.run([sys.executable, *words], env=environment, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr[-4000:]
+    apart.cold(str(SUPPORT / "ranks.py"), model, str(tmp_path), "1", ACCELERATE_USE_CPU="1")
     run_all("ranks.py", model, str(tmp_path))
     alone = json.loads((tmp_path / "alone of 1.json").read_text())
     for rank in range(COUNT):

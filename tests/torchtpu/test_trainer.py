@@ -2,14 +2,12 @@
 
 import json
 import math
-import os
-import subprocess
-import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import apart
 import judgements
 import nonfinite_runs
 import numpy as np
@@ -56,10 +54,7 @@ def make(model: str, tmp_path: Path) -> Callable[..., RewardTrainer]:
 
 def run_on_cpu(*words: str) -> str:
     """The last word that a process prints which is told to take the CPU."""
-    environment = os.environ | {"ACCELERATE_USE_CPU": "1", "PYTHONPATH": f"{ROOT}:{SUPPORT}"}
-    done = subprocess.run([sys.executable, *words], env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return done.stdout.split()[-1]
+    return apart.cold(*words, ACCELERATE_USE_CPU="1", PYTHONPATH=f"{ROOT}:{SUPPORT}").split()[-1]
 
 
 def test_the_device_is_chosen_and_told(make: Callable[..., RewardTrainer]) -> None:

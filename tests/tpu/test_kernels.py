@@ -1,12 +1,10 @@
 """Attention of expanded rows, by the trainer's kernel, is taken by the TPU's compiler."""
 
-import os
-import subprocess
-import sys
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
+import apart
 import pytest
 from chosen import AT_ONCE, chosen
 
@@ -14,14 +12,8 @@ from trl_tpu.plan.compile import WITHOUT_A_TPU
 
 
 def count_of_kernels(topology: str, rows: int, length: int) -> int:
-    run = subprocess.run(
-        [sys.executable, str(Path(__file__).with_name("kernels.py")), topology, str(rows), str(length)],
-        env=os.environ | WITHOUT_A_TPU,
-        capture_output=True,
-        text=True,
-    )
-    assert run.returncode == 0, run.stderr[-2000:]
-    return int(run.stdout.splitlines()[-1].removeprefix("kernels: "))
+    words = (str(Path(__file__).with_name("kernels.py")), topology, str(rows), str(length))
+    return int(apart.cold(*words, **WITHOUT_A_TPU).splitlines()[-1].removeprefix("kernels: "))
 
 
 @pytest.fixture(scope="module")

@@ -1,14 +1,13 @@
 """``trl-tpu plan`` with the real compiler."""
 
 import os
-import subprocess
-import sys
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 
+import apart
 import pytest
 from chosen import AT_ONCE
-from places import EXAMPLES, ROOT
+from places import EXAMPLES
 from transformers import AutoConfig
 
 SIZES = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "vocab_size": 1024}
@@ -16,11 +15,7 @@ SIZES = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "
 
 def planned(words: list[str]) -> str:
     environment = {key: value for key, value in os.environ.items() if not key.startswith(("PJRT", "CPU_NUM", "USE_"))}
-    environment |= {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
-    command = [sys.executable, "-m", "trl_tpu.cli", "plan", "--report_to", "none"]
-    done = subprocess.run([*command, *words], capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    return apart.cold("-m", "trl_tpu.cli", "plan", "--report_to", "none", *words, environment=environment)
 
 
 @pytest.fixture(scope="module")

@@ -1,18 +1,15 @@
 """What is traced with placeholders is what a real trainer runs, instruction by instruction."""
 
-import os
 import pickle
 import re
-import subprocess
-import sys
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import apart
 import pytest
 from chosen import AT_ONCE, chosen
-from places import ROOT
 from transformers import LlamaConfig
 
 from trl_tpu.plan.compile import TracedProgram
@@ -109,15 +106,8 @@ def test_the_traced_program_is_one_of_a_real_trainer(
 def programs_of_a_real_run(request: StepRequest, folder: Path) -> list[bytes]:
     """Every program that two steps give to XLA."""
     (folder / "request").write_bytes(pickle.dumps(request))
-    process = subprocess.run(
-        [sys.executable, str(Path(__file__).parent / "real_step.py"), str(folder / "request"), str(folder / "dump")],
-        env=os.environ
-        | {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": str(request.chips), "USE_TORCH_XLA": "1"}
-        | {"PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-    )
-    assert process.returncode == 0, process.stderr[-4000:]
+    devices = {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": str(request.chips), "USE_TORCH_XLA": "1"}
+    apart.cold(str(Path(__file__).with_name("real_step.py")), str(folder / "request"), str(folder / "dump"), **devices)
     return [module_of(file.read_bytes()) for file in (folder / "dump").glob("*before_optimizations.hlo.pb")]
 
 

@@ -2,9 +2,6 @@
 
 import json
 import math
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -73,10 +70,8 @@ def test_a_stop_that_one_of_two_processes_is_told_of_is_resumed_to_the_bit(folde
 
 @pytest.mark.long
 def test_torchrun_starts_the_two_processes(model_folder: str, tmp_path: Path) -> None:
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    command = [*launcher, two_processes.__file__, model_folder, str(tmp_path)]
-    process = subprocess.run(command, env=os.environ | {"USE_TORCH_XLA": "0"}, capture_output=True, text=True)
-    assert process.returncode == 0, process.stderr[-3000:]
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
+    apart.cold(*launcher, two_processes.__file__, model_folder, str(tmp_path), USE_TORCH_XLA="0")
     check_resumed_to_the_bit(tmp_path)
 
 

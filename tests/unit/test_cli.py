@@ -3,17 +3,16 @@
 import importlib.util
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import apart
 import datasets
 import pytest
 import scored_files
-from places import ROOT
 
 import trl_tpu
 from trl_tpu import cli
@@ -32,9 +31,8 @@ def rewards_of(folder: Path | str, dialogues: Sequence[Any]) -> list[float | Non
 def test_help_names_the_commands_and_imports_nothing_heavy() -> None:
     heavy = {"torch", "torch_xla", "transformers", "datasets", "jax", "trl"}
     code = f"import sys; from trl_tpu.cli import main; main([]); print({heavy} & set(sys.modules))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
-    assert done.stdout.splitlines()[-1] == "set()"
-    assert all(f"    {name} " in done.stdout for name in cli.COMMANDS)
+    shown = apart.cold("-c", code)
+    assert shown.splitlines()[-1] == "set()" and all(f"    {name} " in shown for name in cli.COMMANDS)
 
 
 def test_env_reports_versions_and_the_runtime(capsys: pytest.CaptureFixture[str]) -> None:
@@ -80,9 +78,10 @@ sys.argv = {["x", *words, "--config", str(tmp_path / "c.yaml")]}
 {start}
 """
     env = {key: value for key, value in os.environ.items() if key not in ("USE_TORCH_XLA", "PJRT_DEVICE")}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, env=env, check=True)
     chosen = "native" if importlib.util.find_spec("torch_xla") is None else "xla"
-    assert done.stdout == f"trl_tpu.scripts.{(words or ['reward'])[0]} CPU {chosen} False\n"
+    assert (
+        apart.cold("-c", code, environment=env) == f"trl_tpu.scripts.{(words or ['reward'])[0]} CPU {chosen} False\n"
+    )
 
 
 def test_a_model_without_a_trained_head_is_refused(tmp_path: Path) -> None:

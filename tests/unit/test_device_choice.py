@@ -2,8 +2,6 @@
 
 import importlib.util
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import apart
@@ -62,11 +60,10 @@ def run(code: str, *, transformers_first: bool = False, **environment: str) -> s
         transformers_first: Import transformers before trl_tpu, as it is with torch_xla installed.
     """
     plain = {name: value for name, value in os.environ.items() if name not in DEVICES}
-    environment |= {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
-    if transformers_first:
-        done = apart.python("-c", code, environment=plain | environment | {apart.ONLY: "transformers.trainer"})
-    else:
-        done = subprocess.run([sys.executable, "-c", code], env=plain | environment, capture_output=True, text=True)
+    if not transformers_first:
+        return apart.cold("-c", code, environment=plain, **environment)
+    environment |= {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", apart.ONLY: "transformers.trainer"}
+    done = apart.python("-c", code, environment=plain | environment)
     assert done.returncode == 0, done.stderr[-4000:]
     return done.stdout
 

@@ -1,7 +1,6 @@
 """Rates are arithmetic on a clock and on counts, and a step's work is what torch counts of real models."""
 
 import inspect
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -9,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import apart
 import numpy as np
 import pytest
 import tiny
@@ -107,8 +107,7 @@ def test_peak_memory_is_not_that_of_the_process_that_started_this_one() -> None:
     """The child imports nothing large, and this process has imported torch."""
     imports = "import re, resource, sys\nfrom pathlib import Path"
     code = f"{imports}\n{inspect.getsource(peak_resident_bytes)}\nprint(peak_resident_bytes())"
-    child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert 2**20 < int(child.stdout) < 2**26 < peak_resident_bytes()
+    assert 2**20 < int(apart.cold("-c", code)) < 2**26 < peak_resident_bytes()
 
 
 # ---- work: torch counts the same, to the last multiplication

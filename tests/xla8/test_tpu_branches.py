@@ -2,25 +2,17 @@
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
-from places import QUICK, ROOT, SUPPORT
+import apart
+from places import QUICK, SUPPORT
 
 
 def test_state_stays_float32(tmp_path: Path) -> None:
     plain = {name: value for name, value in os.environ.items() if not name.startswith("XLA_")}
     devices = {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "2", "XLA_FLAGS": QUICK}
-    process = subprocess.run(
-        [sys.executable, str(SUPPORT / "tpu_branches.py"), str(tmp_path)],
-        env=plain | devices | {"HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=400,
-    )
-    assert process.returncode == 0, process.stderr[-3000:]
-    found = json.loads(process.stdout.splitlines()[-1])
+    printed = apart.cold(str(SUPPORT / "tpu_branches.py"), str(tmp_path), environment=plain, **devices)
+    found = json.loads(printed.splitlines()[-1])
     assert "accelerate.state" in found["asked for a TPU"]
     assert found["environment"] in (
         {"XLA_USE_BF16": None, "XLA_DOWNCAST_BF16": None},
