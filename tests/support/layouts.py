@@ -35,25 +35,14 @@ from trl_tpu.packing.batch import apart, tensors_in  # noqa: E402
 STEPS = 6
 PAIRS = 16  # in a step
 LENGTH = 64  # of rows; lengths that fit the data might be multiples of 7
-PADDED: dict[str, Any] = {"packing": False, "pad_to_multiple_of": LENGTH}
-PACKED: dict[str, Any] = {"packing": True, "row_length": LENGTH}
-
-VARIANTS: dict[str, dict[str, Any]] = {
-    "padded": {**PADDED, "gradient_checkpointing": False},
-    "packed": {**PACKED, "gradient_checkpointing": False},
-    "padded+ranked": {**PADDED, "gradient_checkpointing": False},
-    "packed+accumulated+ranked": {**PACKED, "row_length": 256, "gradient_accumulation_steps": 2},
-    "padded+attributes": {**PADDED, "gradient_checkpointing": False},
-    "packed+attributes": {**PACKED, "row_length": 256, "gradient_checkpointing": False},
-    "padded+steps": {**PADDED, "gradient_checkpointing": False},
-    "packed+steps": {**PACKED, "row_length": 256, "gradient_checkpointing": False},
-    "padded+lion": {**PADDED, "gradient_checkpointing": False},
-    "accumulated": {**PADDED, "gradient_accumulation_steps": 2},
-    "packed+accumulated": {**PACKED, "gradient_accumulation_steps": 2},
-    "packed+accumulated+scanned": {**PACKED, "gradient_accumulation_steps": 2, "scan_layers": True},
-    "packed+dots": {**PACKED, "remat": "dots"},
-    "padded+dots+scanned": {**PADDED, "remat": "dots", "scan_layers": True},
-    "expanded": {**PACKED, "packed_attention": "expanded", "gradient_checkpointing": False},
+#: What each word of a variant's name asks for; others are forms of judgement and optimizers.
+WORDS: dict[str, dict[str, Any]] = {
+    "padded": {"packing": False, "pad_to_multiple_of": LENGTH},
+    "packed": {"packing": True, "row_length": LENGTH},
+    "expanded": {"packed_attention": "expanded"},
+    "accumulated": {"gradient_accumulation_steps": 2, "gradient_checkpointing": True},
+    "scanned": {"scan_layers": True, "gradient_checkpointing": True},
+    "dots": {"remat": "dots", "gradient_checkpointing": True},
 }
 
 
@@ -126,7 +115,11 @@ class Walking(TrainerCallback):
 
 def train(name: str, mesh: str, variant: str, folder: str) -> dict[str, Any]:
     tokenizer, form = tiny_tokenizer(made_up_pairs(200)["chosen"], vocab_size=320), form_in(variant)
-    settings = VARIANTS[variant] | form.settings
+    settings, words = {"gradient_checkpointing": False} | form.settings, variant.split("+")
+    for word in words:
+        settings |= WORDS.get(word, {})
+    if "packed" in words and {*FORMS} & {*words}:  # rows have room for several answers
+        settings["row_length"] = 256
     settings |= QUIET | {"mesh": mesh, "max_steps": STEPS, "logging_steps": STEPS // 2, "save_strategy": "no"}
     args = form.config(folder, learning_rate=1e-3, **settings)
     args.per_device_train_batch_size = PAIRS // settings.get("gradient_accumulation_steps", 1)

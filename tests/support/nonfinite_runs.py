@@ -1,5 +1,6 @@
 """Runs on data of which some pairs hold a token whose embedding is NaN: only their steps are not finite."""
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -62,6 +63,16 @@ def make(
     accumulation = args.gradient_accumulation_steps
     data = pairs_of(steps, poisoned, left_out, accumulation) if dataset is None else dataset
     return RewardTrainer(model, args, train_dataset=data, callbacks=list(callbacks))
+
+
+def check_skipped(skipped: Any, without: Any, steps: int) -> None:
+    """See that a run that skipped steps ends as one without them, to the bit, and that it counts and logs alike."""
+    assert differing(skipped, without) == []
+    assert (logged(skipped, "nonfinite"), logged(without, "nonfinite")) == ([steps], [0])
+    for name in ("loss", "train_loss", "grad_norm"):
+        assert logged(skipped, name) == logged(without, name)
+    for name in ("accuracy", "margin", "mean_reward", "min_reward", "max_reward"):
+        assert math.isfinite(*logged(skipped, name))
 
 
 def logged(trainer: Any, name: str) -> list[float]:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import tiny
 import torch
-from training import trained
+from training import logged, trained
 
 from trl_tpu import RewardConfig, RewardTrainer
 from trl_tpu.checkpoint.state_dict import to_host
@@ -23,4 +23,4 @@ if __name__ == "__main__":
     trainer = trained(RewardTrainer(model, args, train_dataset=tiny.made_up_pairs(64)), resume=checkpoint)
     weights = to_host(dict(trainer.model.named_parameters()), trainer.trl_tpu.runtime)
     sums = {name: weight.double().abs().sum().item() for name, weight in weights.items()}
-    print(json.dumps({"logs": trainer.state.log_history, "sums": sums, "folder": Path(checkpoint).name}))
+    print(json.dumps({"logs": logged(trainer), "sums": sums, "folder": Path(checkpoint).name}))

@@ -1,6 +1,6 @@
 """The loader that feeds XLA devices."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -69,24 +69,12 @@ class OwnLoader(RewardTrainer):
         return DataLoader(self.train_dataset, size, collate_fn=self.data_collator)  # type: ignore[arg-type]
 
 
-class OwnBatches:
-    """Draws batches without a sampler, as torch allows."""
-
-    def __init__(self, pairs: int, size: int) -> None:
-        self.batches = [list(range(first, first + size)) for first in range(0, pairs, size)]
-
-    def __len__(self) -> int:
-        return len(self.batches)
-
-    def __iter__(self) -> Iterator[list[int]]:
-        return iter(self.batches)
-
-
 class PreparedLoader(RewardTrainer):
-    """Makes its loader as transformers does, through accelerate, of batches of its own."""
+    """Makes its loader as transformers does, through accelerate, of batches drawn without a sampler."""
 
     def get_train_dataloader(self) -> DataLoader:
-        batches: Any = OwnBatches(len(self.train_dataset), self.args.train_batch_size)  # type: ignore[arg-type]
+        pairs, size = len(self.train_dataset), self.args.train_batch_size  # type: ignore[arg-type]
+        batches: Any = [[*range(first, first + size)] for first in range(0, pairs, size)]
         loader = DataLoader(self.train_dataset, batch_sampler=batches, collate_fn=self.data_collator)  # type: ignore[arg-type]
         return self.accelerator.prepare(loader)
 

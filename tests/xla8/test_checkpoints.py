@@ -11,7 +11,7 @@ import pytest
 import tiny
 from counters import CountSaves
 from safetensors import safe_open
-from training import differing, trained, untimed
+from training import differing, logged, trained
 
 from trl_tpu import RewardTrainer
 from trl_tpu.checkpoint.state_dict import to_host
@@ -67,7 +67,7 @@ def test_on_the_same_mesh_resumes_to_the_bit_in_the_same_layout(
     trainer = RewardTrainer(model_folder, args, train_dataset=tiny.made_up_pairs(64))
     trainer.train(resume_from_checkpoint=f"{whole.args.output_dir}/checkpoint-4")
     assert differing(whole, trainer) == []
-    assert _logs(trainer.state.log_history) == _logs(whole.state.log_history)
+    assert logged(trainer) == logged(whole)
     layouts = [_layouts(each) for each in (whole, trainer)]
     assert layouts[0] == layouts[1]
 
@@ -88,7 +88,7 @@ def test_elsewhere_resumes_to_rounding(
     environment = {"CPU_NUM_DEVICES": str(devices)} if devices else {"USE_TORCH_XLA": "0"}
     words = [model_folder, f"{whole.args.output_dir}/checkpoint-4", str(tmp_path), json.dumps(SETTINGS | settings)]
     found = json.loads(apart.run("resume_elsewhere.py", *words, **environment).stdout.splitlines()[-1])
-    for ours, theirs in zip(_logs(whole.state.log_history), _logs(found["logs"]), strict=True):
+    for ours, theirs in zip(logged(whole), found["logs"], strict=True):
         assert theirs == pytest.approx(ours, abs=1e-5, rel=1e-4), ours["step"]
     weights = to_host(dict(whole.model.named_parameters()), whole.trl_tpu.runtime)
     for name, total in found["sums"].items():
@@ -101,10 +101,6 @@ def test_killed_runs_on_a_mesh_resume_to_the_bit(tmp_path: Path) -> None:
     settings = {"mesh": "fsdp=4,tensor=2", "per_device_train_batch_size": 1, "max_shapes": 1}
     report = killed_runs.report(tmp_path, kills, {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "8"}, **settings)
     assert report["kills"] >= kills and report["saves_hit"] >= 1 and report["resumes"] >= 1, report
-
-
-def _logs(history: list[dict[str, float]]) -> list[dict[str, float]]:
-    return [untimed(entry) for entry in history if "loss" in entry]
 
 
 def _layouts(trainer: RewardTrainer) -> list[str]:

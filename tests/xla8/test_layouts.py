@@ -24,7 +24,7 @@ RUNS = [
     "llama:fsdp=4,tensor=2:padded+lion",  # which makes its state in its first step
     "llama:data=2,fsdp=2,tensor=2:packed+accumulated",
     "llama_lora:fsdp=8:packed",
-    "qwen3:slices=2,fsdp=4:accumulated",
+    "qwen3:slices=2,fsdp=4:padded+accumulated",
     "gemma3_text:fsdp=4,tensor=2:padded",
     "llama_grouped:fsdp=8:packed+accumulated+scanned",
     "llama:data=4,tensor=2:packed+accumulated+ranked",  # a mesh of its own: an update is one program for all losses
@@ -36,11 +36,11 @@ LONG_RUNS = [
     "llama:data=2,fsdp=2,tensor=2:padded+attributes",
     "qwen3:fsdp=8:padded+ranked",
     "qwen3_moe:tensor=8:packed+accumulated",
-    "llama_grouped:tensor=8:expanded",
+    "llama_grouped:tensor=8:packed+expanded",
     "qwen3:data=2,fsdp=2,tensor=2:padded+dots+scanned",
     "llama:fsdp=8:packed+accumulated+scanned",
-    "llama:fsdp=4,tensor=2:expanded",
-    "llama_grouped:data=2,fsdp=2,tensor=2:expanded",
+    "llama:fsdp=4,tensor=2:packed+expanded",
+    "llama_grouped:data=2,fsdp=2,tensor=2:packed+expanded",
     "qwen3:tensor=8:padded",
     "gemma3_text:fsdp=8:packed+accumulated",
     "qwen3_moe:data=2,fsdp=2,tensor=2:packed",
@@ -172,7 +172,7 @@ def test_no_activation_is_gathered_over_fsdp_and_no_logits_anywhere(result: dict
     expected |= {"gradients of weights"} if "data" in mesh or "slices" in mesh else set()
     assert expected <= set(found)
     # where `tensor` is more than the key heads, each device attends with all: queries there and outputs, twice a layer
-    assert len(found["heads for whole keys"]) == (4 if run == "llama_grouped:tensor=8:expanded" else 0)
+    assert len(found["heads for whole keys"]) == (4 if run == "llama_grouped:tensor=8:packed+expanded" else 0)
     # the table is looked up where it lies: once forward, and back where it is trained
     assert len(found["embeddings for rows"]) <= 2
     assert len(found["embeddings made whole"]) <= 1
