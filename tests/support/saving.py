@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from trl_tpu import RewardTrainer
-from trl_tpu.checkpoint.folders import find_faults
+from trl_tpu.checkpoint.folders import MANIFEST_FILE, describe_files, files_in, find_faults, publish
 
 FILES = ("saved.txt", "later.txt")
 
@@ -34,6 +34,24 @@ class Saving(RewardTrainer):
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         super()._save_checkpoint(model, trial)
         Path(self.args.output_dir, f"checkpoint-{self.state.global_step}", FILES[1]).touch()
+
+
+def made_checkpoint(output_dir: Path, step: int) -> Path:
+    """A checkpoint of two files, which is complete."""
+    aside = output_dir / "_unfinished" / f"checkpoint-{step}"
+    (aside / "inner").mkdir(parents=True)
+    (aside / "weights").write_bytes(bytes(range(100)))
+    (aside / "inner" / "state.json").write_text("{}")
+    publish(aside, output_dir / aside.name, describe_files(aside, files_in(aside)))
+    aside.parent.rmdir()
+    return output_dir / aside.name
+
+
+def reseal(folder: Path) -> None:
+    """Write a manifest that agrees with whatever the files are now."""
+    (folder / MANIFEST_FILE).unlink(missing_ok=True)
+    aside = folder.rename(folder.with_name("aside"))
+    publish(aside, folder, describe_files(aside, files_in(aside)))
 
 
 def check(folder: Path, checkpoint: str) -> None:

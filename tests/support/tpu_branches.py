@@ -6,7 +6,6 @@ for bfloat16, accelerate itself would store all in it there.
 """
 
 import json
-import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -45,10 +44,6 @@ from torch.nn.modules.module import register_module_forward_hook  # noqa: E402
 from trl_tpu import RewardConfig, RewardTrainer  # noqa: E402
 
 FINE = 1 + 2**-20  # bfloat16 would make it 1
-
-
-def environment() -> dict[str, str | None]:
-    return {name: os.environ.get(name) for name in ("XLA_USE_BF16", "XLA_DOWNCAST_BF16")}
 
 
 def kinds(named: Any) -> list[str]:
@@ -146,4 +141,4 @@ def train(folder: Path) -> dict[str, Any]:
 
 if __name__ == "__main__":
     found = train(Path(sys.argv[1]))
-    print(json.dumps(found | {"environment": environment(), "asked for a TPU": sorted(set(asked))}))
+    print(json.dumps(found | {"asked for a TPU": sorted(set(asked))}))

@@ -11,20 +11,12 @@ from typing import Any
 import killed_runs
 import pytest
 import saving
+from saving import made_checkpoint
 
 from trl_tpu.checkpoint.checkpointer import CheckpointLoader
-from trl_tpu.checkpoint.folders import MANIFEST_FILE, RunFolder, describe_files, files_in, find_faults, publish
+from trl_tpu.checkpoint.folders import MANIFEST_FILE, RunFolder, find_faults
 from trl_tpu.errors import UserError
 from trl_tpu.runtime.native import Runtime
-
-
-def made_checkpoint(output_dir: Path, step: int) -> Path:
-    aside = output_dir / "_unfinished" / f"checkpoint-{step}"
-    (aside / "inner").mkdir(parents=True)
-    (aside / "weights").write_bytes(bytes(range(100)))
-    (aside / "inner" / "state.json").write_text("{}")
-    publish(aside, output_dir / aside.name, describe_files(aside, files_in(aside)))
-    return output_dir / aside.name
 
 
 def found(output_dir: Path, asked: str | bool = True) -> str | None:

@@ -27,7 +27,7 @@ from transformers import AutoModelForSequenceClassification, TrainerCallback
 
 from trl_tpu import RewardConfig, RewardTrainer, score
 from trl_tpu.checkpoint import folders
-from trl_tpu.checkpoint.folders import MANIFEST_FILE, RemoteRun, describe_files, files_in, find_faults, publish
+from trl_tpu.checkpoint.folders import MANIFEST_FILE, RemoteRun, find_faults
 from trl_tpu.errors import BEST_LOST, NOT_SAVED, UserError
 from trl_tpu.scripts import reward, synthetic
 from trl_tpu.training import saving as saving_trainer
@@ -75,13 +75,6 @@ def assert_same(one: RewardTrainer, other: RewardTrainer) -> None:
     """See that two trainers' weights are the same bit by bit."""
     for (name, weight), same in zip(one.model.named_parameters(), other.model.parameters(), strict=True):
         assert torch.equal(weight, same), name
-
-
-def reseal(folder: Path) -> None:
-    """A manifest that agrees with whatever the files are now."""
-    (folder / MANIFEST_FILE).unlink()
-    aside = folder.rename(folder.with_name("aside"))
-    publish(aside, folder, describe_files(aside, files_in(aside)))
 
 
 # ---- what is in a checkpoint
@@ -400,7 +393,7 @@ def test_hostile_pickle_never_runs(file: str, checkpoint: Path, runs: Runs) -> N
     if file == "pytorch_model.bin":
         (checkpoint / "model.safetensors").unlink()
         shutil.rmtree(checkpoint / "state")
-    reseal(checkpoint)
+    saving.reseal(checkpoint)
     try:
         runs.train("out", resume=str(checkpoint))
     except Exception as error:  # noqa: BLE001  # whatever says no
@@ -459,7 +452,7 @@ def test_checkpoint_that_does_not_fit_is_refused(name: str, checkpoint: Path, ru
     spoil, message = REFUSED[name]
     spoil(checkpoint)
     if (checkpoint / MANIFEST_FILE).exists():
-        reseal(checkpoint)
+        saving.reseal(checkpoint)
     with pytest.raises(ValueError, match=message):
         runs.train("out", resume=str(checkpoint))
 

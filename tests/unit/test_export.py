@@ -21,6 +21,7 @@ import tiny
 import torch
 from export_memory import make_checkpoint
 from safetensors.torch import load_file, save_file
+from saving import reseal
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -31,7 +32,6 @@ from transformers import (
 
 from trl_tpu import cli
 from trl_tpu.checkpoint.export import export_checkpoint
-from trl_tpu.checkpoint.folders import describe_files, files_in, publish
 from trl_tpu.checkpoint.state_dict import trained_weights
 from trl_tpu.errors import UserError
 from trl_tpu.modeling.outputs import write_old_names
@@ -268,8 +268,7 @@ def _pickled(folder: Path) -> None:
 
 
 def _torn(folder: Path) -> None:
-    aside = folder.rename(folder.with_name("aside"))
-    publish(aside, folder, describe_files(aside, files_in(aside)))
+    reseal(folder)
     with (folder / "model.safetensors").open("r+b") as file:
         file.truncate(1000)
 

@@ -10,17 +10,9 @@ from pathlib import Path
 import apart
 import fsspec
 import pytest
+from saving import made_checkpoint
 
-from trl_tpu.checkpoint.folders import (
-    MANIFEST_FILE,
-    RUN_FILE,
-    STAGING_FOLDER,
-    RemoteRun,
-    RunFolder,
-    describe_files,
-    files_in,
-    publish,
-)
+from trl_tpu.checkpoint.folders import MANIFEST_FILE, RUN_FILE, STAGING_FOLDER, RemoteRun, RunFolder
 from trl_tpu.config.reward_config import private_folder
 from trl_tpu.errors import UserError
 
@@ -30,15 +22,6 @@ from pathlib import Path
 from trl_tpu.checkpoint.folders import RunFolder
 RunFolder(Path(sys.argv[1]), None, writes=True).claim()
 """
-
-
-def checkpoint(folder: Path, step: int) -> Path:
-    aside = folder / "aside" / f"checkpoint-{step}"
-    aside.mkdir(parents=True)
-    (aside / "weights").write_text("of a model")
-    publish(aside, folder / aside.name, describe_files(aside, files_in(aside)))
-    aside.parent.rmdir()
-    return folder / aside.name
 
 
 def names(folder: Path) -> set[str]:
@@ -72,7 +55,7 @@ def test_a_second_process_is_refused_until_the_first_has_ended(tmp_path: Path) -
 
 def test_a_base_model_in_the_folder_is_not_moved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Adapters would name a folder that is gone, or, if it stayed, another model: the new run saves step 6 as well."""
-    checkpoint(tmp_path / "out", 6)
+    made_checkpoint(tmp_path / "out", 6)
     monkeypatch.chdir(tmp_path)
     run = RunFolder(Path("out"), None, writes=True)
     with pytest.raises(UserError, match="output_dir"):
@@ -84,10 +67,10 @@ def test_a_base_model_in_the_folder_is_not_moved(tmp_path: Path, monkeypatch: py
 
 def test_a_resumed_run_keeps_its_own_up_to_there_and_nothing_if_it_is_from_elsewhere(tmp_path: Path) -> None:
     here = tmp_path / "here"
-    checkpoints = {step: checkpoint(here, step) for step in (10, 40, 60)}
+    checkpoints = {step: made_checkpoint(here, step) for step in (10, 40, 60)}
     with training(here, checkpoints[40], 40):
         assert names(here) == {"checkpoint-10", "checkpoint-40"}
-    with training(here, checkpoint(tmp_path / "elsewhere", 30), 30):
+    with training(here, made_checkpoint(tmp_path / "elsewhere", 30), 30):
         assert names(here) == set()
     found = RunFolder(here, None, writes=False)
     found.claim()
@@ -96,7 +79,7 @@ def test_a_resumed_run_keeps_its_own_up_to_there_and_nothing_if_it_is_from_elsew
 
 def test_all_steps_that_a_run_went_on_from_needs_table(tmp_path: Path) -> None:
     def resumed_at(step: int | None = None) -> list[int]:
-        with training(tmp_path, None if step is None else checkpoint(tmp_path, step), step or 0):
+        with training(tmp_path, None if step is None else made_checkpoint(tmp_path, step), step or 0):
             return json.loads((tmp_path / RUN_FILE).read_text())["resumed_at"]
 
     assert resumed_at() == []
@@ -115,7 +98,7 @@ def test_the_first_steps_are_deleted_unless_needed(
 ) -> None:
     """Whatever their dates are; what only begins like a checkpoint is nobody's to delete."""
     for age, step in enumerate((8, 6, 4, 2)):
-        os.utime(checkpoint(tmp_path, step), (1000 + age,) * 2)
+        os.utime(made_checkpoint(tmp_path, step), (1000 + age,) * 2)
     (tmp_path / "checkpoint-1-my-backup").mkdir()
     RunFolder(tmp_path, None, writes=True).rotate(limit, {f"checkpoint-{needed}"})
     assert names(tmp_path) == {f"checkpoint-{step}" for step in left} | {"checkpoint-1-my-backup"}

@@ -14,10 +14,6 @@ def test_state_stays_float32(tmp_path: Path) -> None:
     printed = apart.cold(str(SUPPORT / "tpu_branches.py"), str(tmp_path), environment=plain, **devices)
     found = json.loads(printed.splitlines()[-1])
     assert "accelerate.state" in found["asked for a TPU"]
-    assert found["environment"] in (
-        {"XLA_USE_BF16": None, "XLA_DOWNCAST_BF16": None},
-        {"XLA_USE_BF16": "0", "XLA_DOWNCAST_BF16": "0"},
-    )
     assert found["computes in bfloat16"]
     assert found["in packed rows"]
     for name in ("weights", "buffers", "optimizer", "saved weights", "saved optimizer"):
