@@ -8,7 +8,7 @@ from typing import Any
 import tiny
 import torch
 from datasets import Dataset
-from training import QUIET, differing, state_of, trained
+from training import QUIET, differing, trained
 
 BATCH = 8
 POISON = "~"
@@ -77,6 +77,3 @@ def check_skipped(skipped: Any, without: Any, steps: int) -> None:
 
 def logged(trainer: Any, name: str) -> list[float]:
     return [logs[name] for logs in trainer.state.log_history if name in logs]
-
-
-__all__ = ["differing", "logged", "make", "pairs_of", "save_model", "state_of", "train"]

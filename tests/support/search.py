@@ -9,7 +9,7 @@ import tiny
 import torch
 import transformers
 from accelerate.utils.memory import release_memory
-from training import trained
+from training import QUIET, trained
 from transformers.hyperparameter_search import ALL_HYPERPARAMETER_SEARCH_BACKENDS, OptunaBackend
 from transformers.trainer_utils import BestRun, HPSearchBackend
 
@@ -56,7 +56,7 @@ def losses(folder: Path, monkeypatch: pytest.MonkeyPatch, afterwards: bool) -> t
             return tiny.tiny_model(tokenizer)
 
     def make(place: str, given: dict[str, Any], **more: Any) -> RewardTrainer:
-        settings = {"max_steps": 2, "save_steps": 1, "report_to": "none", "bf16": False} | more
+        settings = QUIET | {"max_steps": 2, "save_steps": 1, "max_shapes": 1} | more
         args = RewardConfig(str(folder / place), **settings)
         return RewardTrainer(args=args, train_dataset=pairs, eval_dataset=pairs, processing_class=tokenizer, **given)
 

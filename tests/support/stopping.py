@@ -49,8 +49,8 @@ def make_trainer(model: str, out: Path, *callbacks: TrainerCallback, **settings:
     from trl_tpu.runtime import current
 
     each = 8 // current().topology().devices
-    defaults: dict[str, Any] = {"per_device_train_batch_size": each, "per_device_eval_batch_size": each}
-    defaults |= QUIET | {"num_train_epochs": 2, "learning_rate": 1e-3, "logging_steps": 1, "save_strategy": "no"}
-    args, pairs = RewardConfig(str(out), **defaults | settings), tiny.made_up_pairs(40)
+    sizes = {"per_device_train_batch_size": each, "per_device_eval_batch_size": each, "max_shapes": 1}
+    schedule = {"num_train_epochs": 2, "learning_rate": 1e-3, "logging_steps": 1, "save_strategy": "no"}
+    args, pairs = RewardConfig(str(out), **QUIET | sizes | schedule | settings), tiny.made_up_pairs(40)
     train, held_out = pairs.select(range(24)), pairs.select(range(24, 40))
     return RewardTrainer(model, args, train_dataset=train, eval_dataset=held_out, callbacks=list(callbacks))

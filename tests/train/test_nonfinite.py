@@ -10,7 +10,7 @@ import nonfinite_runs as runs
 import pytest
 import torch
 from peft import LoraConfig
-from training import trained
+from training import differing, state_of, trained
 from transformers import TrainerCallback
 
 from trl_tpu import RewardTrainer
@@ -141,13 +141,13 @@ def test_adapters_over_float16_weights_are_left_alone(
 def test_0_turns_it_off(train: Callable[..., RewardTrainer]) -> None:
     trainer = train([0], 3, nonfinite_limit=0)
     assert trainer.state.global_step == 3
-    assert runs.state_of(trainer)["score.weight"].isnan().all()  # as in TRL
+    assert state_of(trainer)["score.weight"].isnan().all()  # as in TRL
     assert runs.logged(trainer, "nonfinite") == []
 
 
 def test_finite_runs_are_the_same_to_the_bit(train: Callable[..., RewardTrainer]) -> None:
     settings = {"lr_scheduler_type": "linear", "logging_steps": 1}
     on, off = (train([], steps=5, nonfinite_limit=limit, **settings) for limit in (3, 0))
-    assert runs.differing(on, off) == []
+    assert differing(on, off) == []
     for name in ("loss", "grad_norm", "mean_reward", "train_loss"):
         assert runs.logged(on, name) == runs.logged(off, name)

@@ -13,9 +13,7 @@ from safetensors.torch import load_file
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from trl_tpu.scripts import synthetic
-
-DATASET = "synthetic:numbers"
-MODEL = "synthetic:tiny"
+from trl_tpu.scripts.synthetic import DATASET, MODEL
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ import tiny
 import torch
 from peft import LoraConfig
 from safetensors.torch import load_file
-from training import losses, trained
+from training import QUIET, losses, trained
 from transformers import AutoModelForSequenceClassification, TrainerCallback
 
 from trl_tpu import RewardTrainer
@@ -39,7 +39,7 @@ def run(
 
     folder = tmp_path_factory.mktemp("trained")
     size = 8 // runtime.current().topology().devices
-    settings = {"max_steps": 2, "save_steps": 1, "bf16": False, "report_to": "none", "disable_tqdm": True}
+    settings = QUIET | {"max_steps": 2, "save_steps": 1, "max_shapes": 1}
     args = RewardConfig(str(folder / "out"), per_device_train_batch_size=size, **settings)
     more = {"peft_config": request.param, "callbacks": [SavesItself(folder)]}
     trainer = trained(RewardTrainer(model_folder, args, train_dataset=tiny.made_up_pairs(16), **more))

@@ -40,7 +40,7 @@ def test_a_loss_pasted_from_trl_trains(tmp_path: Path) -> None:
     class Pasted(trl_tpu.RewardTrainer):
         compute_loss: Any = trl.RewardTrainer.compute_loss
 
-    args = trl_tpu.RewardConfig(str(tmp_path), **customized.SETTINGS | {"max_steps": 2})
+    args = trl_tpu.RewardConfig(str(tmp_path), **customized.SETTINGS | {"max_steps": 2, "max_shapes": 1})
     data = {"train_dataset": customized.PAIRS, "processing_class": customized.TOKENIZER}
     theirs, ours = (trained(each(customized.plain(), args, **data)) for each in (Pasted, trl_tpu.RewardTrainer))
     for pasted, own in zip(logged(theirs), logged(ours), strict=True):
@@ -74,6 +74,6 @@ def test_overrides_are_called_in_every_part_of_a_run(tmp_path: Path) -> None:
     """As where TRL calls them, but for what a guide lists with the reason."""
     process = apart.run("overridden.py", "trl", str(tmp_path / "theirs"), USE_TORCH_XLA="0")
     theirs = json.loads(process.stdout.splitlines()[-1])
-    ours = overridden.run(trl_tpu, tmp_path / "ours")
+    ours = overridden.run(trl_tpu, tmp_path / "ours", max_shapes=1)
     assert ours["losses"] == pytest.approx(theirs["losses"], abs=1e-5)
     assert overridden.not_called(theirs, ours) <= overridden.listed()

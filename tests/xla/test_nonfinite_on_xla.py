@@ -6,6 +6,7 @@ from typing import Any
 import nonfinite_runs as runs
 import pytest
 from counters import CountAtSteps, Counts
+from training import state_of
 
 
 @pytest.fixture(scope="module")
@@ -43,4 +44,4 @@ def test_three_in_a_row_stop_the_run_with_the_pairs_named(folder: str, tmp_path:
         trainer.train()
     assert trainer.state.global_step == 10
     assert runs.logged(trainer, "nonfinite") == [3, 1]
-    assert not any(weight.isnan().any() for name, weight in runs.state_of(trainer).items() if "embed" not in name)
+    assert not any(weight.isnan().any() for name, weight in state_of(trainer).items() if "embed" not in name)
