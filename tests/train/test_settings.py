@@ -10,11 +10,13 @@ from typing import Any
 import pytest
 import tiny
 import torch
+import trl
 from peft import LoraConfig
 from safetensors.torch import load_file
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from training import losses, trained, untimed
 
+import trl_tpu
 from trl_tpu import RewardConfig, RewardTrainer
 from trl_tpu.errors import UserError
 from trl_tpu.runtime.native import Runtime
@@ -166,3 +168,15 @@ def test_what_the_backward_needs_waits_on_the_host(remat: str, make: Make, monke
     assert losses(trained(make(remat=remat, max_steps=1, activation_offloading=True))) == kept[:1]
     of_layers = [shape for shape in moved if len(shape) == 3 and shape[-1] == 32]
     assert 2 <= len(of_layers) <= 6 if remat == "full" else len(of_layers) > 10
+
+
+@pytest.mark.parametrize("counted", ["all", "non_padding"])
+def test_input_tokens_are_counted_as_trl_counts_them(counted: str, model_folder: str, tmp_path: Path) -> None:
+    seen = []
+    for library in (trl, trl_tpu):
+        settings = {"report_to": "none", "disable_tqdm": True, "save_strategy": "no", "bf16": False, "use_cpu": True}
+        args = library.RewardConfig(str(tmp_path), include_num_input_tokens_seen=counted, max_steps=3, **settings)
+        trainer = library.RewardTrainer(model_folder, args, train_dataset=tiny.made_up_pairs(10))
+        trainer.train()
+        seen.append(trainer.state.num_input_tokens_seen)
+    assert seen[1] == seen[0] > 0
