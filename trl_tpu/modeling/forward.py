@@ -26,7 +26,7 @@ class TreeMasks(NamedTuple):
     trees: tuple[tuple[Tree, torch.Tensor | None], ...]
     """Each tree and its mask [1, 1, S, S], or None where the model's own rule is plainly causal."""
     tail_masks: dict[Tail, torch.Tensor]
-    """Masks [1, 1, T, K] for the later tails of trees without a mask: T own tokens see K, path included."""
+    """Additive masks [1, 1, T, K] for the later tails of trees without a mask: T own tokens see K, path included."""
 
 
 def attend_tree_by_tree(
@@ -120,8 +120,9 @@ def tree_masks(plain: Callable[..., Any], batch: Batch[Any], rule: MaskRule, *ar
         masks.append((tree, mask))
         for tail in tree.tails[1:] if mask is None else ():
             before, own = sum(stop - start for start, stop in tail.path), tail.stop - tail.start
-            sees = torch.ones(own, before + own, dtype=torch.bool, device=batch.input_ids_RL.device)
-            tail_masks[tail] = sees.tril(before)[None, None]
+            # additive: sdpa would convert a boolean mask in each layer
+            hidden = subtree_end_RL.new_full((1, 1, own, before + own), -torch.inf, dtype=kwargs["dtype"])
+            tail_masks[tail] = hidden.triu(before + 1)
     return TreeMasks(tuple(masks), tail_masks)
 
 
