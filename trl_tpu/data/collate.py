@@ -147,7 +147,7 @@ def compare(labels: Labels, rule: ComparisonRule, rows: int | None = None) -> Co
     def numbers(answer_GM: np.ndarray) -> np.ndarray:
         place_GM = np.arange(len(grade_GK))[:, None]
         number_GM = (place_GM // attributes * answers + answer_GM) * attributes + place_GM % attributes
-        return np.where(compared_GM & (answer_GM >= 0), number_GM, -1).astype(np.int32).ravel()
+        return np.where(answer_GM >= 0, number_GM * compared_GM, -1).astype(np.int32).ravel()
 
     def values(value_GM: np.ndarray) -> np.ndarray:
         return np.where(compared_GM, value_GM, 0).astype(np.float32).ravel()

@@ -238,7 +238,7 @@ def read_scores(scores: torch.Tensor, batch: Batch[torch.Tensor]) -> torch.Tenso
 
     A step's reward is the log-odds that it is right.
     """
-    row_S, column_S = batch.score_row_S.long(), batch.score_column_S.long()
+    row_S, column_S = batch.score_row_S, batch.score_column_S
     scores = scores.unsqueeze(-1) if scores.dim() == 1 else scores
     scores_SA = scores[row_S, column_S] if scores.dim() == 3 else scores[row_S]
     scores_SA = scores_SA.to(torch.promote_types(scores.dtype, torch.float32))

@@ -68,7 +68,7 @@ class Comparisons(Arrays, Generic[Array]):
     """Compared rewards of a batch, in arrays whose shapes depend on P, K and A alone.
 
     Rewards are numbered row by row, answer by answer, attribute by attribute: ``(p K + k) A + a``. Number -1 is the
-    constant 0.
+    constant 0, with which steps are compared. Padding compares a reward with itself, or with 0.
     """
 
     better_C: Array
@@ -104,8 +104,10 @@ class Comparisons(Arrays, Generic[Array]):
         rewards = rewards_SA.flatten()
 
         def of(number_C: Any) -> torch.Tensor:
+            if self.kind != "steps":
+                return rewards[number_C]
             # no 0 is put before the rewards: TorchTPU 0.2 confuses gradients that are parts of larger ones
-            return torch.where(number_C < 0, 0.0, rewards[number_C.clamp(min=0).long()])
+            return torch.where(number_C < 0, 0.0, rewards[number_C.clamp(min=0)])
 
         return of(self.better_C), of(self.worse_C)
 
