@@ -54,17 +54,17 @@ class Loss:
         """
         better_C, worse_C = table.compared(rewards_SA)
         rows = len(rewards_SA) // table.answers
-        losses_C = torch.zeros_like(better_C)
+        losses_C: Any = 0.0
         if self.loss_type not in OF_RANKINGS:
             losses_C = self._of_comparisons(better_C - worse_C - table.margin_C, table.probability_C)
         if self.center_rewards_coefficient is not None:
             losses_C = losses_C + self.center_rewards_coefficient * (better_C + worse_C) ** 2
-        losses_P = torch.where(table.weight_C > 0, losses_C * table.weight_C, 0.0).unflatten(0, (rows, -1)).sum(-1)
+        losses_P = (losses_C * table.weight_C).masked_fill(table.weight_C == 0, 0.0).unflatten(0, (rows, -1)).sum(-1)
         if self.loss_type not in OF_RANKINGS:
             return losses_P
         losses_G = self._of_rankings(*map(table.by_ranking, (rewards_SA, table.grade_SA)))
         weight_G = table.ranking_weight_G
-        return losses_P + torch.where(weight_G > 0, losses_G * weight_G, 0.0).unflatten(0, (rows, -1)).sum(-1)
+        return losses_P + (losses_G * weight_G).masked_fill(weight_G == 0, 0.0).unflatten(0, (rows, -1)).sum(-1)
 
     def _of_comparisons(self, difference_C: torch.Tensor, probability_C: torch.Tensor) -> torch.Tensor:
         if self.loss_type != "sigmoid":
@@ -96,8 +96,8 @@ def comparison_losses(
         probability_C: Of each comparison.
         label_smoothing: Moves each probability by this share towards its opposite.
     """
-    target_C = probability_C + label_smoothing * (1 - 2 * probability_C)
-    return -logsigmoid(difference_C) + (1 - target_C) * difference_C  # -logsigmoid(-d) is -logsigmoid(d) + d
+    wrong_C = (1 - probability_C) * (1 - 2 * label_smoothing) + label_smoothing
+    return wrong_C * difference_C - logsigmoid(difference_C)  # -logsigmoid(-d) is d - logsigmoid(d)
 
 
 def tie_losses(difference_C: torch.Tensor, ties: str | None, threshold: float) -> tuple[torch.Tensor, torch.Tensor]:
