@@ -83,7 +83,8 @@ class RewardSums:
     def __add__(self, other: "RewardSums") -> "RewardSums":
         """Return the sums over both sets of pairs."""
         added = {name: getattr(self, name) + getattr(other, name) for name in (*COUNTS, "tokens", *SUMS)}
-        added["deviations"] += between(self.answers, self.reward, other.answers, other.reward)
+        mean = added["reward"] / max(added["answers"], 1)
+        added["deviations"] += sum(apart_from(mean, each.answers, each.reward) for each in (self, other))
         # numpy's keep NaN, which Python's leave out where it comes second
         lowest, highest = np.minimum(self.lowest, other.lowest), np.maximum(self.highest, other.highest)
         return RewardSums(**added, lowest=float(lowest), highest=float(highest))
@@ -96,39 +97,38 @@ class RewardSums:
         return (rewards if self.answers else {}) | {name: each / self.comparisons for name, each in sums.items()}
 
 
-def between(answers: Any, reward: Any, other_answers: Any, other_reward: Any) -> Any:
-    """Return what the squared deviations of two sets gain when they are taken from the mean of both.
-
-    By Chan, Golub and LeVeque (1979, "Updating formulae and a pairwise algorithm for computing sample variances").
-    """
-    apart = reward / (answers + (answers == 0)) - other_reward / (other_answers + (other_answers == 0))
-    every = answers + other_answers
-    return apart**2 * (answers / (every + (every == 0))) * other_answers
+def apart_from(mean: Any, answers: Any, reward: Any) -> Any:
+    """Return what the squared deviations of rewards from their own mean gain when taken from another mean."""
+    return (reward - answers * mean) ** 2 / (answers + (answers == 0))
 
 
 def sums_of(
-    rewards_SA: torch.Tensor, is_there_S: torch.Tensor, table: Comparisons[torch.Tensor], weights: Sequence[float] = ()
+    rewards_SA: torch.Tensor,
+    is_there_S: torch.Tensor,
+    table: Comparisons[torch.Tensor],
+    weights: Sequence[float] = (),
+    answers: Any = 0,
+    reward: Any = 0.0,
 ) -> list[torch.Tensor]:
     """Return `COUNTS`, `SUMS`, and the lowest and highest reward [1], over the rewards that ``is_there_S`` keeps.
 
     Args:
         weights: Of several attributes, whose weighted sums are the rewards.
+        answers: Number of earlier rewards. `deviations` is what the new ones add to those from the mean of all.
+        reward: Sum of the earlier rewards.
     """
     is_there_P = is_there_S.unflatten(0, (-1, table.answers)).any(-1)
     order_G4 = order_of(rewards_SA, table, is_there_P)
-    by_attribute = zip(weights or (1.0,), rewards_SA.unbind(-1), strict=True)
-    reward_S: Any = sum(weight * values_S for weight, values_S in by_attribute)
-
-    def total(value_S: torch.Tensor) -> torch.Tensor:
-        return torch.where(is_there_S, value_S, 0.0).sum()
-
-    has_any_G = order_G4[:, 3] > 0
-    counts = torch.stack([each.sum(dtype=torch.int32) for each in (is_there_P, has_any_G, is_there_S)])
-    reward = total(reward_S)
-    deviations = total((reward_S - reward / counts[2].clamp(min=1)).square())
-    lowest = torch.where(is_there_S, reward_S, float("inf")).min()
-    highest = torch.where(is_there_S, reward_S, float("-inf")).max()
-    return [counts, torch.stack([*order_G4[:, :3].sum(0), reward, deviations]), lowest[None], highest[None]]
+    weighted = (weight * values_S for weight, values_S in zip(weights, rewards_SA.unbind(-1), strict=True))
+    reward_S: Any = sum(weighted) if weights else rewards_SA.squeeze(-1)
+    absent_S = ~is_there_S
+    counts = [each.sum(dtype=torch.int32) for each in (is_there_P, order_G4[:, 3] > 0, is_there_S)]
+    added = reward_S.masked_fill(absent_S, 0.0).sum()
+    mean = (reward + added) / (answers + counts[2]).clamp(min=1)
+    deviations = (reward_S - mean).masked_fill(absent_S, 0.0).square().sum() + apart_from(mean, answers, reward)
+    lowest_1 = reward_S.masked_fill(absent_S, float("inf")).amin(0, keepdim=True)
+    highest_1 = reward_S.masked_fill(absent_S, float("-inf")).amax(0, keepdim=True)
+    return [torch.stack(counts), torch.stack([*order_G4[:, :3].sum(0), added, deviations]), lowest_1, highest_1]
 
 
 def order_of(rewards_SA: torch.Tensor, table: Comparisons[torch.Tensor], is_there_P: torch.Tensor) -> torch.Tensor:
@@ -139,12 +139,12 @@ def order_of(rewards_SA: torch.Tensor, table: Comparisons[torch.Tensor], is_ther
     """
     better_C, worse_C = table.compared(rewards_SA)
     rankings = len(better_C) if table.kind == "steps" else len(table.ranking_weight_G)
-    is_there_C = is_there_P[:, None].expand(-1, len(better_C) // len(is_there_P)).flatten()
-    decided_GM = ((table.weight_C > 0) & (table.probability_C > 0.5) & is_there_C).unflatten(0, (rankings, -1))
-    values = (better_C > worse_C, better_C == worse_C, better_C - worse_C)
-    by_ranking = [torch.where(decided_GM, each.to(better_C.dtype).view(decided_GM.shape), 0.0) for each in values]
-    count_G = decided_GM.sum(-1)
-    return torch.stack([*(each.sum(-1) / count_G.clamp(min=1) for each in by_ranking), count_G], dim=-1)
+    decided_PM = (table.probability_C > 0.5).unflatten(0, (len(is_there_P), -1)) & is_there_P[:, None]
+    decided_GM1 = decided_PM.view(rankings, -1, 1)
+    value_C3 = torch.stack([better_C > worse_C, better_C == worse_C, better_C - worse_C], dim=-1)
+    total_G3 = value_C3.view(rankings, -1, 3).masked_fill(~decided_GM1, 0.0).sum(1)
+    count_G1 = decided_GM1.sum(1)
+    return torch.cat([total_G3 / count_G1.clamp(min=1), count_G1], dim=-1)
 
 
 def tables_on_host(labels: Labels) -> Iterator[tuple[slice, Comparisons[torch.Tensor]]]:
@@ -256,7 +256,7 @@ class Evaluation:
         self, rewards_S1: torch.Tensor, table: Comparisons[torch.Tensor], row_J: np.ndarray, lengths_NK: Any
     ) -> None:
         """Add comparisons to the sample: row, both rewards, difference in length, weight, and a random number."""
-        decided_M = torch.nonzero((table.weight_C > 0) & (table.probability_C > 0.5))[:, 0].numpy()
+        decided_M = torch.nonzero(table.probability_C > 0.5)[:, 0].numpy()
         ranking_M = decided_M // (len(table.weight_C) // len(row_J))
         mixed_M = self._chooser.permutation(len(decided_M))
         by_ranking_M = mixed_M[np.argsort(ranking_M[mixed_M], kind="stable")]

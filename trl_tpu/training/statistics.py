@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 
-from ..evaluation.judge import COUNTS, SUMS, RewardSums, between, sums_of
+from ..evaluation.judge import COUNTS, SUMS, RewardSums, sums_of
 from ..evaluation.verdict import Verdict
 from ..modeling.outputs import RewardScale
 from ..packing.batch import Comparisons
@@ -123,7 +123,7 @@ class StepStatistics:
         self._seconds, self._since = 0.0, time.monotonic()
         self.evaluated = None
         self._windows.clear()
-        self._are_finite_1 = self._to_device([True], torch.bool)  # losses of the step
+        self._losses_1 = self.loss_sum()  # the step's, finite only if all its losses are
         self.is_finite_1 = self._to_device([True], torch.bool)
         """Whether the last step was finite."""
         self.nonfinite = 0
@@ -165,7 +165,7 @@ class StepStatistics:
     def see_loss(self, loss: torch.Tensor) -> None:
         """Note the loss, a scalar, of one of the step's micro-batches."""
         if self.skips_nonfinite:
-            self._are_finite_1 = self._are_finite_1 & torch.isfinite(loss).all()
+            self._losses_1 = self._losses_1 + loss
 
     @torch.no_grad()
     def end_step(self, gradient_norm: torch.Tensor | float, loss_sum_1: torch.Tensor, optimizer: Any) -> torch.Tensor:
@@ -176,8 +176,8 @@ class StepStatistics:
         """
         if not self.skips_nonfinite:
             return loss_sum_1
-        finite_1 = self._are_finite_1 & torch.isfinite(torch.as_tensor(gradient_norm, device=self._device))
-        self._are_finite_1 = torch.ones_like(finite_1)
+        finite_1 = torch.isfinite(self._losses_1 + torch.as_tensor(gradient_norm, device=self._device))
+        self._losses_1 = torch.zeros_like(self._losses_1)
         if self._accelerator is not None and self._accelerator.num_processes > 1:  # each has a loss of its own
             finite_1 = self._accelerator.reduce((~finite_1).int()) == 0
         *counts, steps_4 = self.device_counts.split(_PARTS_OF_COUNTS)
@@ -321,30 +321,26 @@ def _added(
     """Return the vectors of `StepStatistics` with the rewards of a batch added."""
     pairs, (high, low), steps_4 = counts.split(_PARTS_OF_COUNTS)
     totals, lowest_1, highest_1, loss_1 = sums.split(_PARTS_OF_SUMS)
-    is_there_S = tokens_S > 0
+    is_there_PK = (tokens_S > 0).unflatten(0, (-1, table.answers))
     if finite_only:  # all rewards of a row, or none
-        are_finite_S = torch.isfinite(rewards_SA).all(-1) | ~is_there_S
-        are_finite_P1 = are_finite_S.unflatten(0, (-1, table.answers)).all(-1, keepdim=True)
-        is_there_S = is_there_S & are_finite_P1.expand(-1, table.answers).flatten()
-    added = sums_of(rewards_SA, is_there_S, table, attribute_weights)
-    answers, reward = COUNTS.index("answers"), SUMS.index("reward")
-    apart = between(pairs[answers].float(), totals[reward], added[0][answers].float(), added[1][reward])
-    totals = totals + added[1]
-    totals = torch.cat([totals[:-1], totals[-1:] + apart])  # deviations are last
+        are_finite_PK = torch.isfinite(rewards_SA).all(-1).view(is_there_PK.shape)
+        is_there_PK = is_there_PK & (are_finite_PK | ~is_there_PK).all(-1, keepdim=True)
+    before = pairs[COUNTS.index("answers")], totals[SUMS.index("reward")]
+    added = sums_of(rewards_SA, is_there_PK.flatten(), table, attribute_weights, *before)
     low = low + tokens_S.sum(dtype=torch.int32)
     carry = (low >= _CARRY).int()
     tokens_2 = torch.stack([high + carry, low - carry * _CARRY])
     extremes = torch.minimum(lowest_1, added[2]), torch.maximum(highest_1, added[3])
-    return torch.cat([pairs + added[0], tokens_2, steps_4]), torch.cat([totals, *extremes, loss_1])
+    return torch.cat([pairs + added[0], tokens_2, steps_4]), torch.cat([totals + added[1], *extremes, loss_1])
 
 
 def _counted(steps_4: torch.Tensor, finite_1: torch.Tensor, limit: int) -> torch.Tensor:
     """Return `StepCounts` with one more step."""
-    failed = (~finite_1[0]).int()
-    taken, nonfinite, in_a_row, reached_at = steps_4.unbind()
+    failed = (~finite_1).int()
+    taken, nonfinite, in_a_row, reached_at = steps_4.split(1)
     taken, nonfinite, in_a_row = taken + 1, nonfinite + failed, (in_a_row + 1) * failed
     reached_at = torch.where((reached_at == 0) & (in_a_row >= limit), taken, reached_at)
-    return torch.stack([taken, nonfinite, in_a_row, reached_at])
+    return torch.cat([taken, nonfinite, in_a_row, reached_at])
 
 
 def scale_of(sums: RewardSums, of: str) -> RewardScale | None:
