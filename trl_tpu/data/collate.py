@@ -97,6 +97,10 @@ class Labels:
                     grade_K[: len(grades)] = grades
         return cls(grade_PAK, None, "steps" if STEP_ENDS in labels_P[0] else "rankings")
 
+    def grades_of(self, rows: Any) -> "Labels":
+        """Return the grades of some rows, without what only training asks for."""
+        return Labels(self.grade_PAK[rows], kind=self.kind)
+
 
 def pairs_of(count: int) -> Labels:
     """Return the labels of pairs, chosen first."""

@@ -153,8 +153,7 @@ def tables_on_host(labels: Labels) -> Iterator[tuple[slice, Comparisons[torch.Te
     count = max(1, _AT_ONCE // max(1, attributes * answers**2))
     for start in range(0, rows, count):
         part = slice(start, start + count)
-        some = replace(labels, grade_PAK=labels.grade_PAK[part], margin_P=None)
-        yield part, compare(some, ComparisonRule()).map_tensors(torch.from_numpy)
+        yield part, compare(labels.grades_of(part), ComparisonRule()).map_tensors(torch.from_numpy)
 
 
 def sums_on_host(rewards_NAK: torch.Tensor, labels: Labels, weights: Sequence[float] = ()) -> RewardSums:
@@ -235,7 +234,7 @@ class Evaluation:
         judged = np.flatnonzero(_is_finite(rewards_NK, grade_NK))
         self._left_out += int((~np.isnan(grade_NK)).any(axis=1).sum()) - len(judged)
         self._kind = labels.kind
-        for part, table in tables_on_host(replace(labels, grade_PAK=labels.grade_PAK[judged], margin_P=None)):
+        for part, table in tables_on_host(labels.grades_of(judged)):
             row_J = judged[part]
             rewards_S1 = torch.from_numpy(np.nan_to_num(rewards_NK[row_J])).double().reshape(-1, 1)
             order_J4 = order_of(rewards_S1, table, torch.ones(len(row_J), dtype=torch.bool)).numpy()

@@ -1,7 +1,7 @@
 """One batch: rows of tokens, the positions in them where rewards are read, and a table of comparisons.
 
-Pairs, rankings, several attributes and process rewards differ only in the table. The loss, metrics, evaluation and
-scoring read a `Batch` and nothing else.
+Pairs, rankings, several attributes and process rewards differ only in the table. Losses and metrics read the rewards
+of a batch and its table, and nothing else.
 
 Letters: P rows of the data, K answers of each, A attributes, S = P K scored positions, G = P A rankings,
 C comparisons, R rows of tokens, L their length.
@@ -19,6 +19,8 @@ from ..errors import UserTypeError
 
 Array = TypeVar("Array")  # numpy's while packing, torch's from the collator on
 Kind = Literal["pairs", "rankings", "steps"]
+WEIGHTS = ("weight_C", "ranking_weight_G", "row_weight_P")
+"""Fields of `Comparisons` that are 0 in a micro-batch for rows of the data that it does not have."""
 
 
 class Expansion(NamedTuple, Generic[Array]):
@@ -95,7 +97,7 @@ class Comparisons(Arrays, Generic[Array]):
 
     def among(self, here_P: np.ndarray) -> "Comparisons[Any]":
         """Return the same table without the comparisons of rows that are elsewhere (numpy only)."""
-        weights: Any = {name: getattr(self, name) for name in ("weight_C", "ranking_weight_G", "row_weight_P")}
+        weights: Any = {name: getattr(self, name) for name in WEIGHTS}
         rows = len(here_P)
         return replace(self, **{name: each * np.repeat(here_P, len(each) // rows) for name, each in weights.items()})
 

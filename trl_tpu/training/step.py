@@ -12,7 +12,7 @@ from torch import nn
 
 from ..modeling.forward import rewards_of
 from ..modeling.losses import Loss
-from ..packing.batch import Batch, Comparisons
+from ..packing.batch import WEIGHTS, Batch, Comparisons
 from ..runtime import current
 
 
@@ -81,8 +81,8 @@ def _compute(model: nn.Module, batch: Batch[torch.Tensor], loss: Loss, extras: d
 
 def _joined(parts: Sequence[StepResult]) -> StepResult:
     """Join the results of micro-batches, which have some of the batch's rows each."""
-    tables, weights = [part.table for part in parts], ("weight_C", "ranking_weight_G", "row_weight_P")
-    whole: dict[str, Any] = {name: torch.stack([getattr(table, name) for table in tables]).sum(0) for name in weights}
+    tables = [part.table for part in parts]
+    whole: dict[str, Any] = {name: torch.stack([getattr(table, name) for table in tables]).sum(0) for name in WEIGHTS}
     rewards = [torch.where(part.tokens_S[:, None] > 0, part.rewards_SA, 0.0) for part in parts]
     return StepResult(
         torch.stack([part.loss for part in parts]).sum(),
