@@ -185,7 +185,8 @@ def sequences_of(
     ids, at, pair_D = list[np.ndarray](), list[np.ndarray](), list[int]()
     for pair, row in enumerate(rows):
         own = [np.asarray(each, np.int32) for each in answers_of(row)]
-        ids, pair_D = ids + own, pair_D + [pair] * len(own)
+        ids += own
+        pair_D += [pair] * len(own)
         if table.kind == "steps":
             at.append(np.array(labels_of(row)[STEP_ENDS], np.int64))
         else:

@@ -22,7 +22,7 @@ from . import checks
 from .chat_templates import maybe_apply_chat_template
 from .checks import RAW_COLUMNS, PairKind, Row
 from .collate import ComparisonRule, Example, Part, compare, pairs_of, sequences_of
-from .measure import NO_LABEL, OLD_KEYS, PAIR, STEP_ENDS, answers_of, form_of, labels_of
+from .measure import NO_LABEL, OLD_KEYS, PAIR, SOLUTION, answers_of, form_of, labels_of
 
 Collate = Callable[[list[Any]], dict[str, Any]]
 
@@ -98,7 +98,7 @@ class DictCollator:
         if (needs_table(examples[0]) or is_short) and {"input_ids", "input_ids_chosen"} & batch.keys():
             table = part.table(examples[:real], examples[0], self.rule)
             batch[TABLE] = self._positions(batch, own, table).map_tensors(torch.from_numpy)
-        return self._lengthened(batch, STEP_ENDS in labels_of(examples[0]))
+        return self._lengthened(batch, has_steps=form_of(examples[0]) == SOLUTION)
 
     def _positions(
         self, batch: Mapping[str, Any], rows: Sequence[Example], table: Comparisons[np.ndarray]
@@ -115,7 +115,7 @@ class DictCollator:
                 lengths = np.array([batch[key][place].sum().item() for key in OLD_KEYS[1::2]])
             here = place, slice(len(lengths))
             row_PK[here], column_PK[here] = place + pairs * np.arange(len(lengths)), lengths - 1
-            if STEP_ENDS in labels_of(row):
+            if table.kind == "steps":
                 row_PK[here], column_PK[here] = place, (batch["labels"][place] != NO_LABEL).nonzero().flatten()
             tokens_PK[here] = lengths
         no_tokens: Any = None

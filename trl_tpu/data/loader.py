@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence, Sized
 from contextlib import contextmanager
 from functools import partial
-from itertools import chain, islice
+from itertools import islice
 from typing import Any, cast
 
 import numpy as np
@@ -25,7 +25,7 @@ from transformers.trainer_utils import seed_worker
 
 from ..errors import UserError
 from ..packing.pack import in_order
-from .measure import PAIR, answers_of, has_form, is_prepared, measure, read_table, tables_of
+from .measure import PAIR, answers_of, has_form, is_prepared, measure, rows_of
 
 logger = logging.getLogger(__name__)
 
@@ -57,8 +57,7 @@ def prompt_groups(dataset: Dataset) -> np.ndarray:
 
 def _shared_prompts(dataset: Dataset, skip: int) -> Iterator[bytes]:
     """Yield the common prefix of each row's answers, 4 bytes for each token, without the first ``skip`` tokens."""
-    rows = chain.from_iterable(map(read_table, tables_of(dataset)))
-    for row, prefix in zip(rows, measure(dataset).lengths.prefix_P.tolist(), strict=True):
+    for row, prefix in zip(rows_of(dataset), measure(dataset).lengths.prefix_P.tolist(), strict=True):
         yield answers_of(row)[0][skip:prefix].tobytes()
 
 

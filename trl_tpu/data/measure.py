@@ -55,9 +55,8 @@ def labels_of(row: Mapping[str, Any]) -> dict[str, Any]:
     `step_ends`, the indices of the tokens at which labeled steps end, and `grades` of these steps.
     """
     if (form := form_of(row)) != SOLUTION:
-        names = (
-            PAIR_LABELS if form == PAIR else ("grades",) if form == RANKING else (*PAIR_LABELS, "grades", STEP_ENDS)
-        )
+        own_names: dict[Any, tuple[str, ...]] = {PAIR: PAIR_LABELS, RANKING: ("grades",)}
+        names = own_names.get(form, (*PAIR_LABELS, "grades", STEP_ENDS))
         return {name: row[name] for name in names if name in row}
     ends = np.flatnonzero(np.asarray(row["labels"]) != NO_LABEL).tolist()
     return {STEP_ENDS: ends, "grades": [float(row["labels"][end]) for end in ends]}
@@ -159,6 +158,11 @@ def tables_of(dataset: Dataset) -> Iterator[pa.Table]:
     form = form_of(dataset.column_names)
     labels = [name for name in PAIR_LABELS if name in dataset.column_names and form == PAIR]
     return dataset.with_format("arrow", columns=[*form, *labels]).iter(batch_size=_ROWS)
+
+
+def rows_of(dataset: Dataset) -> Iterator[dict[str, Any]]:
+    """Read the token ids, as `read_table` does, and the labels of tokenized rows, without their other columns."""
+    return chain.from_iterable(map(read_table, tables_of(dataset)))
 
 
 def _common_prefix(one: np.ndarray, other: np.ndarray) -> int:

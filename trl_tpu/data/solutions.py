@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 from ..errors import UserError
 from . import checks
 from .checks import Row
-from .measure import NO_LABEL, SOLUTION, STEP_ENDS, labels_of, read_table, tables_of
+from .measure import NO_LABEL, SOLUTION, STEP_ENDS, labels_of, rows_of
 from .tokenize import keep_fitting, map_rows
 from .traps import TRAPS, find_traps
 
@@ -105,7 +105,7 @@ def prepare_solutions(
                 where = checks.row_of(index, name, "labels")
                 raise UserError(f"{where} must be as long as `input_ids`, each 0, 1 or {NO_LABEL}.")
     fitting: Any = keep_fitting(dataset, num_embeddings=num_embeddings, max_length=None, name=name)
-    kept_N = np.array([len(labels_of(row)[STEP_ENDS]) for table in tables_of(fitting) for row in read_table(table)])
+    kept_N = np.array([len(labels_of(row)[STEP_ENDS]) for row in rows_of(fitting)])
     is_eval, fix = settings["is_eval"], "Raise `max_length` and `max_completion_length`, or remove such rows."
     if settings["train_on_last_step_only"] and not is_eval:
         given_N = np.minimum(given_N, 1)

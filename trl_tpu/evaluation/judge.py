@@ -4,7 +4,6 @@ import logging
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -12,7 +11,7 @@ import torch
 from datasets import Dataset
 
 from ..data.collate import ComparisonRule, Labels, compare, pairs_of
-from ..data.measure import is_prepared, measure, read_table, tables_of
+from ..data.measure import is_prepared, measure, rows_of
 from ..errors import UserError
 from ..packing.batch import Comparisons, Kind
 from .verdict import (
@@ -98,7 +97,11 @@ class RewardSums:
 
 
 def apart_from(mean: Any, answers: Any, reward: Any) -> Any:
-    """Return what the squared deviations of rewards from their own mean gain when taken from another mean."""
+    """Return what the squared deviations of rewards from their own mean gain when taken from another mean.
+
+    So sums are joined by Chan, Golub and LeVeque (1979, "Updating formulae and a pairwise algorithm for computing
+    sample variances").
+    """
     return (reward - answers * mean) ** 2 / (answers + (answers == 0))
 
 
@@ -504,10 +507,8 @@ def _metrics_of(args: Any, dataset: Any) -> list[str]:
     labels = pairs_of(1)
     if is_prepared(dataset):
         most = (args.max_eval_steps or len(dataset)) * args.eval_batch_size * args.world_size
-        tables = tables_of(dataset.select(range(min(most, len(dataset)))))
-        labels = Labels.of(
-            [*chain.from_iterable(map(read_table, tables))], measure(dataset).answers, len(args.attributes or ())
-        )
+        rows = list(rows_of(dataset.select(range(min(most, len(dataset))))))
+        labels = Labels.of(rows, measure(dataset).answers, len(args.attributes or ()))
         dataset = None if args.train_sampling_strategy == "group_by_length" else dataset
     rewards_NAK = torch.zeros(labels.grade_PAK.shape)
     verdict = judge(rewards_NAK, labels, dataset, args.eval_by, args.attributes or ())
