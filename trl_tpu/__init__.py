@@ -8,6 +8,7 @@ import os
 import sys
 from importlib.machinery import ModuleSpec
 from importlib.metadata import PackageNotFoundError, version
+from types import ModuleType
 from typing import Any
 
 from .runtime.device_choice import settle
@@ -42,13 +43,14 @@ _OLD_NAMES |= {"DataCollatorForPreference": "data.collators", "disable_dropout_i
 _OLD_NAMES |= dict.fromkeys(
     ("compute_accuracy", "get_act_offloading_ctx_manager", "is_peft_available"), "trainer.utils"
 )
-_OLD_NAMES |= {"_BaseTrainer": "trainer.base_trainer"}
+_OLD_NAMES |= {"_BaseTrainer": "trainer.base_trainer", "print_env": "cli"}
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 
 __all__ = ["__version__", *sorted(_MODULE_OF)]
 
 
-def __getattr__(name: str) -> Any:
+def _get_public(name: str) -> Any:
+    """Return a name of the public API, here and in the modules at TRL's paths."""
     module = (_MODULE_OF | _OLD_NAMES).get(name)
     if module is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
@@ -57,18 +59,41 @@ def __getattr__(name: str) -> Any:
     return value
 
 
+def __getattr__(name: str) -> Any:
+    if name not in _MODULE_OF and importlib.util.find_spec(f"{__name__}.{name}"):
+        return importlib.import_module(f".{name}", __name__)  # `import trl_tpu; trl_tpu.models`
+    return _get_public(name)
+
+
 def __dir__() -> list[str]:
     return __all__
 
 
 #: Modules that TRL has or had; at each of these paths there is every name of this package.
-_OLD_PATHS = (
-    *("chat_template_utils", "commands", "commands.cli_utils", "extras", "extras.dataset_formatting"),
-    *("import_utils", "models", "models.utils"),
-)
-for _path in _OLD_PATHS:
-    _parent, _, _leaf = f"{__name__}.{_path}".rpartition(".")
-    _module = importlib.util.module_from_spec(ModuleSpec(f"{_parent}.{_leaf}", None, is_package=True))
-    _module.__getattr__ = __getattr__  # type: ignore[method-assign]
-    sys.modules[_module.__name__] = _module
-    setattr(sys.modules[_parent], _leaf, _module)
+_OLD_PATHS = [
+    f"{__name__}.{path}"
+    for path in (
+        *("chat_template_utils", "commands", "commands.cli_utils", "extras", "extras.dataset_formatting"),
+        *("import_utils", "models", "models.activation_offloading", "models.utils", "scripts.env"),
+        *("trainer.base_config", "trainer.callbacks", "trainer.training_configs"),
+    )
+]
+
+
+class _OldPaths:
+    """Finder and loader of the modules at `_OLD_PATHS`."""
+
+    @classmethod
+    def find_spec(cls, name: str, *_: Any) -> ModuleSpec | None:
+        return ModuleSpec(name, cls, is_package=True) if name in _OLD_PATHS else None  # type: ignore[arg-type]
+
+    @staticmethod
+    def create_module(spec: ModuleSpec) -> None:
+        """Let the import system make the module."""
+
+    @staticmethod
+    def exec_module(module: ModuleType) -> None:
+        module.__getattr__ = _get_public  # type: ignore[method-assign]
+
+
+sys.meta_path.append(_OldPaths)  # type: ignore[arg-type]

@@ -56,7 +56,7 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     if command == "env":
         argparse.ArgumentParser(prog="trl-tpu env", description=COMMANDS["env"]).parse_args(words)
-        print(environment())
+        print_env()
         return 0
     if command in ("reward", "prm"):  # which handles what has come by then once it knows its folder
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
@@ -79,8 +79,8 @@ def main(argv: list[str] | None = None) -> int:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
 
 
-def environment() -> str:
-    """List the versions of Python and of the packages, and which runtime trains and why, a line each."""
+def print_env() -> None:
+    """Print the versions of Python and of the packages, and which runtime trains and why, a line each."""
     lines = [f"python: {platform.python_version()} ({platform.platform()})"]
     for package in _PACKAGES:
         try:
@@ -91,7 +91,7 @@ def environment() -> str:
     from trl_tpu import runtime
 
     choice = runtime.choice()
-    return "\n".join([*lines, f"runtime: {choice.name} ({choice.reason})"])
+    print("\n".join([*lines, f"runtime: {choice.name} ({choice.reason})"]))
 
 
 if __name__ == "__main__":

@@ -6,18 +6,26 @@ one that is gone.
 
 import ast
 import dataclasses
+import fnmatch
 import importlib
 import importlib.util
 import inspect
-import operator
+import itertools
+import os
 import pickle
+import pkgutil
+import re
+import subprocess
+import sys
 import typing
 from collections.abc import Callable, Iterator
+from types import ModuleType
 from typing import Any
 
 import pytest
 import trl
 import trl.scripts.utils
+from places import EXAMPLES, ROOT
 
 import trl_tpu
 from trl_tpu import data_utils
@@ -26,12 +34,6 @@ from trl_tpu.scripts import utils
 from trl_tpu.trainer.model_config import ModelConfig
 
 _OLD = "scripts for older versions of TRL give it, or import it"
-# TRL's for other ways of training, for generating, for images and other forms of data, or to decorate the progress bar
-_NOT_OF_REWARDS = (
-    *("Callback", "Config", "Trainer", "_model", "_dataset", "_schema", "_messages", "_calling"),
-    *("get_training_chat_template", "_from_value", "_chatml"),
-)
-
 _DATASETS = "type of datasets: list[trl.scripts.utils.DatasetConfig], ours list[trl_tpu.scripts.utils.DatasetConfig]"
 
 # area -> difference -> reason
@@ -176,10 +178,8 @@ def function_parameters() -> Iterator[str]:
 
 
 def top_level_names() -> Iterator[str]:
-    names = [name for name in dir(trl) if not name.startswith("_") and not inspect.ismodule(getattr(trl, name))]
-    for text in _names(names, (name for name in trl_tpu.__all__ if not name.startswith("_"))):
-        if text.startswith("ours") or not text.endswith(_NOT_OF_REWARDS) or "Reward" in text:
-            yield text
+    names = [name for name in trl_tpu.__all__ if not name.startswith("_") and not hasattr(trl, name)]
+    yield from (f"ours alone: {name}" for name in names)
 
 
 AREAS: dict[str, Callable[[], Iterator[str]]] = {
@@ -243,13 +243,58 @@ def test_what_users_and_trls_own_modules_import_of_it_is_at_the_same_paths(modul
             assert [alias.name for alias in node.names if not hasattr(ours, alias.name)] == []
 
 
-@pytest.mark.parametrize("path", trl_tpu._OLD_PATHS)
-def test_old_module_paths_are_modules_like_any_other(path: str) -> None:
-    name = f"trl_tpu.{path}"
-    module, spec = importlib.import_module(name), importlib.util.find_spec(name)
-    assert spec is not None and spec.name == name and module.__spec__ is spec
-    assert operator.attrgetter(path)(trl_tpu) is module
-    assert module.RewardTrainer is trl_tpu.RewardTrainer
+def public_names(module: ModuleType) -> set[str]:
+    """The names in a module's ``__all__``, or else those that it defines."""
+    names = getattr(module, "__all__", None) or getattr(module, "_import_structure", None)
+    if names is not None:
+        names = itertools.chain(*names.values()) if isinstance(names, dict) else names
+        return {name for name in names if not inspect.ismodule(getattr(module, name))}
+    assigned = [node.targets[0] for node in ast.parse(inspect.getsource(module)).body if isinstance(node, ast.Assign)]
+    names = {node.id for node in assigned if isinstance(node, ast.Name)} - {"logger"}
+    return names | {
+        name for name, each in vars(module).items() if getattr(each, "__module__", None) == module.__name__
+    }
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_each_public_name_of_trls_modules_is_here_or_on_the_published_list() -> None:
+    guide = (EXAMPLES / "guides" / "differences_from_trl.md").read_text(encoding="utf-8")
+    rows = guide.partition("### Names")[2].partition("\n## ")[0]
+    listed = re.findall(r"`([\w.*]+)`", "".join(re.findall(r"^\| (`.*?) \| ", rows, re.MULTILINE)))
+    used = set()
+
+    def is_listed(name: str) -> bool:
+        used.update(found := [pattern for pattern in listed if fnmatch.fnmatchcase(name, pattern)])
+        return bool(found)
+
+    missing = []
+    paths = ["trl", *(each.name for each in pkgutil.walk_packages(trl.__path__, "trl.", onerror=print))]
+    for path in [*paths, "trl.trainer.training_configs"]:
+        try:
+            own = importlib.import_module(path.replace("trl", "trl_tpu", 1))
+        except ModuleNotFoundError:
+            missing += [] if is_listed(path) else [path]
+            continue
+        names = public_names(importlib.import_module(path)) if path in paths else {"RewardConfig"}
+        missing += [
+            f"{path}.{name}" for name in names if name[0] != "_" and not (hasattr(own, name) or is_listed(name))
+        ]
+    assert missing == []
+    assert set(listed) - used == set(), "listed, but not missing"
+
+
+def test_module_paths_of_trl_are_found_before_anything_is_imported() -> None:
+    code = f"""
+import importlib.util, operator
+for name in {trl_tpu._OLD_PATHS}:
+    spec, module = importlib.util.find_spec(name), importlib.import_module(name)
+    assert spec is not None and spec.name == name == module.__spec__.name, name
+    import trl_tpu
+    assert operator.attrgetter(name.partition(".")[2])(trl_tpu) is module, name
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, env=os.environ | {"PYTHONPATH": str(ROOT)})
+    old, models = map(importlib.import_module, ("trl_tpu.trainer.training_configs", "trl_tpu.models"))
+    assert old.RewardConfig is models.RewardConfig is trl_tpu.RewardConfig
 
 
 @pytest.mark.parametrize(("module", "name"), [("prm_config", "PRMConfig"), ("prm_trainer", "PRMTrainer")])

@@ -2,12 +2,13 @@
 
 import argparse
 import contextlib
+import inspect
 import json
 import math
 import os
 import re
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, make_dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -15,10 +16,10 @@ import transformers
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK, get_available_reporting_integrations
 
 from .. import runtime
-from ..errors import UserError, explaining
+from ..errors import UserError, UserTypeError, explaining
 from ..runtime import Remat
 
-_NEEDLESS = "needless"  # it changed nothing about the result, or was for what is found out today
+_NEEDLESS = "leave it out, it changes nothing"  # nothing about the result, or what is detected today
 _GONE = "gone"  # it asked for what there is no more; weights are split by `mesh` and `sharding_plan`
 
 
@@ -27,8 +28,12 @@ def _repository(args: Any) -> str:
     return f"{args.push_to_hub_organization}/{model}" if args.push_to_hub_organization else model
 
 
-#: Arguments of transformers 4: type, default, today's name (or `_NEEDLESS` or `_GONE`) and, if it is not the same, the
-#: value of that one, which may be a function of the config.
+def _split_batches(args: Any) -> dict[str, Any]:
+    return {**(args.accelerator_config or {}), "split_batches": args.split_batches}
+
+
+#: Arguments of transformers 4: type, default, today's name (or `_GONE`, or advice to leave it out) and, if it is not
+#: the same, the value of that one, which may be a function of the config.
 REMOVED: dict[str, tuple[Any, ...]] = {
     "evaluation_strategy": (str | None, None, "eval_strategy"),
     "overwrite_output_dir": (bool, False, _NEEDLESS),
@@ -36,7 +41,7 @@ REMOVED: dict[str, tuple[Any, ...]] = {
     "per_gpu_eval_batch_size": (int | None, None, "per_device_eval_batch_size"),
     "warmup_ratio": (float | None, None, "warmup_steps", lambda args: args.warmup_steps or args.warmup_ratio),
     "logging_dir": (str | None, None, "TENSORBOARD_LOGGING_DIR"),
-    "save_safetensors": (bool, True, _GONE),
+    "save_safetensors": (bool, True, "leave it out, since models are saved as safetensors"),
     "no_cuda": (bool, False, "use_cpu"),
     "use_mps_device": (bool, False, _NEEDLESS),
     "jit_mode_eval": (bool, False, _NEEDLESS),
@@ -58,11 +63,101 @@ REMOVED: dict[str, tuple[Any, ...]] = {
     "mp_parameters": (str, "", _GONE),
     "torchdynamo": (str | None, None, "torch_compile_backend"),
     "ray_scope": (str, "last", _NEEDLESS),
+    "use_ipex": (bool, False, _NEEDLESS),
+    "dispatch_batches": (bool | None, None, _NEEDLESS),
+    "split_batches": (bool | None, None, "accelerator_config", _split_batches),
     "include_tokens_per_second": (bool, False, "include_num_input_tokens_seen", "non_padding"),
 }
+_IS_JAX = "leave it out, since it is for JAX"
+#: Patterns of EasyDeL's and older TRL's names of arguments, each with today's name or what to do instead.
+OLD_NAMES = {
+    "arguments": "args",
+    "max_sequence_length|seq_length": "max_length",
+    "save_directory": "output_dir",
+    "repo_id": "model_name_or_path",
+    "model_name": "run_name for the run, model_name_or_path for the model",
+    "trainer_prefix|wandb_name": "run_name",
+    "processor_repo_id|tokenizer_name": "leave it out, since the model's own tokenizer is loaded",
+    "dataset_split|train_subset": "dataset_train_split",
+    "eval_split|eval_subset": "dataset_test_split",
+    "dataset_text_field|ids_to_pop_from_dataset": "leave it out, since unknown columns are ignored",
+    "use_wandb": "report_to=wandb",
+    "log_with|report_metrics": "report_to",
+    "wandb_entity": "set WANDB_ENTITY in the environment",
+    "log_steps|report_steps": "logging_steps",
+    "log_grad_norms": "leave it out, since grad_norm is always logged",
+    "progress_bar_type|metrics_to_show_in_rich_pbar": "disable_tqdm",
+    "verbose": "log_level",
+    "batch_size": "per_device_train_batch_size",
+    "eval_batch_size": "per_device_eval_batch_size",
+    "scheduler": "lr_scheduler_type",
+    "custom_scheduler": "lr_scheduler_kwargs",
+    "optimizer": "optim",
+    "extra_optimizer_kwargs": "optimizer_cls_and_kwargs of the trainer",
+    "tx_mu_dtype": "leave it out, since moments have the type of the weights",
+    "clip_grad": "max_grad_norm",
+    "loss_config": "nonfinite_limit",
+    "max_training_steps|per_epoch_training_steps": "max_steps",
+    "max_evaluation_steps|per_epoch_evaluation_steps": "max_eval_steps",
+    "evaluation_steps": "eval_steps",
+    "eval_first_step": "eval_on_start",
+    "do_last_save": "leave it out, since the command saves at its end; a script calls trainer.save_model()",
+    "save_optimizer_state": "save_only_model, which is the opposite",
+    "save_tpu_preemption_checkpoints": "leave it out, since a SIGTERM always saves a checkpoint",
+    "merge_lora_before.*save": "trl-tpu export --merge",
+    "resume_if_possible": "resume_from_checkpoint=auto",
+    "(force_)?step_start_point": "resume_from_checkpoint",
+    "remove_ckpt_after_load": "leave it out, since a checkpoint that a run began from is kept",
+    "shuffle_train_dataset": "train_sampling_strategy",
+    "shuffle_seed_train": "data_seed",
+    "step_partition_spec|auto_shard_states|sharding_axis": "mesh",
+    "attn_mechanism": "attn_implementation",
+    "param_dtype": "dtype",
+    "attn_(softmax_)?dtype": "leave it out, since attention computes in the type that bf16 says",
+    "backend": "use_cpu, or PJRT_DEVICE and USE_TORCH_XLA in the environment",
+    "use_data_collact?or": "data_collator of the trainer",
+    "watchers|weight_distribution_.*": "callbacks of the trainer",
+    "track_memory": "trl-tpu plan",
+    "log_all_workers|process_zero_is_admin": "leave it out, since process 0 logs and writes",
+    "performance_mode": "leave it out, since devices are read only when a log is due",
+    "use_grain|grain_.*|offload_d.*": "leave it out, since data stays on the disk, and each host reads its part",
+    "benchmark.*": "trl-tpu score, and trl-tpu report",
+    "(log_training_)?generation.*|(use_)?esurge_.*": "leave it out, since a reward model writes no text",
+    "lmhead_chunksize|train_on_inputs|aux_loss_enabled": "leave it out, since it is for language models",
+    "quantization_.*|.*straight_through.*": "load_in_4bit",
+    "pruning_module|spars.*_module.*": "leave it out, since weights are not pruned",
+    "jax_distributed_config|init_tx|low_mem_usage|is_fine_tuning|use_cjit": _IS_JAX,
+    "model_parameters|state_apply_fn_kwarguments_to_model|_can_log.*|_im_a_hidden.*": _IS_JAX,
+}
+
+
+def todays_names(names: Iterable[str]) -> str:
+    """Answer names of `OLD_NAMES` among these, flags with their dashes, with today's; empty if there are none."""
+    answers = []
+    for name in (each.partition("=")[0] for each in names):
+        bare = name.lstrip("-").replace("-", "_")
+        today = next((today for old, today in OLD_NAMES.items() if re.fullmatch(old, bare)), None)
+        if today is not None:
+            is_setting = re.fullmatch(r"[a-z_]+(=\w+)?", today)
+            dashes = "--" if name.startswith("--") and is_setting else ""
+            answers.append(f"{name}: {'' if today.startswith(('leave', 'set')) else 'use '}{dashes}{today}")
+    return "; ".join(answers)
+
+
+class AnswersOldNames:
+    """Base of classes whose constructor answers an unknown argument of `OLD_NAMES` with today's name."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        known = inspect.signature(cls).parameters
+        takes_all = any(each.kind is each.VAR_KEYWORD for each in known.values())
+        if not takes_all and (answer := todays_names(name for name in kwargs if name not in known)):
+            raise UserTypeError(f"{cls.__name__} was given unknown arguments. {answer}.")
+        return super().__new__(cls)
+
+
 if TYPE_CHECKING:
 
-    class RemovedArguments:
+    class RemovedArguments(AnswersOldNames):
         """Fields of `REMOVED`, for dataclasses that are `transformers.TrainingArguments`, too."""
 
         evaluation_strategy: str | None
@@ -70,6 +165,7 @@ else:
     RemovedArguments = make_dataclass(
         "RemovedArguments",
         [(name, row[0], field(default=row[1], metadata={"help": argparse.SUPPRESS})) for name, row in REMOVED.items()],
+        bases=(AnswersOldNames,),
     )
 
 
@@ -88,8 +184,8 @@ def take_removed(args: Any) -> None:
         value = values[0] if values else given
         value = value(args) if callable(value) else value
         advice = f"use `{today}={value!r}`"
-        if today == _NEEDLESS:
-            advice = "leave it out, it changes nothing"
+        if today.startswith("leave it out"):
+            advice = today
         elif today == "TENSORBOARD_LOGGING_DIR":
             os.environ[today] = value
             advice = f"set {today} in the environment"

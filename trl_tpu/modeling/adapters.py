@@ -46,6 +46,18 @@ def get_peft_config(model_args: "ModelConfig") -> "LoraConfig | None":
     )
 
 
+def read_peft_config(fields: Mapping[str, Any], task_type: str) -> "PeftConfig":
+    """Return peft's configuration of these fields: LoRA for `task_type` where they name no other.
+
+    Raises:
+        UserError: They are no configuration of peft.
+    """
+    import peft
+
+    with explaining(f"`peft_config` {dict(fields)} is no configuration of peft", "Correct its fields."):
+        return peft.get_peft_config({"peft_type": "LORA", "task_type": task_type, **fields})
+
+
 def get_quantization_config(model_args: "ModelConfig") -> BitsAndBytesConfig | None:
     """Make the bitsandbytes configuration that the flags ask for; None without ``load_in_4bit`` and ``load_in_8bit``.
 

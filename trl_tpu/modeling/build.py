@@ -25,6 +25,7 @@ from .adapters import (
     note_attributes,
     noted_attributes,
     prepare_adapters,
+    read_peft_config,
     reads_base_weights,
     warn_if_head_is_frozen,
     without_adapters,
@@ -97,6 +98,8 @@ def build_reward_model(
     files: dict[str, Any] = {"trust_remote_code": args.trust_remote_code}
     name, in_files = model, False
     known: Mapping[str, float] = noted_attributes(model)
+    if isinstance(peft_config, Mapping):
+        peft_config = read_peft_config(peft_config, "TOKEN_CLS" if outputs.step_separator else "SEQ_CLS")
     if isinstance(name, str):
         given: Any = args.model_init_kwargs or {}  # the config has parsed text
         kwargs = files | given

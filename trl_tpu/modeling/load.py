@@ -24,7 +24,7 @@ from transformers.utils import CONFIG_NAME, cached_file, find_adapter_config_fil
 
 from .. import runtime
 from ..config.reward_config import RewardConfig
-from ..errors import UserError, explaining
+from ..errors import UserError, UserTypeError, explaining
 from .adapters import load_adapted_model
 from .model_shape import model_without_weights
 from .outputs import ONE_REWARD, Outputs, write_outputs
@@ -391,8 +391,14 @@ def _check_shards(folder: Path) -> None:
 def check_num_labels(model: Any, outputs: Outputs = ONE_REWARD) -> None:
     """Raise UserError unless the model has one output for each attribute, or one without attributes.
 
-    Process rewards need a token classifier with two labels.
+    Process rewards need a token classifier with two labels. A module without a config raises UserTypeError.
     """
+    if getattr(model, "config", None) is None:
+        raise UserTypeError(
+            f"`model` is a {type(model).__name__} without a config. Pass a model's name or a model of transformers: "
+            "`AutoModelForSequenceClassification.from_pretrained(..., num_labels=1)`. A module of your own must be a "
+            "`PreTrainedModel` that takes `input_ids` and `attention_mask` and returns `logits` [rows, 1]."
+        )
     of_steps, needed = outputs.step_separator is not None, len(outputs.weights)
     num_labels, kind = getattr(getattr(model, "config", None), "num_labels", None), type(model).__name__
     if of_steps and (num_labels != 2 or "TokenClassification" not in kind):

@@ -2,11 +2,10 @@
 
 from typing import Any
 
-from .. import _MODULES
-from .. import __getattr__ as _of_the_package
+from .. import _MODULES, _get_public
 
 
 def __getattr__(name: str) -> Any:
     if name in _MODULES["scripts.utils"]:  # and not `score`, which is a function there and a module here
-        return _of_the_package(name)
+        return _get_public(name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -20,6 +20,7 @@ from transformers import (
 )
 
 from .. import runtime
+from ..config.checks import AnswersOldNames
 from ..config.reward_config import RewardConfig
 from ..data.chat_templates import date_written
 from ..data.collators import DataCollatorForPreference, _tokenize, batches_in
@@ -60,7 +61,7 @@ EvalDataset: TypeAlias = (
 )
 
 
-class RewardTrainer(EvaluatingTrainer):
+class RewardTrainer(AnswersOldNames, EvaluatingTrainer):
     """Trains a reward model on pairs of a chosen and a rejected dialogue.
 
     The arguments are those of `trl.RewardTrainer`, in its order; `model_init` and the old names come last.
@@ -81,7 +82,7 @@ class RewardTrainer(EvaluatingTrainer):
         optimizer_cls_and_kwargs: An optimizer class and its arguments, instead.
         preprocess_logits_for_metrics: Called with each batch's predictions and labels before `compute_metrics`.
         quantization_config: For a model given by name (plain torch on CUDA only).
-        peft_config: Train adapters instead of the model.
+        peft_config: Train adapters instead of the model: a configuration of peft, or its fields as a dict.
         model_init: Makes the model, anew for each `train()`; instead of `model`. May take a hyperparameter trial.
         tokenizer: Deprecated name of `processing_class`.
         max_length: Deprecated here; set it in `RewardConfig`.
