@@ -1,4 +1,4 @@
-"""What runs the scripts of `old_scripts/`, written after those that TRL shipped, and what their data is.
+"""What runs the scripts of `old_scripts/`, written after those of TRL and EasyDeL, and what their data is.
 
 Of each only the import line is another. TRL 1.16 runs none of them, but trains on the tokens that they make.
 """
@@ -6,6 +6,7 @@ Of each only the import line is another. TRL 1.16 runs none of them, but trains 
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import apart
 import tiny
@@ -19,10 +20,18 @@ FLAGS = {
     **{"save_strategy": "no", "optim": "adamw_torch", "logging_steps": "1", "per_device_train_batch_size": "8"},
     **{"learning_rate": "1e-3", "num_train_epochs": "1", "max_length": "512", "evaluation_strategy": "epoch"},
 }
-#: The words of each script, and the data that it trains on.
-SCRIPTS: dict[str, tuple[list[str], str]] = {
-    "training_arguments": ([MODEL, TEXTS, "out", "8"], "texts"),
-    "raw_rows": ([word for name, value in FLAGS.items() for word in (f"--{name}", value)], "chats"),
+_OFTEN = {"num_train_epochs": 1, "per_device_train_batch_size": 8, "learning_rate": 1e-3, "warmup_steps": 0}
+#: EasyDeL's defaults: a step is all pairs, and the one log is the mean of ten steps.
+_EASYDEL = {
+    **{"num_train_epochs": 10, "per_device_train_batch_size": 32, "learning_rate": 5e-5, "warmup_steps": 0},
+    **{"weight_decay": 0.01, "max_grad_norm": 0, "lr_scheduler_type": "constant", "logging_steps": 10},
+    "center_rewards_coefficient": 0.1,
+}
+#: The words of each script, the data that it trains on, and the settings that it asks for.
+SCRIPTS: dict[str, tuple[list[str], str, dict[str, Any]]] = {
+    "training_arguments": ([MODEL, TEXTS, "out", "8"], "texts", _OFTEN),
+    "raw_rows": ([word for name, value in FLAGS.items() for word in (f"--{name}", value)], "chats", _OFTEN),
+    "easydel": ([MODEL, TEXTS], "texts", _EASYDEL),
 }
 
 
@@ -53,11 +62,13 @@ def prepare(folder: Path) -> None:
         Dataset.from_list(each).to_json(folder / name / ("pairs.jsonl" if TOKENS in name else "train.jsonl"))
 
 
-def losses_of_trl(folder: Path, data: str) -> list[float]:
-    settings = {"num_train_epochs": 1, "per_device_train_batch_size": 8, "learning_rate": 1e-3, "warmup_steps": 0}
-    runs, out = {data: settings | {"max_length": None, "data": f"{TOKENS}-{data}"}}, folder / f"trl-{data}.json"
+def losses_of_trl(folder: Path, *scripts: str) -> dict[str, list[float]]:
+    """Train with TRL on the tokens that each script makes, and return the losses that it logs."""
+    out = folder / "trl.json"
+    runs = {name: {"max_length": None, "data": f"{TOKENS}-{SCRIPTS[name][1]}", **SCRIPTS[name][2]} for name in scripts}
     apart.run("trajectory.py", "trl", str(folder), str(out), json.dumps(runs), USE_TORCH_XLA="0")
-    return [log["loss"] for log in json.loads(out.read_text())[data] if "loss" in log]
+    logs = json.loads(out.read_text())
+    return {name: [log["loss"] for log in logs[name] if "loss" in log] for name in scripts}
 
 
 def losses(folder: Path, out: Path, script: str, words: list[str], **variables: str) -> list[float]:
@@ -65,7 +76,7 @@ def losses(folder: Path, out: Path, script: str, words: list[str], **variables: 
     (out / "lab").mkdir(parents=True, exist_ok=True)
     for name in (folder / "lab").iterdir():
         (out / "lab" / name.name).symlink_to(name)
-    environment = os.environ | {"HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)} | variables
+    environment = os.environ | {"HF_HUB_OFFLINE": "1", "PYTHONPATH": f"{ROOT}{os.pathsep}{SUPPORT}"} | variables
     process = apart.python(str(SUPPORT / "old_scripts" / f"{script}.py"), *words, environment=environment, folder=out)
     assert process.returncode == 0, process.stderr[-4000:]
     state = json.loads((out / "out" / "trainer_state.json").read_text())

@@ -17,6 +17,7 @@ from peft import LoraConfig
 from torch.nn.functional import cross_entropy, logsigmoid
 from training import QUIET, losses, trained
 from transformers import EvalPrediction, PrinterCallback, TrainingArguments
+from transformers.trainer_pt_utils import AcceleratorConfig
 
 from trl_tpu import RewardConfig, RewardDataCollatorWithPadding, RewardTrainer
 from trl_tpu.errors import UserError
@@ -190,7 +191,9 @@ TAKEN: list[tuple[str, Any, str, Any]] = [
     ("adafactor", True, "optim", "adafactor"),
     ("push_to_hub_organization", "us", "hub_model_id", "us/out"),
     ("push_to_hub_token", "secret", "hub_token", "secret"),
-    ("overwrite_output_dir", True, "overwrite_output_dir", True),
+    ("split_batches", True, "accelerator_config", AcceleratorConfig(split_batches=True)),
+    *((name, True, name, True) for name in ("overwrite_output_dir", "use_ipex", "dispatch_batches")),
+    ("save_safetensors", False, "save_safetensors", False),
 ]
 
 
@@ -200,6 +203,15 @@ def test_arguments_of_then_are_taken(old_name: str, value: Any, today: str, beco
         args = RewardConfig(str(tmp_path / "out"), bf16=False, report_to="none", **{old_name: value})
     assert getattr(args, today) == becomes
     assert args.push_to_hub_token is None
+
+
+def test_a_dict_configures_adapters(old: Old, tmp_path: Path) -> None:
+    given = {"train_dataset": old.raw, "processing_class": old.tokenizer}
+    with pytest.raises(UserError, match="peft_config.*rank"):
+        RewardTrainer(old.model, config(tmp_path), peft_config={"rank": 2}, **given)
+    trainer = RewardTrainer(old.model, config(tmp_path), peft_config={"r": 2}, **given)
+    made = trainer.model.peft_config["default"]
+    assert (made.peft_type, made.task_type, made.r) == ("LORA", "SEQ_CLS", 2)
 
 
 def test_an_argument_that_asks_for_what_is_gone_is_refused(tmp_path: Path) -> None:

@@ -30,6 +30,8 @@ from places import EXAMPLES, ROOT
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from trl_tpu import ModelConfig, RewardConfig, RewardTrainer, ScriptArguments, cli
+from trl_tpu.config import checks
+from trl_tpu.errors import UserError, UserTypeError
 from trl_tpu.experimental.prm import PRMConfig
 from trl_tpu.modeling.packability import PROVEN_TYPES
 from trl_tpu.parallel.sharding_plan import Rules
@@ -297,6 +299,91 @@ def test_every_field_of_easydel_has_one_row_and_what_replaces_it_is_there() -> N
     fields = {each.name for kind in (RewardConfig, ModelConfig, ScriptArguments) for each in dataclasses.fields(kind)}
     commands = {f"trl-tpu {name}" for name in cli.COMMANDS}
     assert ours <= fields | commands | set(inspect.signature(RewardTrainer).parameters)
+
+
+#: EasyDeL's RewardConfig as its documentation printed it in December 2025: values, and the fields that have them.
+PRINTED = """
+True: auto_shard_states do_last_save do_train is_fine_tuning init_tx log_grad_norms report_metrics low_mem_usage
+True: generation_shard_inputs generation_log_to_wandb use_esurge_generation esurge_use_tqdm esurge_silent_mode
+True: process_zero_is_admin save_optimizer_state resume_if_possible shuffle_train_dataset train_on_inputs
+True: use_data_collactor use_grain use_wandb verbose disable_dropout
+False: aux_loss_enabled dataloader_pin_memory do_eval log_all_workers generation_use_train_prompts
+False: generation_preview_print offload_dataset performance_mode remove_ckpt_after_load remove_unused_columns
+False: sparsify_module track_memory
+None: backend clip_grad custom_scheduler eval_batch_size evaluation_steps frozen_parameters grain_shard_index
+None: grain_shard_count jax_distributed_config learning_rate_end loss_config quantization_mode quantization_block
+None: tensor_straight_through straight_through_emulator max_evaluation_steps max_sequence_length max_training_steps
+None: per_epoch_training_steps per_epoch_evaluation_steps model_name model_parameters metrics_to_show_in_rich_pbar
+None: generation_top_p generation_top_k generation_temperature generation_do_sample generation_num_return_sequences
+None: generation_max_new_tokens generation_interval generation_extra_kwargs generation_config_overrides
+None: generation_seed esurge_max_num_seqs esurge_min_input_pad pruning_module save_interval_minutes save_steps
+None: save_total_limit state_apply_fn_kwarguments_to_model step_start_point training_time_limit tx_mu_dtype
+None: wandb_entity wandb_name dataset_num_proc
+0: dataloader_num_workers offload_device_index warmup_steps
+1: gradient_accumulation_steps generation_num_prompts
+5: report_steps
+10: log_steps num_train_epochs
+32: esurge_page_size total_batch_size
+50: weight_distribution_log_steps
+1024: max_length
+64871: shuffle_seed_train
+5e-5: learning_rate
+0.01: weight_decay
+0.1: center_rewards_coefficient
+0.45: esurge_hbm_utilization
+[]: ids_to_pop_from_dataset generation_prompts
+{}: extra_optimizer_kwargs
+'adamw': optimizer
+'none': scheduler
+'tqdm': progress_bar_type
+'cpu': offload_device_type
+'bcoo': sparse_module_type
+'.*': weight_distribution_pattern
+'prompt': generation_dataset_prompt_field
+'keep_end': truncation_mode
+'rewardtrainer': trainer_prefix
+'EasyDeL-Checkpoints': save_directory
+(("dp", "fsdp"), "sp"): step_partition_spec
+"""
+
+
+def test_each_field_of_easydel_is_taken_or_answered_with_a_setting_that_is_there(tmp_path: Path) -> None:
+    lines = (line.rpartition(": ") for line in PRINTED.strip().splitlines())
+    printed = {name: ast.literal_eval(value) for value, _, names in lines for name in names.split()}
+    assert len(printed) == 112
+    fields = {each.name for kind in (RewardConfig, ModelConfig, ScriptArguments) for each in dataclasses.fields(kind)}
+    known = fields | {*inspect.signature(RewardTrainer).parameters}
+    assert not [name for name in fields for pattern in checks.OLD_NAMES if re.fullmatch(pattern, name)]
+    for today in checks.OLD_NAMES.values():
+        assert today.startswith(("leave it out", "set ", "trl-tpu ")) or re.match(r"\w+", today)[0] in known, today
+    for name, value in printed.items():
+        if name in fields and name != "save_steps":
+            RewardConfig(str(tmp_path), report_to="none", **{name: value})
+            continue
+        with pytest.raises(UserError, match=rf"\b{name}\b"):
+            RewardConfig(str(tmp_path), report_to="none", **{name: value})
+    (text,) = (each.text for each in blocks(GUIDES / "from_easydel.md") if "learning_rate=5e-5" in each.text)
+    for today, value, comment in re.findall(r"^    (\w+)=(.+?),(?:  # (.+))?$", text, re.MULTILINE):
+        for old, was in re.findall(r"(\w+)=([^,;]+)", comment) if comment else [(today, value)]:
+            assert old == today or re.search(rf": use {today}\b", checks.todays_names([old])), old
+            assert printed[old] == ast.literal_eval(was), old
+
+
+def test_the_tutorials_flags_and_keys_are_answered_with_todays() -> None:
+    (text,) = (each.text for each in blocks(GUIDES / "from_easydel.md") if "easydel.scripts.finetune" in each.text)
+    words = shlex.split(text.replace("\\\n", " "), comments=True)[3:]
+    flags = {"repo_id": "model_name_or_path", "dataset_split": "dataset_train_split", "use_wandb": "report_to"}
+    flags |= {"max_sequence_length": "max_length", "attn_mechanism": "attn_implementation"}
+    with pytest.raises(UserError) as raised:
+        reward.make_parser().parse_args_and_config([*words, "--output_dir", "out"])
+    assert [flag for flag, today in flags.items() if f"--{flag}: use --{today}" not in str(raised.value)] == []
+    assert "--do_last_save: leave it out" in str(raised.value)
+    keys = dict.fromkeys(flags, "x") | {"output_dir": "out"}
+    with pytest.raises(UserError) as raised:
+        reward.make_parser().parse_args_and_config([], config=keys)
+    assert [key for key, today in flags.items() if f" {key}: use {today}" not in str(raised.value)] == []
+    with pytest.raises(UserTypeError, match="arguments: use args"):
+        RewardTrainer("model", arguments=None)
 
 
 def test_the_sharding_plan_that_is_shown_fits_a_llama(tmp_path: Path) -> None:

@@ -155,9 +155,9 @@ def test_errors_are_of_trls_kinds(kind: type[Exception], told: str, changed: dic
     assert isinstance(raised.value, UserError) and str(raised.value)[0] != "'"
 
 
-def test_one_label_is_required(tmp_path: Path) -> None:
-    for model in (tiny_model(num_labels=2), torch.nn.Linear(1, 1)):
-        with pytest.raises(UserError, match="num_labels"):
+def test_one_label_is_required_and_a_config(tmp_path: Path) -> None:
+    for model, what in ((tiny_model(num_labels=2), "num_labels"), (torch.nn.Linear(1, 1), "Linear without a config")):
+        with pytest.raises(UserError, match=what):
             trainer_of(trl_tpu, tmp_path, model=model)
 
 

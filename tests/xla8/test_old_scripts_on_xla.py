@@ -1,4 +1,4 @@
-"""An old script trains on eight XLA devices, from its plain arguments on, with TRL 1.16's losses (tolerance 1e-5)."""
+"""Old scripts train on eight XLA devices, from their plain arguments on, with TRL 1.16's losses (tolerance 1e-5)."""
 
 from pathlib import Path
 
@@ -6,9 +6,12 @@ import pytest
 import run_old_scripts as old
 
 
-def test_an_old_script_trains_on_eight_devices(tmp_path: Path) -> None:
+def test_old_scripts_train_on_eight_devices(tmp_path: Path) -> None:
     old.prepare(tmp_path)
-    (*words, _), data = old.SCRIPTS["training_arguments"]
-    losses = old.losses(tmp_path, tmp_path / "ours", "training_arguments", [*words, "1"])
-    assert len(losses) == 3
-    assert losses == pytest.approx(old.losses_of_trl(tmp_path, data), abs=1e-5)
+    *words, _ = old.SCRIPTS["training_arguments"][0]
+    scripts = {"training_arguments": [*words, "1"], "easydel": old.SCRIPTS["easydel"][0]}
+    losses = {name: old.losses(tmp_path, tmp_path / name, name, words) for name, words in scripts.items()}
+    assert losses == {
+        name: pytest.approx(each, abs=1e-5) for name, each in old.losses_of_trl(tmp_path, *losses).items()
+    }
+    assert [len(each) for each in losses.values()] == [3, 1]

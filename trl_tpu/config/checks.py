@@ -124,7 +124,7 @@ OLD_NAMES = {
     "benchmark.*": "trl-tpu score, and trl-tpu report",
     "(log_training_)?generation.*|(use_)?esurge_.*": "leave it out, since a reward model writes no text",
     "lmhead_chunksize|train_on_inputs|aux_loss_enabled": "leave it out, since it is for language models",
-    "quantization_.*|.*straight_through.*": "load_in_4bit",
+    "quantization_.*|.*straight_through.*": "leave it out, or load_in_4bit for a frozen base on a GPU",
     "pruning_module|spars.*_module.*": "leave it out, since weights are not pruned",
     "jax_distributed_config|init_tx|low_mem_usage|is_fine_tuning|use_cjit": _IS_JAX,
     "model_parameters|state_apply_fn_kwarguments_to_model|_can_log.*|_im_a_hidden.*": _IS_JAX,
@@ -210,6 +210,7 @@ _PLAIN_TORCH = "train on plain torch with USE_TORCH_XLA=0"
 #: Settings that are honored nowhere, and what to do instead: by name, or as `name=` and what values have in them.
 LIMITS = {
     "include_for_metrics=inputs": "leave it out, and read the evaluation data, whose order predictions have",
+    "save_steps=None": "leave it out, or set save_strategy='no'",
     "eval_do_concat_batches=False": "leave it out: compute_metrics is given one array of all pairs",
 }
 #: The same of settings that XLA cannot honor.
