@@ -83,6 +83,7 @@ LISTED_ON_XLA = _names("""
 ASKED: dict[str, Any] = dict.fromkeys(LIMITS | XLA_LIMITS, True) | {
     "include_for_metrics=inputs": ["loss", "inputs"],
     "eval_do_concat_batches=False": False,
+    "save_steps=None": None,
     "fsdp": "full_shard",
     "deepspeed": {"zero_optimization": {"stage": 3}},
     "parallelism_config": {"dp_replicate_size": 2},
