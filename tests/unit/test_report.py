@@ -80,9 +80,13 @@ class Elements(HTMLParser):
 
 def test_a_report_needs_nothing_else_and_obeys_no_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = run_folder(tmp_path / "run", history())
+    assert cli.main(["report", str(run)]) == 0
+    own = (run / "report" / "index.html").read_bytes()
     assert cli.main(["report", str(run), str(scored(tmp_path / "scored.jsonl"))]) == 0
-    assert f"Report written to {run / 'report' / 'index.html'}" in capsys.readouterr().out
-    elements = Elements(run / "report" / "index.html")
+    folder = run / "report-scored"
+    assert f"Report written to {folder / 'index.html'}" in capsys.readouterr().out
+    assert (run / "report" / "index.html").read_bytes() == own
+    elements = Elements(folder / "index.html")
     assert {tag for tag, _ in elements.found} & {"script", "link", "iframe", "object", "form"} == set()
     assert not [name for _, attributes in elements.found for name in attributes if name.startswith("on")]
     sources = [attributes["src"] or "" for tag, attributes in elements.found if tag == "img"]
@@ -90,12 +94,12 @@ def test_a_report_needs_nothing_else_and_obeys_no_data(tmp_path: Path, capsys: p
     assert ("http-equiv", "Content-Security-Policy") in {item for _, each in elements.found for item in each.items()}
     assert HOSTILE in elements.text, "texts of the data are there, as letters"
     assert max(map(len, elements.text.split("chosen"))) < 5000 and "characters ...]" in elements.text
-    assert not re.search(r"(src|href)=[\"']?https?:|@import|url\(", (run / "report" / "index.html").read_text())
+    assert not re.search(r"(src|href)=[\"']?https?:|@import|url\(", (folder / "index.html").read_text())
     assert "12 of 12 steps" in elements.text and "It has no verdict.json" in elements.text
-    written = {each.name for each in (run / "report").iterdir()} - {"index.html", "verdict.json"}
+    written = {each.name for each in folder.iterdir()} - {"index.html", "verdict.json"}
     drawn = {"margins", "reliability", "accuracy_by_length", "accuracy_by_group", "training"}
     assert written == {f"{name}.png" for name in drawn}
-    assert all((run / "report" / name).read_bytes().startswith(b"\x89PNG") for name in written)
+    assert all((folder / name).read_bytes().startswith(b"\x89PNG") for name in written)
 
 
 def test_without_matplotlib_the_page_says_how_to_get_pictures(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ def make_parser() -> argparse.ArgumentParser:
         help="The folder of a training run, or a file of rows that `trl-tpu score --output` wrote (.jsonl, .parquet). "
         "Several are in the same axes.",
     )
-    parser.add_argument("--output", metavar="FOLDER", help="Where to write; by default `report` beside the first.")
+    parser.add_argument("--output", metavar="FOLDER", help="Where to write; by default in or beside the first.")
     parser.add_argument(
         "--eval_by", metavar="COLUMN", help="A column of scored files that groups rows; `subset` where there is one."
     )
@@ -49,7 +49,8 @@ def write_report(
     Each is named as its folder or file is, or by its whole path where two have one name.
 
     Args:
-        output: The report's folder; by default in the first source's folder.
+        output: The report's folder. By default `report` in a run's folder, or `NAME-report` next to a file; with the
+            names of other sources added, so that a run keeps its own report.
 
     Raises:
         UserError: A source is missing or is neither, a run has logged nothing, or the report cannot be written.
@@ -59,5 +60,6 @@ def write_report(
     named, first = dict(zip(names, sources, strict=True)), sources[0]
     runs = [read_run(source, name) for name, source in named.items() if source.is_dir()]
     scored = {name: read_scored(source, eval_by) for name, source in named.items() if not source.is_dir()}
-    folder = output or (first / "report" if first.is_dir() else first.with_name(f"{first.stem}-report"))
+    name = "-".join(["report", *(source.stem for source in sources[1:])])[:200]
+    folder = output or (first / name if first.is_dir() else first.with_name(f"{first.stem}-{name}"))
     return write_page(runs, scored, folder)
