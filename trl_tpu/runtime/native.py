@@ -333,6 +333,7 @@ class Runtime:
         if args.bf16 is None:
             args.bf16 = (args.use_cpu or is_torch_bf16_gpu_available()) and not args.fp16
         if not torch.accelerator.is_available():
+            args.dataloader_pin_memory = False  # there is no device to pin it for, and torch would warn
             # otherwise accelerate forms no group of the processes that torchrun starts, and each trains alone
             args.use_cpu |= int(os.environ.get("WORLD_SIZE") or 1) > 1
 

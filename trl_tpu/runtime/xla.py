@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import importlib.util
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from math import prod
 from typing import Any
@@ -20,6 +20,7 @@ import torch_xla.distributed.xla_backend  # knows the address "xla://"
 import torch_xla.runtime as xr
 from accelerate import PartialState
 from torch import nn
+from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.optim import Optimizer
 from torch_xla._internal import tpu
@@ -91,6 +92,14 @@ def _marked(tensor: torch.Tensor, mesh: xs.Mesh, axes: PartitionSpec) -> torch.T
     return copy
 
 
+class HostShard(xs.XLAShard):
+    """A shard on the host. torch_xla's own reads its data by a list of slices, of which torch warns."""
+
+    @property  # type: ignore[misc]  # torch_xla's can be set too, which nothing does
+    def unpadded_data(self) -> torch.Tensor:
+        return self.data[tuple(slice(0, at.stop - at.start) for at in self.indices)]
+
+
 class HostShards(_CpuShards):
     """The shards of one tensor that this host's devices hold, as host tensors with their places in it."""
 
@@ -105,7 +114,7 @@ class HostShards(_CpuShards):
         """Return the tensor, of which this host has to have all shards."""
         joined = torch.empty(self.global_shape, dtype=self.shards[0].data.dtype)
         for shard in self.shards:
-            joined[tuple(shard.indices)] = shard.data[tuple(slice(0, at.stop - at.start) for at in shard.indices)]
+            joined[tuple(shard.indices)] = shard.unpadded_data
         return joined
 
 
@@ -133,6 +142,16 @@ class LoadPlanner(SPMDLoadPlanner):
     def set_up_planner(self, *args: Any, **kwargs: Any) -> None:
         torch_xla.sync(wait=True)
         super().set_up_planner(*args, **kwargs)
+
+    def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
+        if index.fqn in self.sharded_state_dict and index.fqn not in self._local_shards:
+            shards = self._local_shards[index.fqn] = _on_host(self.sharded_state_dict[index.fqn].local_shards)
+            self._pending_elements[index.fqn] = sum(shard.unpadded_data.numel() for shard in shards)
+        return super().lookup_tensor(index)
+
+
+def _on_host(shards: Iterable[xs.XLAShard]) -> list[xs.XLAShard]:
+    return [HostShard(**vars(shard)) for shard in shards]
 
 
 def _to_shards(whole: torch.Tensor, mesh: xs.Mesh, axes: PartitionSpec) -> torch.Tensor:
@@ -375,7 +394,7 @@ class XlaRuntime(Runtime):
         torch_xla.sync(wait=True)  # reading a shard while it is computed fails
         unique = {str(id(tensor)): tensor.detach() for tensor in state.values()}
         copies = {
-            key: HostShards(copy.shards, copy.global_shape) if isinstance(copy, _CpuShards) else copy
+            key: HostShards(_on_host(copy.shards), copy.global_shape) if isinstance(copy, _CpuShards) else copy
             for key, copy in _sharded_cpu_state_dict(unique).items()
         }
         return {name: copies[str(id(tensor))] for name, tensor in state.items()}
