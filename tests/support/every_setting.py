@@ -33,6 +33,7 @@ def _names(text: str) -> set[str]:
 IN_A_RUN = _names("""
     accelerator_config activation_checkpointing activation_checkpointing_kwargs activation_offloading frozen_parameters
     learning_rate_end max_eval_steps truncation_mode adam_beta1 adam_beta2 adam_epsilon
+    log_grad_norms optim_state_dtype progress
     auto_find_batch_size batch_eval_metrics bf16 bf16_full_eval center_rewards_coefficient chat_template_path data_seed
     dataloader_drop_last dataloader_in_order dataloader_multiprocessing_context dataloader_num_workers
     dataloader_persistent_workers dataloader_pin_memory dataloader_prefetch_factor dataset_num_proc

@@ -3,6 +3,9 @@
 That losses are TRL's under them, on every runtime, is in `tests/unit/test_numbers_equal_trl.py`.
 """
 
+import json
+import math
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,12 +17,14 @@ import trl
 from peft import LoraConfig
 from safetensors.torch import load_file
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
-from training import losses, trained, untimed
+from training import differing, losses, state_of, trained, untimed
+from transformers import TrainerCallback
 
 import trl_tpu
 from trl_tpu import RewardConfig, RewardTrainer
 from trl_tpu.errors import UserError
 from trl_tpu.runtime.native import Runtime
+from trl_tpu.training.progress import JsonLines
 
 Make = Callable[..., RewardTrainer]
 
@@ -130,6 +135,8 @@ TOTAL: dict[str, Any] = {"total_batch_size": 24}
 REFUSED: list[tuple[dict[str, Any], str]] = [
     # of parameters: nothing, everything, and no expression
     *(({"frozen_parameters": pattern}, "frozen_parameters=") for pattern in ("lm_head", ".", "(")),
+    ({"optim_state_dtype": "bfloat16", "optim": "sgd"}, "optim_state_dtype"),
+    ({"log_grad_norms": True, "fsdp": "full_shard"}, "log_grad_norms"),
     (END | {"lr_scheduler_type": "polynomial"}, "learning_rate_end"),
     (END | {"lr_scheduler_type": "cosine", "lr_scheduler_kwargs": {"min_lr": 1e-5}}, "learning_rate_end"),
     (END | {"learning_rate": 1e-4}, "learning_rate_end"),
@@ -146,6 +153,59 @@ def test_what_cannot_be_is_refused(settings: dict[str, Any], message: str, model
     with pytest.raises(UserError, match=message):
         args = RewardConfig(str(tmp_path), report_to="none", bf16=False, **settings)
         RewardTrainer(model_folder, args, train_dataset=tiny.made_up_pairs(8))
+
+
+# ---- optim_state_dtype
+
+
+def test_bfloat16_moments_change_losses_little_and_resume_to_the_bit(make: Make, tmp_path: Path) -> None:
+    """Within 5e-5 over 12 steps at a rate of 1e-3; also resumed with moments of the weights' type."""
+    saves = {"max_steps": 12, "save_strategy": "steps", "save_steps": 6}
+    in_float32, narrow = trained(make(max_steps=12)), {"optim_state_dtype": "bfloat16"}
+    whole = trained(make(**saves, **narrow))
+    moments = {tensor.dtype for name, tensor in state_of(whole).items() if name.endswith(" exp_avg")}
+    assert moments == {torch.bfloat16} and losses(whole) != losses(in_float32)
+    assert losses(whole) == pytest.approx(losses(in_float32), abs=5e-5)
+    assert losses(whole)[-1] < losses(whole)[0] - 0.1
+    checkpoint = str(tmp_path / "checkpoint-6")
+    assert differing(trained(make(max_steps=12, **narrow), resume=checkpoint), whole) == []
+    assert losses(trained(make(max_steps=12), resume=checkpoint)) == pytest.approx(losses(whole), abs=5e-5)
+
+
+def test_an_optimizer_without_torchs_first_moments_is_refused(make: Make) -> None:
+    trainer = make({"optimizer_cls_and_kwargs": (torch.optim.SGD, {"lr": 0.1})}, optim_state_dtype="bfloat16")
+    with pytest.raises(UserError, match="optim_state_dtype.*SGD"):
+        trainer.train()
+
+
+# ---- log_grad_norms, progress
+
+
+class ClippedNorms(TrainerCallback):
+    """Notes the norms of the gradients that the optimizer is given."""
+
+    def __init__(self) -> None:
+        self.steps: list[dict[str, float]] = []
+
+    def on_pre_optimizer_step(self, *_: Any, model: Any = None, **__: Any) -> None:
+        self.steps.append({f"grad_norm/{name}": each.grad.norm().item() for name, each in model.named_parameters()})
+
+
+def test_logs_are_lines_of_json_with_the_norm_of_each_gradient_before_clipping(
+    make: Make, capsys: pytest.CaptureFixture[str]
+) -> None:
+    clipped = ClippedNorms()
+    settings = {"log_grad_norms": True, "gradient_accumulation_steps": 2, "max_grad_norm": 1e-3}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)  # torch's of `pin_memory` was one
+        trainer = trained(make({"callbacks": [clipped]}, progress="json", disable_tqdm=False, **settings))
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert lines == [{key: log[key] for key in sorted(log)} for log in trainer.state.log_history]
+    for log, norms in zip(lines[:-1], clipped.steps, strict=True):
+        found = {name: value * 1e-3 / log["grad_norm"] for name, value in log.items() if name in norms}
+        assert found == pytest.approx(norms, rel=1e-3) and found.keys() == norms.keys() and log["grad_norm"] > 1e-2
+    JsonLines().on_log(trainer.args, trainer.state, None, {"loss": math.nan, "margin": torch.tensor(-math.inf)})
+    assert json.loads(capsys.readouterr().out) == {"step": 4, "loss": None, "margin": None}
 
 
 # ---- activation_offloading

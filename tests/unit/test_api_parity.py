@@ -68,6 +68,7 @@ OURS_ALONE: dict[str, dict[str, str]] = {
         "tokens that pairs share are computed once": "packing group_by_prompt",
         "a run saves and stops in time, where it stays": "training_time_limit save_interval_minutes output_url",
         "a NaN in one batch does not end a run's weights": "nonfinite_limit",
+        "smaller moments; logs for machines, and of each gradient": "optim_state_dtype progress log_grad_norms",
         "the eos is scored, as by servers that score the very last token": "own_pad_token",
         "the same on any number of devices": "total_batch_size",
         "an evaluation on the first batches, and by the labels of a column": "max_eval_steps eval_by",

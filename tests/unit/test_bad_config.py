@@ -1,6 +1,7 @@
 """Settings and arguments that cannot work are refused before training, by one error that names rule, value and fix."""
 
 import copy
+import dataclasses
 import logging
 import math
 from pathlib import Path
@@ -12,7 +13,8 @@ from datasets import Dataset, DatasetDict
 from tiny import made_up_pairs, tiny_model, tiny_tokenizer
 from transformers import EarlyStoppingCallback, TrainerCallback
 
-from trl_tpu import RewardConfig, RewardTrainer
+from trl_tpu import ModelConfig, RewardConfig, RewardTrainer
+from trl_tpu.config.checks import NEEDS
 from trl_tpu.data.collators import old_columns
 from trl_tpu.errors import UserError
 
@@ -116,6 +118,40 @@ def test_bad_settings_are_rejected_by_name(name: str, settings: dict[str, Any]) 
 
 
 BEST = {"eval_strategy": "epoch", "metric_for_best_model": "f1"}
+
+
+@pytest.mark.parametrize(
+    ("setting", "other", "given"),
+    [
+        ("eval_steps", "eval_strategy", {"eval_steps": 5}),
+        ("warmup_steps", "lr_scheduler_type", {"warmup_steps": 5, "lr_scheduler_type": "constant"}),
+        ("adam_beta2", "optim", {"adam_beta2": 0.95, "optim": "sgd"}),
+        ("truncation_mode", "max_length", {"truncation_mode": "keep_end", "max_length": None}),
+        ("lora_r", "use_peft", {"lora_r": 8}),
+    ],
+)
+def test_a_setting_that_needs_another_one_says_so(
+    setting: str, other: str, given: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def make(**given: Any) -> str:
+        caplog.clear()
+        kind: Any = ModelConfig if "lora_r" in given else RewardConfig
+        kind(**given) if kind is ModelConfig else kind(str(tmp_path), report_to="none", bf16=False, **given)
+        return caplog.text
+
+    met = {"eval_strategy": "steps", "lr_scheduler_type": "linear", "optim": "adamw_torch", "max_length": 8}
+    told = make(**given)
+    assert f"{setting}=" in told and f" {other}=" in told
+    assert make(**given | {other: (met | {"use_peft": True})[other]}) == ""
+
+
+def test_needs_are_fields_and_defaults_need_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    names = {each.name for kind in (RewardConfig, ModelConfig) for each in dataclasses.fields(kind)}
+    others = {need.partition("=")[0] for need in NEEDS}
+    assert {name for settings in NEEDS.values() for name in settings.split()} | others <= names
+    RewardConfig(str(tmp_path), report_to="none", bf16=False, gradient_checkpointing=False)
+    ModelConfig()
+    assert caplog.text == ""
 
 
 def test_a_metric_is_known_before_training_unless_the_user_measures_more(start: Any) -> None:

@@ -14,12 +14,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     return runs.save_model(tmp_path_factory.mktemp("model"))
 
 
-@pytest.mark.parametrize(("packing", "accumulation"), [pytest.param(True, 2, marks=pytest.mark.eight), (False, 1)])
+@pytest.mark.parametrize(
+    ("packing", "accumulation", "moments"),
+    [pytest.param(True, 2, None, marks=pytest.mark.eight), (False, 1, "bfloat16")],
+)
 def test_skipped_steps_leave_weights_and_moments_as_they_were(
-    folder: str, tmp_path: Path, packing: bool, accumulation: int
+    folder: str, tmp_path: Path, packing: bool, accumulation: int, moments: str | None
 ) -> None:
     """Steps 2, 6 and 7 of 10 hold a NaN. They are the program of the others, and nothing is read for them."""
     settings: dict[str, Any] = {"packing": packing, "gradient_accumulation_steps": accumulation}
+    settings["optim_state_dtype"] = moments
     counter = CountAtSteps()
     skipped = runs.train(folder, tmp_path, [1, 5, 6], 10, callbacks=[counter], **settings)
     without = runs.train(folder, tmp_path, [], 10, left_out=[1, 5, 6], **settings)

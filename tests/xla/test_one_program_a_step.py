@@ -16,9 +16,11 @@ from trl_tpu import RewardTrainer
 from trl_tpu.packing.shapes import RowPlan, RowShape
 
 
-@pytest.mark.parametrize(("packing", "accumulation"), [pytest.param(True, 3, marks=pytest.mark.eight), (False, 1)])
+@pytest.mark.parametrize(
+    ("packing", "accumulation", "norms"), [pytest.param(True, 3, False, marks=pytest.mark.eight), (False, 1, True)]
+)
 def test_counters_over_10_steps(
-    config: Callable[..., Any], model_folder: str, packing: bool, accumulation: int
+    config: Callable[..., Any], model_folder: str, packing: bool, accumulation: int, norms: bool
 ) -> None:
     """Decay to a rate of exactly 0 and up again, an epoch's end and a short last batch are within the 10 steps.
 
@@ -26,6 +28,7 @@ def test_counters_over_10_steps(
     """
     schedule = {"warmup_steps": 2, "lr_scheduler_type": "cosine", "lr_scheduler_kwargs": {"num_cycles": 1}}
     batches = {"gradient_accumulation_steps": accumulation, "packing": packing, "max_shapes": 1}
+    batches["log_grad_norms"] = norms
     args = config(max_steps=12, logging_steps=5, **schedule, **batches)
     counter = CountAtSteps()
     pairs = tiny.made_up_pairs(7 * 8 * accumulation - 5)
@@ -35,7 +38,7 @@ def test_counters_over_10_steps(
     executions_a_step = 1 if accumulation == 1 else accumulation + 1  # one a micro-batch, and one for the update
     assert over_10.compiles == 0
     assert over_10.executions == 10 * executions_a_step
-    assert over_10.device_to_host == 2  # steps 5 and 10 log, one read each
+    assert over_10.device_to_host == 2 + 2 * norms  # steps 5 and 10 log, one read each, and one of norms
     assert counter.between(1, 4) == Counts(0, 3 * executions_a_step, 0)
     assert counter.rates[0] == counter.rates[7] == 0.0 < counter.rates[6]
 

@@ -1,6 +1,7 @@
 """Layers as a loop: the same loss and gradients as one by one, from a program that has one layer."""
 
 import json
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -72,6 +73,7 @@ class Watching(TrainerCallback):
 def test_steps_and_evaluations_after_the_first_compile_nothing(config: Callable[..., Any], model_folder: str) -> None:
     """Nor does a second training, which goes on with the same optimizer."""
     settings = {"scan_layers": True, "packing": False, "pad_to_multiple_of": 64}
+    settings |= {"optim_state_dtype": "bfloat16", "log_grad_norms": True}
     args = config(max_steps=2, logging_steps=1, eval_strategy="steps", eval_steps=1, **settings)
     watching = Watching()
     pairs = tiny.made_up_pairs(40)
@@ -81,6 +83,9 @@ def test_steps_and_evaluations_after_the_first_compile_nothing(config: Callable[
     own = dict(trainer.model.named_parameters())
     trainer.train()
     (first, _) = losses(trainer)
+    log = trainer.state.log_history[0]
+    norms = [log[f"grad_norm/{name}"] for name in own]  # of each layer
+    assert log["grad_norm"] == pytest.approx(math.hypot(*norms), rel=1e-5)
     args.max_steps = 6
     trainer.train()
     assert losses(trainer)[-1] < first

@@ -318,7 +318,9 @@ def read_optimizer(
             )
         state, parameter = optimizer.state[parameters[key]], parameters[key]
         if kind not in state and tensor.shape == parameter.shape:
-            state[kind] = zeros_laid_out_like(parameter).to(tensor.dtype)
+            # torch's optimizers compute in the weights' type, and `optim_state_dtype` stored the checkpoint's moments
+            is_torchs = type(optimizer).__module__.startswith("torch.optim.")
+            state[kind] = zeros_laid_out_like(parameter).to(parameter.dtype if is_torchs else tensor.dtype)
         elif kind not in state:
             state[kind] = torch.zeros_like(tensor, device="cpu")
             groups = optimizer.param_groups

@@ -4,12 +4,13 @@ import argparse
 import contextlib
 import inspect
 import json
+import logging
 import math
 import os
 import re
 import warnings
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, make_dataclass
+from dataclasses import dataclass, field, fields, make_dataclass
 from typing import TYPE_CHECKING, Any
 
 import transformers
@@ -18,6 +19,8 @@ from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK,
 from .. import runtime
 from ..errors import UserError, UserTypeError, explaining
 from ..runtime import Remat
+
+logger = logging.getLogger(__name__)
 
 _NEEDLESS = "leave it out, it changes nothing"  # nothing about the result, or what is detected today
 _GONE = "gone"  # it asked for what there is no more; weights are split by `mesh` and `sharding_plan`
@@ -263,6 +266,8 @@ RANK_LIMITS = {
 GROUPED_LIMITS = {
     "train_sampling_strategy=sequential|group_by_length|batch_rebalance": "leave it out: prompts come in random order",
 }
+_ADAM = "choose optim='adamw_torch', or leave optim_state_dtype out"
+_GRADIENTS = dict.fromkeys(("fsdp", "deepspeed", "fp16"), "leave log_grad_norms out: it reads whole gradients")
 _RECOMPUTE = "choose remat='full' or, to keep matrix products, remat='dots', and leave gradient_checkpointing out"
 _LOOP = (
     "set scan_layers=True; without it the TPU's compiler (libtpu 0.0.21) moves the layers' inputs to the host, and "
@@ -286,6 +291,31 @@ CHOICES: dict[str, tuple[str | None, ...]] = {
     "loss_type": ("sigmoid", "plackett_luce", "regression"),
     "ties": ("skip", "davidson", "rao_kupper", None),
     "average_over": ("prompts", "comparisons"),
+    "optim_state_dtype": ("bfloat16", None),
+    "progress": ("bar", "json"),
+}
+#: Settings that change nothing unless another one has a certain value, by the latter: `name=` and a pattern of its
+#: values. Fields of `RewardConfig` and of `ModelConfig`.
+NEEDS = {
+    "eval_strategy=steps": "eval_steps",
+    "eval_strategy=steps|epoch": "eval_delay metric_for_best_model",
+    "save_strategy=steps": "save_steps",
+    "logging_strategy=steps": "logging_steps",
+    "metric_for_best_model=^(?!None)": "greater_is_better",
+    "lr_scheduler_type=^(?!constant$|reduce|greedy)": "warmup_steps",
+    "optim=^(?!sgd|ada(grad|factor|lomo)|rmsprop|lomo)": "adam_beta1 adam_beta2 adam_epsilon",
+    "optim=^(?!adamw_torch|ada(factor|lomo)|lomo)": "optim_args",
+    "optim=galore|apollo": "optim_target_modules",
+    "activation_checkpointing=True": "activation_checkpointing_kwargs",
+    "max_length=^[0-9]": "truncation_mode",
+    "packing=auto|true": "row_length packed_attention",
+    "train_sampling_strategy=group_by_length": "length_column_name",
+    "use_liger_kernel=True": "liger_kernel_config",
+    "push_to_hub=True": "hub_strategy hub_always_push",
+    "report_to=trackio": "project trackio_space_id trackio_bucket_id trackio_static_space_id",
+    "use_peft=True": "lora_r lora_alpha lora_dropout lora_target_modules lora_target_parameters lora_modules_to_save "
+    "use_rslora use_dora",
+    "load_in_4bit=True": "bnb_4bit_quant_type use_bnb_nested_quant bnb_4bit_quant_storage",
 }
 
 
@@ -341,6 +371,8 @@ def check_values(args: Any) -> None:
             "only for loss_type='sigmoid' without ties",
         ),
         (args.loss_type != "plackett_luce", {"ranking_top_k": out}, "only for loss_type='plackett_luce'"),
+        (args.optim_state_dtype, {"optim=^(?!adamw_torch(_fused)?$)": _ADAM}, "impossible with optim_state_dtype"),
+        (args.log_grad_norms, _GRADIENTS, "impossible with log_grad_norms"),
         (not learns_ties, {r"tie_threshold=^(?!1(\.0)?$)": out}, "only for ties='davidson' and 'rao_kupper'"),
     )
     _ = args.remat_policy, args.time_limit  # which say what is wrong with them
@@ -369,6 +401,18 @@ def check_limits(args: Any, limits: Mapping[str, str], what: str) -> None:
         value = getattr(value, "value", value)  # an enum's text
         if re.search(part, str(value)) if part else value and value != "no":
             raise UserError(f"{setting}={value!r} is {what}: {instead}.")
+
+
+def warn_of_unmet_needs(args: Any, needs: Mapping[str, str] = NEEDS) -> None:
+    """Warn of each setting of the dataclass ``args`` that changes nothing because of another one: see `NEEDS`."""
+    defaults = {each.name: each.default for each in fields(args)}
+    for need, settings in needs.items():
+        other, _, part = need.partition("=")
+        for setting in settings.split() if other in defaults else ():
+            given, value = (getattr(each, "value", each) for each in (getattr(args, setting), getattr(args, other)))
+            if given != defaults[setting] and not re.search(part, str(value)):
+                change = f"change {other}" if "^" in part else f"set {need}"
+                logger.warning("%s=%r has no effect with %s=%r: %s.", setting, given, other, value, change)
 
 
 def check_trackers(args: Any) -> None:

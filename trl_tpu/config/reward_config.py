@@ -119,6 +119,10 @@ class RewardConfig(RemovedArguments, TrainingArguments):
             Extra parameters of the learning rate scheduler, such as {'num_cycles': 1}.
         optim (`str`, *optional*, defaults to `"adamw_torch"`):
             The optimizer: a name of transformers' OptimizerNames.
+        optim_state_dtype (`str`, *optional*):
+            `"bfloat16"` stores Adam's first moments in bfloat16 between steps, which saves 2 bytes per trained float32
+            parameter. Updates are computed in the type of the weights. Second moments keep that type, since bfloat16
+            would round away their small changes.
 
         model_init_kwargs (`dict[str, Any]`, *optional*):
             For `AutoModelForSequenceClassification.from_pretrained`, when the trainer's `model` is a name. `dtype`
@@ -212,6 +216,13 @@ class RewardConfig(RemovedArguments, TrainingArguments):
             with the first of them and its pairs named. Such a step takes no update, is counted as `nonfinite` in the
             logs, and is no part of the logged loss. 0 trains on as TRL does. It is 0 with `fp16`, whose loss scale
             skips steps by itself, and with float16 weights, where infinite gradients come and go.
+        log_grad_norms (`bool`, *optional*, defaults to `False`):
+            Log the norm of each parameter's gradient before clipping, as `grad_norm/NAME`. All norms of a step are one
+            vector on the device, which is read only when it is logged.
+        progress (`str`, *optional*, defaults to `"bar"`):
+            `"bar"` shows transformers' progress bar, or prints logs if `disable_tqdm` is on. `"json"` replaces both:
+            each log is one line of standard output, a JSON object with `step` and the log's numbers, all of them. A
+            number that is not finite is null.
         activation_offloading (`bool`, *optional*, defaults to `False`):
             Whether what the backward needs waits in the host's memory: of layers that `remat` computes again their
             inputs; in plain torch of others all. On XLA it needs `scan_layers`. On a CPU it is there anyway.
@@ -275,6 +286,7 @@ class RewardConfig(RemovedArguments, TrainingArguments):
     bf16: bool | None = None  # type: ignore[assignment]  # TRL's type: None is "not set" until __post_init__
     lr_scheduler_kwargs: dict | str | None = None
     optim: str = "adamw_torch"  # differs from TRL: transformers' default is a fused kernel, which XLA does not have
+    optim_state_dtype: str | None = None
 
     # the model
     model_init_kwargs: dict[str, Any] | str | None = None
@@ -311,6 +323,8 @@ class RewardConfig(RemovedArguments, TrainingArguments):
     training_time_limit: str | None = None
     save_interval_minutes: float | None = None
     nonfinite_limit: int = 3
+    log_grad_norms: bool = False
+    progress: str = "bar"
     activation_offloading: bool = False
 
     # the rows
@@ -370,6 +384,7 @@ class RewardConfig(RemovedArguments, TrainingArguments):
             super().__post_init__()
         checks.check_remat(self)
         checks.check_trackers(self)
+        checks.warn_of_unmet_needs(self)
         _ = self.schedule  # which says what is wrong with it
         self.mesh_shape = self._parse_mesh()
         if self.shards_over_processes:

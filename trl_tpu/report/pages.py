@@ -152,8 +152,9 @@ def pictures_of(verdicts: Verdicts, runs: Sequence[RunHistory] = ()) -> dict[str
         figure.legend(loc="outside lower center")
 
     pictures = {title: _picture(height, overlay, named, draw) for title, named, draw, height in drawn if named}
-    # what any run has logged repeatedly while it trained
-    logged = {key for run in runs for key in run.keys if len(run.series(key)[0]) > 1 and not key.startswith("eval_")}
+    # what any run has logged repeatedly while it trained, but for each parameter's gradient
+    keys = [key for run in runs for key in run.keys if len(run.series(key)[0]) > 1]
+    logged = {key for key in keys if not key.startswith(("eval_", "grad_norm/"))}
     names = [*_CURVES, *sorted(logged - {*_CURVES, "step", "epoch"})]
     shown = [name for name in names if any(run.series(name)[0] or run.evaluated(name) for run in runs)]
     if shown:

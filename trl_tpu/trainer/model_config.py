@@ -3,6 +3,7 @@
 import warnings
 from dataclasses import dataclass, field
 
+from ..config.checks import warn_of_unmet_needs
 from ..config.reward_config import help_from_docstring
 from ..errors import UserError
 
@@ -75,3 +76,4 @@ class ModelConfig:
         if isinstance(self.lora_target_modules, list | tuple) and len(self.lora_target_modules) == 1:
             # peft reads a string as a pattern or as "all-linear"; the command line can only give a list
             self.lora_target_modules = self.lora_target_modules[0]  # type: ignore[assignment]
+        warn_of_unmet_needs(self)

@@ -33,7 +33,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import ProgressCallback, get_scheduler
+from transformers import PrinterCallback, ProgressCallback, get_scheduler
 from transformers.trainer_utils import has_length
 
 from ..checkpoint.folders import RunFolder
@@ -55,8 +55,8 @@ from ..parallel import shard
 from ..parallel.mesh import BATCH_AXES
 from ..runtime import choice, current
 from .batch_plan import BatchPlan
-from .optimizer import bare, skip_unless
-from .progress import Progress
+from .optimizer import bare, skip_unless, store_first_moments
+from .progress import JsonLines, Progress
 from .saving import Components, SavingTrainer
 from .statistics import StepCounts, StepStatistics
 from .stopping import SIGTERM, EvaluationCutShort, StepCallback
@@ -80,7 +80,10 @@ class DeviceTrainer(SavingTrainer):
 
     def _make_parts(self, plan: BatchPlan, statistics: StepStatistics) -> None:
         """Make the parts, once transformers' constructor has run."""
-        progress = Progress() if self.pop_callback(ProgressCallback) is not None else None
+        shows_bar, is_json = self.pop_callback(ProgressCallback) is not None, self.args.progress == "json"
+        if is_json:
+            self.pop_callback(PrinterCallback)
+        progress = JsonLines() if is_json else Progress() if shows_bar else None
         announce = logger.info if progress is None else progress.say
         self.trl_tpu = ours = Components(self.args, self.model, self.accelerator, plan, statistics, announce)
         for callback in (progress, StepCallback(self._begin, ours.agreement, ours.preemption, ours.recompiles.check)):
@@ -273,6 +276,7 @@ class DeviceTrainer(SavingTrainer):
             is_new = ours.step_state.prepare(self.model, self.shard_report.placements, optimizer_of_torch, accumulates)
             if is_new and ours.statistics.skips_nonfinite:
                 skip_unless(lambda: ours.statistics.is_finite_1, optimizer_of_torch, ours.runtime)
+        store_first_moments(bare(self.optimizer), self.args.optim_state_dtype)
         ours.runtime.fuse(bare(self.optimizer))
         if self.lr_scheduler is None and self.args.learning_rate_end is not None:
             (name, arguments), warmup = self.args.schedule, self.args.get_warmup_steps(num_training_steps)
@@ -295,6 +299,7 @@ class DeviceTrainer(SavingTrainer):
         ours.recompiles.see(tensors_in(part), updates)
         ours.step_state.attach_gradients()
         loss = super().training_step(model, part, num_items_in_batch)
+        ours.gradient_norms.measure(self.model)  # before they are clipped; the last micro-batch has all of a step
         ours.statistics.see_loss(loss)
         return loss
 
@@ -378,7 +383,7 @@ class DeviceTrainer(SavingTrainer):
         self._total_loss_scalar += loss_sum
         self._globalstep_last_logged = step
         self.store_flos()
-        self.log(logs, start_time)
+        self.log(logs | ours.gradient_norms.read(), start_time)
         self._stop_if_nonfinite(counted)
 
     def _stop_if_nonfinite(self, counted: StepCounts) -> None:

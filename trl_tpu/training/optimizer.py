@@ -10,8 +10,9 @@ import torch
 from torch import nn
 from torch.optim import Adam, Adamax, NAdam, Optimizer, RAdam
 
-from ..modeling.layers import LayerStack
-from ..parallel.shard import zeros_laid_out_like
+from ..errors import UserError
+from ..modeling.layers import LayerStack, by_layer
+from ..parallel.shard import whole, zeros_laid_out_like
 from ..parallel.sharding_plan import Placement
 from ..runtime import PartitionSpec, Remat, Runtime
 
@@ -94,6 +95,36 @@ class StepState:
             buffer.zero_()
 
 
+class GradientNorms:
+    """The norm of each parameter's gradient in the last step: one vector on the device, read when it is logged.
+
+    Args:
+        runtime: Reads the vector.
+        is_on: False measures nothing.
+    """
+
+    def __init__(self, runtime: Runtime, *, is_on: bool) -> None:
+        self._runtime, self._is_on = runtime, is_on
+        self._names: list[str] = []
+        self._norms_N: torch.Tensor | None = None
+
+    @torch.no_grad()
+    def measure(self, model: nn.Module) -> None:
+        """Measure the gradients as they are, each layer's alone if layers are stacked. All processes take part."""
+        if self._is_on:
+            parameters = model.named_parameters()
+            gradients = by_layer(model, {name: each.grad for name, each in parameters if each.grad is not None})
+            norms = [torch.linalg.vector_norm(each, dtype=torch.float32) for each in gradients.values()]
+            self._names, self._norms_N = [*gradients], torch.stack([*map(whole, norms)])
+
+    def read(self) -> dict[str, float]:
+        """Return the norms as `grad_norm/NAME`; nothing if none were measured."""
+        if self._norms_N is None:
+            return {}
+        (norms_N,) = self._runtime.fetch([self._norms_N])
+        return {f"grad_norm/{name}": norm for name, norm in zip(self._names, norms_N.tolist(), strict=True)}
+
+
 # torch's capturable Adam divides by the learning rate, so that 0 makes NaN of a parameter whose gradient was always 0.
 # This rate moves nothing: its product with any update is far below what float32 resolves beside a weight.
 _SMALLEST_RATE = 1.1e-30
@@ -153,6 +184,40 @@ def _let_state_wait(optimizer: Optimizer, runtime: Runtime) -> None:
     optimizer.register_step_pre_hook(wait)
 
 
+def store_first_moments(optimizer: Optimizer, dtype: str | None) -> None:
+    """Store Adam's first moments as ``dtype`` between steps, and compute updates in the weights' type.
+
+    torch's kernels take moments and gradients of one type only. On XLA the conversions are part of the update.
+
+    Args:
+        optimizer: May have state, and may have been given to this function before.
+        dtype: torch's name of a type; None leaves the optimizer as it is.
+
+    Raises:
+        UserError: The optimizer is not one of torch's that keep first moments.
+    """
+    if dtype is None:
+        return
+    if not isinstance(optimizer, _RATE_IS_DATA):
+        raise UserError(f"optim_state_dtype needs torch's AdamW, not {type(optimizer).__name__}: leave it out.")
+    stored: dict[Any, torch.Tensor] = {}
+
+    def widen(*_: object) -> None:
+        for parameter, state in optimizer.state.items():
+            if "exp_avg" in state and state["exp_avg"].dtype != parameter.dtype:
+                stored[parameter], state["exp_avg"] = state["exp_avg"], state["exp_avg"].to(parameter.dtype)
+
+    def narrow(*_: object) -> None:
+        for parameter, state in optimizer.state.items():
+            if (wide := state.get("exp_avg")) is not None:
+                kept = stored.pop(parameter, None)  # updated in place, as a compiled step's other state is
+                state["exp_avg"] = wide.to(getattr(torch, dtype)) if kept is None else kept.copy_(wide)
+
+    narrow()
+    optimizer.register_step_pre_hook(widen)
+    optimizer.register_step_post_hook(narrow)
+
+
 def skip_unless(is_finite: Callable[[], torch.Tensor], optimizer: Optimizer, runtime: Runtime) -> None:
     """Skip updates of ``optimizer`` after steps that are not finite, without reading whether they are.
 
@@ -163,14 +228,16 @@ def skip_unless(is_finite: Callable[[], torch.Tensor], optimizer: Optimizer, run
     Args:
         is_finite: Returns whether the step is finite, [1], on the device.
     """
-    has_state, old = bool(optimizer.state), list[tuple[torch.Tensor, torch.Tensor]]()
+    has_state, old = bool(optimizer.state), list[torch.Tensor]()
+
+    def tensors() -> list[torch.Tensor]:
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        return [tensor for each in parameters for tensor in (each, *state_on_device(optimizer, each))]
 
     def before_update(*_: object) -> None:
         nonlocal has_state
         if has_state:
-            parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-            tensors = [tensor for each in parameters for tensor in (each, *state_on_device(optimizer, each))]
-            old[:] = [(tensor, tensor.detach().clone()) for tensor in tensors]
+            old[:] = [tensor.detach().clone() for tensor in tensors()]
         elif runtime.fetch([is_finite()])[0].all():
             has_state = True
         else:
@@ -178,8 +245,8 @@ def skip_unless(is_finite: Callable[[], torch.Tensor], optimizer: Optimizer, run
 
     @torch.no_grad()
     def after_update(*_: object) -> None:
-        for tensor, value in old:
-            tensor.copy_(torch.where(is_finite()[0], tensor, value))
+        for tensor, value in zip(tensors() if old else (), old, strict=True):
+            tensor.copy_(torch.where(is_finite()[0], tensor, value.to(tensor.dtype)))
         old.clear()
 
     optimizer.register_step_pre_hook(before_update)

@@ -1,5 +1,6 @@
 """Progress of a run: the bar, compilations as they begin, and a warning of those after warm-up."""
 
+import json
 import logging
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
@@ -7,7 +8,7 @@ from typing import Any
 
 import torch
 from tqdm.auto import tqdm
-from transformers import ProgressCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import ProgressCallback, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from ..config.reward_config import LENGTH_METRICS, METRICS, REWARD_METRICS
 from ..runtime import Runtime
@@ -128,9 +129,20 @@ class Progress(ProgressCallback):
         shown = {
             name: value
             for name, value in (logs or {}).items()
-            if name.removeprefix("eval_") not in _FOR_TRACKERS and "accuracy/" not in name
+            if name.removeprefix("eval_") not in _FOR_TRACKERS and "accuracy/" not in name and "grad_norm/" not in name
         }
         super().on_log(args, state, control, logs=shown, **more)
+
+
+class JsonLines(TrainerCallback):
+    """Prints each log as one line: a JSON object with the step and all numbers, null for one that is not finite."""
+
+    say = staticmethod(logger.info)
+
+    def on_log(self, args: Any, state: TrainerState, control: Any, logs: Any = None, **_: Any) -> None:
+        if state.is_world_process_zero:
+            text = json.dumps({"step": state.global_step, **(logs or {})}, default=float)
+            print(json.dumps(json.loads(text, parse_constant=lambda _: None)), flush=True)  # JSON has no NaN
 
 
 class AddedMetrics(defaultdict[str, list[float]]):

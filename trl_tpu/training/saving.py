@@ -42,7 +42,7 @@ from ..parallel.shard import mesh_of, saves_what_it_is_given
 from ..report.pages import add_card
 from ..runtime import current
 from .batch_plan import BatchPlan
-from .optimizer import StepState, bare
+from .optimizer import GradientNorms, StepState, bare
 from .progress import RecompileGuard
 from .statistics import StepStatistics
 from .step import StepResult
@@ -53,7 +53,7 @@ logger = logging.getLogger(__name__)
 _SETTINGS = (
     *("seed", "data_seed", "gradient_accumulation_steps", "group_by_prompt"),
     *("learning_rate", "learning_rate_end", "lr_scheduler_type", "warmup_steps", "max_steps", "num_train_epochs"),
-    *("weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm"),
+    *("weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm", "optim_state_dtype"),
     *(field.name for field in fields(Loss)),
     *("attributes", "attribute_loss_weights", "margin_scale", "average_over", "disable_dropout", "frozen_parameters"),
     *("bf16", "nonfinite_limit"),
@@ -124,6 +124,7 @@ class Components:
         self.checkpoints = CheckpointLoader(runtime, self.agreement, shares_disk=shares_disk)
         self.run_folder = RunFolder(Path(str(args.output_dir)), self.remote, args.should_save)
         self.step_state = StepState(runtime, scanned=args.remat_policy if args.scan_layers else None)
+        self.gradient_norms = GradientNorms(runtime, is_on=args.log_grad_norms)
         self.best_model_lost: str | None = None
         """Why the last `train()` ended with its last model instead of its best; None if it did not."""
         self.at_late_sigterm: Callable[[], None] = partial(signal.raise_signal, signal.SIGTERM)
