@@ -1,8 +1,10 @@
 """The command: quick help, a runtime report, training from flags and YAML, and scoring what training saved."""
 
+import dataclasses
 import importlib.util
 import json
 import os
+import re
 import sys
 from collections.abc import Callable, Sequence
 from itertools import pairwise
@@ -16,6 +18,7 @@ import scored_files
 
 import trl_tpu
 from trl_tpu import cli
+from trl_tpu.config.checks import REMOVED
 from trl_tpu.config.reward_config import RewardConfig
 from trl_tpu.scripts import reward, synthetic
 from trl_tpu.trainer.model_config import ModelConfig
@@ -33,6 +36,20 @@ def test_help_names_the_commands_and_imports_nothing_heavy() -> None:
     code = f"import sys; from trl_tpu.cli import main; main([]); print({heavy} & set(sys.modules))"
     shown = apart.cold("-c", code)
     assert shown.splitlines()[-1] == "set()" and all(f"    {name} " in shown for name in cli.COMMANDS)
+
+
+def test_help_shows_the_first_flags_and_help_all_every_one(capsys: pytest.CaptureFixture[str]) -> None:
+    def shown(*words: str) -> list[str]:
+        with pytest.raises(SystemExit) as ended:
+            cli.main([*words])
+        assert ended.value.code == 0
+        return re.findall(r"^  --(\w+)", capsys.readouterr().out, re.MULTILINE)
+
+    first, every = shown("reward", "--help"), shown("reward", "--help", "all")
+    assert first[:3] == ["model_name_or_path", "dataset_name", "output_dir"] and 10 <= len(first) <= 15
+    fields = {each.name for kind in (RewardConfig, ModelConfig) for each in dataclasses.fields(kind)}
+    assert {*first, *fields} - {*every} == {*REMOVED} and len(every) == len({*every})
+    assert "topology" in shown("plan", "-h")
 
 
 def test_env_reports_versions_and_the_runtime(capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,9 +3,10 @@
 import argparse
 import copy
 import dataclasses
+import inspect
 import json
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import NoneType
 from typing import Any, NoReturn, TypeVar, get_args, get_origin
 
@@ -119,6 +120,57 @@ class TrlParser(HfArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Exit with status 2 and the message alone: the usage of some 150 flags would bury it."""
         self.exit(2, f"{self.prog}: error: {' '.join(message.split())}\nSee `{self.prog} --help` for the flags.\n")
+
+
+class CommandParser(TrlParser):
+    """The parser of a command: ``--help`` shows the flags that matter first, ``--help all`` all, by their classes.
+
+    Args:
+        dataclass_types: As of `TrlParser`.
+        first: Names of the flags that matter first.
+        prog: The command.
+    """
+
+    def __init__(self, dataclass_types: Iterable[type], first: Sequence[str], prog: str | None) -> None:
+        super().__init__(dataclass_types, prog=prog, add_help=False)
+        self._titles = dict.fromkeys(first, "The first flags (--help all shows the others)")
+        self.add_argument("-h", "--help", action=_Help, nargs="?", choices=["all"], default=argparse.SUPPRESS)
+
+    def show_all(self) -> None:
+        """Let the help be of all flags."""
+        of_kinds = [(kind, each.name) for kind in self.dataclass_types for each in dataclasses.fields(kind)]
+        self._titles = {name: _owner(kind, name).__name__ for kind, name in of_kinds}
+
+    def format_help(self) -> str:
+        titles, names = self._titles, [*self._titles]
+        formatter = _Formatter(self.prog)
+        formatter.add_text(f"usage: {self.prog} [--config FILE] [--FLAG VALUE ...]. FILE has `FLAG: VALUE`, in YAML.")
+        for title in dict.fromkeys(titles.values()):
+            flags = [each for each in self._actions if titles.get(each.dest) == title]
+            formatter.start_section(title)
+            formatter.add_arguments(sorted(flags, key=lambda each: names.index(each.dest)))
+            formatter.end_section()
+        return formatter.format_help()
+
+
+class _Help(argparse.Action):
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        if values == "all":
+            parser.show_all()
+        parser.print_help()
+        parser.exit()
+
+
+class _Formatter(argparse.ArgumentDefaultsHelpFormatter):
+    """Shows each flag once: not with hyphens too, and without its name in capitals."""
+
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        return ", ".join(each for each in action.option_strings if "-" not in each.lstrip("-"))
+
+
+def _owner(kind: type, field: str) -> type:
+    """Return the class in which a dataclass has got a field."""
+    return next(each for each in kind.__mro__ if field in inspect.get_annotations(each))
 
 
 def _default(action: argparse.Action, value: Any) -> Any:

@@ -20,13 +20,14 @@ from datasets.exceptions import DatasetGenerationError
 from safetensors import SafetensorError
 
 from trl_tpu.checkpoint.folders import RemoteRun, RunFolder
+from trl_tpu.config.checks import warn_of_unmet_needs
 from trl_tpu.config.reward_config import RewardConfig, help_from_docstring
 from trl_tpu.data.checks import RAW_COLUMNS
 from trl_tpu.data.measure import answers_of, labels_of
 from trl_tpu.errors import BEST_LOST, NOT_SAVED, UNFINISHED, UserError
 from trl_tpu.experimental.prm import PRMConfig, PRMTrainer
 from trl_tpu.modeling.adapters import get_peft_config, get_quantization_config
-from trl_tpu.scripts.parser import TrlParser
+from trl_tpu.scripts.parser import CommandParser, TrlParser
 from trl_tpu.scripts.synthetic import resolve_model
 from trl_tpu.scripts.utils import (
     DatasetMixtureConfig,
@@ -41,6 +42,12 @@ from trl_tpu.trainer.reward_trainer import RewardTrainer
 from trl_tpu.training.stopping import end_forks_by_sigterm
 
 logger = logging.getLogger(__name__)
+
+#: The flags that `--help` shows.
+_FIRST = (
+    *("model_name_or_path", "dataset_name", "output_dir", "learning_rate", "num_train_epochs", "total_batch_size"),
+    *("per_device_train_batch_size", "max_length", "eval_strategy", "use_peft", "mesh", "resume_from_checkpoint"),
+)
 
 
 @help_from_docstring
@@ -93,7 +100,9 @@ def main(
     dataset, what = load_data(script_args, dataset_args)
     train_dataset = pick_split(dataset, script_args.dataset_train_split, what)
     eval_dataset = None
-    if training_args.eval_strategy != "no" or training_args.do_eval:
+    training_args.do_eval |= training_args.eval_on_start  # `eval_strategy` has set it, too
+    warn_of_unmet_needs(training_args, {"do_eval=True": "eval_by max_eval_steps per_device_eval_batch_size"})
+    if training_args.do_eval:
         eval_dataset = pick_split(dataset, script_args.dataset_test_split, what)
 
     trainer_type = RewardTrainer if training_args.step_separator is None else PRMTrainer
@@ -232,7 +241,8 @@ def make_parser(
     script: tuple[type, ...] = (RewardScriptArguments,),
 ) -> TrlParser:
     """Make the parser of the command's flags, or of those of another one that is given a training's."""
-    parser = TrlParser((*script, config, ModelConfig, DatasetMixtureConfig), prog=prog)
+    first = (*_FIRST, *script[0].__annotations__)
+    parser = CommandParser((*script, config, ModelConfig, DatasetMixtureConfig), first, prog)
     if config.step_separator is not None:
         parser.set_defaults(lora_task_type="TOKEN_CLS")
     return parser
