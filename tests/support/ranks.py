@@ -86,6 +86,7 @@ def train(
     settings |= {"packing": False} if "padded" in way else {"bf16": True} if way == "bf16" else {}
     settings |= {"average_over": "comparisons"} if way == "ranked" else {}
     if way == "adapters":
+        settings |= {"log_grad_norms": True}
         arguments["peft_config"] = LoraConfig(**LORA)
     if way == "not finite":
         arguments["callbacks"] = [Infinite()]

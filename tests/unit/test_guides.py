@@ -46,6 +46,8 @@ MAKE_PARSER: dict[str, Any] = {
 }
 MAKE_PARSER["prm"] = partial(reward.make_parser, config=PRMConfig)
 FLAGS = {option for make in MAKE_PARSER.values() for each in make()._actions for option in each.option_strings}
+#: Pages for the first hour, whose blocks of Python need no block before them.
+ON_THEIR_OWN = ("README.md", "examples/guides/first_reward_model.md")
 NAMES = [page.relative_to(ROOT).as_posix() for page in PAGES]
 
 # asks this process over two inherited pipes, and shows what the command said
@@ -235,6 +237,7 @@ def test_the_blocks_of_a_page_run_in_order(name: str, tmp_path: Path, monkeypatc
         if block.language == "bash":
             run_shell(block.text, tmp_path)
         elif block.language == "python":
+            names = {"__name__": "__main__"} if name in ON_THEIR_OWN else names
             code = "\n" * (block.line - 1) + block.text
             exec(compile(code, str(ROOT / name), "exec"), names)
         elif block.language == "yaml":
