@@ -205,10 +205,13 @@ def test_the_metric_for_the_best_model_is_one_that_is_measured(model_folder: str
             make(name)
 
 
-def test_a_tracker_that_is_not_installed_is_named_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["wandb", "wandbb", "flyte"])
+def test_a_tracker_that_is_not_installed_is_named_at_once(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("trl_tpu.config.checks.get_available_reporting_integrations", lambda: ["tensorboard"])
-    with pytest.raises(UserError, match="report_to.*wandb"):
-        RewardConfig(str(tmp_path), report_to=["tensorboard", "wandb"])
+    with pytest.raises(UserError, match=f"report_to.*names {name},"):
+        RewardConfig(str(tmp_path), report_to=["tensorboard", name])
 
 
 def test_an_evaluation_after_training_counts_the_tokens_since_the_last_log(model_folder: str, tmp_path: Path) -> None:

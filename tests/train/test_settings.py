@@ -40,6 +40,20 @@ def make(model_folder: str, config: Callable[..., RewardConfig]) -> Make:
     return make
 
 
+# ---- learning_rate
+
+
+def test_the_default_rate_is_a_warning_for_a_whole_model(make: Make, caplog: pytest.LogCaptureFixture) -> None:
+    def warns(**given: Any) -> bool:
+        caplog.clear()
+        make(given.pop("arguments", ()), **{"learning_rate": RewardConfig.learning_rate} | given)
+        return any(log.levelname == "WARNING" and "learning_rate" in log.message for log in caplog.records)
+
+    assert warns() and warns(frozen_parameters="norm")
+    assert not warns(learning_rate=1e-5) and not warns(frozen_parameters="model")
+    assert not warns(arguments={"peft_config": LoraConfig(task_type="SEQ_CLS", r=2)})
+
+
 # ---- frozen_parameters
 
 

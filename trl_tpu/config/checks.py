@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, fields, make_dataclass
 from typing import TYPE_CHECKING, Any
 
 import transformers
-from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK, get_available_reporting_integrations
+from transformers.integrations.integration_utils import get_available_reporting_integrations, is_flytekit_available
 
 from .. import runtime
 from ..errors import UserError, UserTypeError, explaining
@@ -416,11 +416,22 @@ def warn_of_unmet_needs(args: Any, needs: Mapping[str, str] = NEEDS) -> None:
 
 def check_trackers(args: Any) -> None:
     """Raise UserError where `report_to` names a tracker that is not installed: transformers loads all models first."""
-    known = set(INTEGRATION_TO_CALLBACK) - {"flyte"}  # transformers does not say whether flyte is installed
-    if missing := sorted(known.intersection(args.report_to) - set(get_available_reporting_integrations())):
+    installed = {*get_available_reporting_integrations(), *["flyte"] * is_flytekit_available()}
+    if missing := sorted({*args.report_to} - installed):
         raise UserError(
-            f"report_to={args.report_to} names {', '.join(missing)}, whose package is not installed: install it, or "
-            "leave it out of report_to."
+            f"report_to={args.report_to} names {', '.join(missing)}, and no tracker of that name is installed: "
+            "install it, correct its name, or leave it out of report_to."
+        )
+
+
+def check_rate(args: Any, model: Any) -> None:
+    """Warn where a whole model is trained at TRL's default learning rate, which is one for adapters."""
+    sizes = [(weight.numel(), weight.requires_grad) for weight in model.parameters()]
+    trained = sum(size for size, trains in sizes if trains)
+    if args.learning_rate == 1e-4 and trained > sum(size for size, _ in sizes) / 2:
+        logger.warning(
+            "learning_rate=1e-4, TRL's default, is for adapters (--use_peft) and much too high for a whole model. "
+            "Common rates: 1e-5 for 0.5B, 2e-6 for 1B, 2e-6 to 9e-6 for 8B parameters."
         )
 
 

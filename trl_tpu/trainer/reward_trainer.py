@@ -20,7 +20,7 @@ from transformers import (
 )
 
 from .. import runtime
-from ..config.checks import AnswersOldNames
+from ..config import checks
 from ..config.reward_config import RewardConfig
 from ..data.chat_templates import date_written
 from ..data.collators import DataCollatorForPreference, _tokenize, batches_in
@@ -61,7 +61,7 @@ EvalDataset: TypeAlias = (
 )
 
 
-class RewardTrainer(AnswersOldNames, EvaluatingTrainer):
+class RewardTrainer(checks.AnswersOldNames, EvaluatingTrainer):
     """Trains a reward model on pairs of a chosen and a rejected dialogue.
 
     The arguments are those of `trl.RewardTrainer`, in its order; `model_init` and the old names come last.
@@ -141,6 +141,8 @@ class RewardTrainer(AnswersOldNames, EvaluatingTrainer):
         self.model_init = model_init  # type: ignore[assignment]  # may be None in transformers
         built, own_tokenizer = build(model if model_init is None else super().call_model_init())
         built.add_model_tags(self._tag_names)
+        if optimizers[0] is None and optimizer_cls_and_kwargs is None:
+            checks.check_rate(args, built)
         # what preparing data reads, which subclasses override
         self.args = args = in_order_of(built, args)
         self.model, self.processing_class = built, own_tokenizer
