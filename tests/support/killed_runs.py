@@ -1,4 +1,4 @@
-"""Kill a training process again and again, resume it each time, and compare the end with an uninterrupted run.
+"""Kill a training process again and again, start it the same way each time, and compare it with an uninterrupted run.
 
 Run as a script with a folder, a number of kills and RewardConfig's settings as JSON, on the runtime that the
 environment chooses, and with "processes" of them on a mesh; prints how many kills there were, how many hit a save and
@@ -59,7 +59,7 @@ def train(model_folder: Path, folder: Path, settings: dict[str, Any]) -> None:
     )
     pairs = tiny.made_up_pairs(64)
     trainer = RewardTrainer(str(model_folder), args, train_dataset=pairs, callbacks=[Marks(mark_of(folder))])
-    trainer.train(resume_from_checkpoint=any(folder.glob("checkpoint-*")) or None)
+    trainer.train(resume_from_checkpoint="auto")
 
 
 def start(model_folder: Path, folder: Path, settings: dict[str, Any], processes: int) -> list[int]:

@@ -69,7 +69,7 @@ def main() -> None:
     args = RewardConfig(str(folder / "out"), mesh="tensor=2", gradient_checkpointing=False, **settings)
     data: dict[str, Any] = {"train_dataset": pairs, "eval_dataset": pairs, "callbacks": [own]}
     trainer = RewardTrainer(model, args, **data, compute_metrics=lambda prediction: {"host": index})
-    trainer.train(resume_from_checkpoint=kind == "resume")
+    trainer.train(resume_from_checkpoint="auto" if kind == "resume" else None)
     trainer.save_model(str(folder / "final"))
     runtime.current().all_gather_object(None)
     steps = trainer.state.global_step

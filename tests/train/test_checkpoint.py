@@ -4,6 +4,7 @@ import hashlib
 import json
 import logging
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,13 +16,14 @@ from saving import made_checkpoint
 
 from trl_tpu.checkpoint.checkpointer import CheckpointLoader
 from trl_tpu.checkpoint.folders import MANIFEST_FILE, RunFolder, find_faults
+from trl_tpu.checkpoint.state_dict import PROGRESS_FILE
 from trl_tpu.errors import UserError
 from trl_tpu.runtime.native import Runtime
 
 
 def found(output_dir: Path, asked: str | bool = True) -> str | None:
     loader = CheckpointLoader(Runtime(), saving.Alone(), shares_disk=True)
-    return loader.find(asked, RunFolder(output_dir, None, writes=True), "packed", {})
+    return loader.find(asked, RunFolder(output_dir, None, writes=True), "packed", {"seed": 7})
 
 
 def newer_format(folder: Path) -> None:
@@ -91,6 +93,33 @@ def test_with_no_good_checkpoint_the_error_names_what_was_found(tmp_path: Path) 
     for asked in (True, str(tmp_path / "checkpoint-4")):
         with pytest.raises(UserError, match="checkpoint-4.*weights"):
             found(tmp_path, asked)
+
+
+def test_auto_takes_the_newest_checkpoint_of_this_run_or_starts_fresh_or_stops(tmp_path: Path) -> None:
+    assert found(tmp_path, "auto") is None
+    made_checkpoint(tmp_path / "_unfinished", 9)  # a save that was killed
+    assert found(tmp_path, "auto") is None
+    shutil.rmtree(tmp_path / "_unfinished")
+    for step, seed in ((2, 7), (4, 7), (6, 8)):
+        progress = json.dumps({"batches": "packed", "order": {"seed": seed}})
+        (made_checkpoint(tmp_path, step) / PROGRESS_FILE).write_text(progress)
+        if seed == 7:
+            assert found(tmp_path, "auto") == str(tmp_path / f"checkpoint-{step}")
+    with pytest.raises(UserError, match="checkpoint-6.*seed was 8 and is 7"):
+        found(tmp_path, "auto")
+    os.truncate(tmp_path / "checkpoint-6" / "weights", 50)
+    made_checkpoint(tmp_path, 8)  # of nobody knows whom
+    for newest in ("checkpoint-8", "checkpoint-6"):
+        with pytest.raises(UserError, match=newest):
+            found(tmp_path, "auto")
+        shutil.rmtree(tmp_path / newest)
+    run = RunFolder(tmp_path, None, writes=True)
+    run.begin(str(tmp_path / "checkpoint-2"), step=2)
+    shutil.rmtree(tmp_path / "checkpoint-2")
+    run.claim()
+    with pytest.raises(UserError, match="output_dir"):  # what it was resumed from is lost
+        CheckpointLoader(Runtime(), saving.Alone(), shares_disk=True).find("auto", run, "packed", {})
+    run.release()
 
 
 @pytest.mark.parametrize("kills", [5, pytest.param(40, marks=pytest.mark.long)])

@@ -148,11 +148,12 @@ def test_an_optimizer_with_more_than_tensors_and_numbers_saves_the_model_alone(r
 def test_a_run_that_is_resumed_at_its_end_trains_no_more(run: RewardTrainer, runs: Runs) -> None:
     """transformers would take a seventh step of six, and save that."""
     shutil.copytree(f"{run.args.output_dir}/checkpoint-6", runs.folder / "checkpoint-6")
-    resumed = runs.make()
-    result = resumed.train(resume_from_checkpoint=True)
-    assert resumed.state.global_step == result.global_step == 6
-    assert [path.name for path in runs.folder.glob("checkpoint-*")] == ["checkpoint-6"]
-    assert_same(run, resumed)
+    for resume in (True, "auto"):
+        resumed = runs.make()
+        result = resumed.train(resume_from_checkpoint=resume)
+        assert resumed.state.global_step == result.global_step == 6
+        assert [path.name for path in runs.folder.glob("checkpoint-*")] == ["checkpoint-6"]
+        assert_same(run, resumed)
 
 
 # ---- the run that a folder is of
@@ -188,6 +189,10 @@ def test_a_run_that_was_stopped_before_its_first_checkpoint_begins_anew(runs: Ru
 def test_new_settings_hold_and_are_named(run: RewardTrainer, caplog: pytest.LogCaptureFixture, runs: Runs) -> None:
     shutil.copytree(f"{run.args.output_dir}/checkpoint-4", runs.folder / "checkpoint-4")
     changed = {"learning_rate": 5e-4, "weight_decay": 0.1, "adam_beta2": 0.9, "center_rewards_coefficient": 0.1}
+    with pytest.raises(UserError, match="learning_rate was .*weight_decay was"):
+        runs.train(**changed, resume="auto")
+    with pytest.raises(UserError, match="the model was .* and is another"):
+        runs.train(model=str(shutil.copytree(runs.model, runs.folder / "another")), resume="auto")
     resumed = runs.train(**changed, resume=True)
     assert all(f"{name} was {getattr(run.args, name)}" in caplog.text for name in changed)
     assert resumed.state.log_history[-2]["learning_rate"] == pytest.approx(5e-4 / 6)
@@ -470,14 +475,14 @@ def test_a_run_at_a_url_is_kept_there_and_resumed_from_there(runs: Runs) -> None
     """fsspec's file system in memory: nothing of the run is found on the disk."""
     url = "memory://bucket/run"
     files = fsspec.filesystem("memory")
-    whole = runs.train(url, save_total_limit=2)
+    whole = runs.train(url, save_total_limit=2, resume="auto")
     whole.save_model()
     staged = Path(whole.args.output_dir)
     assert sorted(RemoteRun(url).checkpoints()) == ["checkpoint-4", "checkpoint-6"]
     assert files.exists("/bucket/run/model.safetensors") and files.exists("/bucket/run/config.json")
     assert not list(staged.glob("checkpoint-*")) and not (staged / "_unfinished").exists()
     files.rm("/bucket/run/checkpoint-6/manifest.json")  # as while it is uploaded
-    resumed = runs.train(url, resume=True)
+    resumed = runs.train(url, resume="auto")
     assert resumed.state.global_step == 6
     assert_same(whole, resumed)
     by_name = runs.train("memory://elsewhere", resume=f"{url}/checkpoint-4")

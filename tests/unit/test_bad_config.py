@@ -104,6 +104,7 @@ BAD_SETTINGS: list[tuple[str, dict[str, Any]]] = [
     ("gradient_checkpointing=True", {"remat": "none", "activation_checkpointing": True}),
     ("use_reentrant", {"remat": "dots", "gradient_checkpointing_kwargs": {"use_reentrant": True}}),
     ("scan_layers", {"scan_layers": True}),
+    ("save_only_model", {"save_only_model": True, "resume_from_checkpoint": "auto"}),
     ("train_sampling_strategy", {"group_by_prompt": True, "train_sampling_strategy": "sequential"}),
     ("train_sampling_strategy", {"group_by_prompt": True, "train_sampling_strategy": "group_by_length"}),
     *(("training_time_limit", {"training_time_limit": value}) for value in (*NO_DURATIONS, "٢h", "h", 90, True)),

@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -31,7 +32,7 @@ from ..modeling.layers import by_layer
 from ..parallel.shard import mesh_of
 from ..runtime import Runtime
 from . import folders, state_dict
-from .folders import RunFolder, local_copy
+from .folders import RunFolder, local_copy, newest_first
 
 logger = logging.getLogger(__name__)
 
@@ -296,21 +297,30 @@ class CheckpointLoader:
         """Return the folder of the checkpoint that ``resume_from_checkpoint`` means, whose files are whole.
 
         Args:
-            asked: ``resume_from_checkpoint``; True for the newest of the run's folder.
+            asked: ``resume_from_checkpoint``; True for the newest good one of the run's folder; "auto" for the newest,
+                if there is one.
             run: The run's folder.
             layout: The layout of batches, "packed" or "padded", which a resumed run must not change.
-            order: Settings that each step depends on. A warning names those that changed; the new values hold.
+            order: Settings that each step depends on. A warning names those that changed, and the new values hold;
+                with "auto" they are an error.
 
         Raises:
-            UserError: None is whole, or the one given by name is damaged or was trained on other batches.
+            UserError: None is whole; or the one given by name, or the newest of "auto", is damaged or was trained on
+                other batches; or the newest of "auto" belongs to another run.
         """
         self.progress = self.folder = self.place = None
         if asked is None or asked is False:
             return None
+        if is_auto := asked == "auto":
+            # a checkpoint that only some processes see is damaged, and no reason for the others to start fresh
+            names = newest_first({*chain(*self._processes.all_gather_object(run.checkpoints()))})
+            if not names and not run.began_from:
+                return None
+            asked = run.place_of(names[0]) if names else True  # which names what is lost
         if asked is True and run.began_without_a_checkpoint:
             logger.warning("The run in %s has saved no checkpoint yet: it begins anew.", run.path)
             return None
-        if asked is True:
+        if isinstance(asked, bool):
             folder = self._newest_good(run)
             self.place = run.place_of(Path(folder).name)
         else:
@@ -318,6 +328,11 @@ class CheckpointLoader:
             self._check_given(folder := self._local(self.place))
         self.folder = folder
         if not (path := Path(folder, state_dict.PROGRESS_FILE)).is_file():
+            if is_auto:
+                raise UserError(
+                    f"resume_from_checkpoint='auto': the newest checkpoint, {folder}, has no {path.name}, which says "
+                    "whose it is. Name it as resume_from_checkpoint, or give another output_dir."
+                )
             return folder
         self.progress = progress = json.loads(path.read_text(encoding="utf-8"))
         if (before := progress["batches"]) != layout:
@@ -334,6 +349,12 @@ class CheckpointLoader:
             )
         changed = [name for name in now if name in then and then[name] != now[name]]
         if listing := ", ".join(f"{name} was {then[name]} and is {now[name]}" for name in changed):
+            if is_auto:
+                raise UserError(
+                    f"resume_from_checkpoint='auto': the newest checkpoint, {folder}, belongs to another run: "
+                    f"{listing}. Restore the old values, or give another output_dir. To resume with the new values, "
+                    "set resume_from_checkpoint=True."
+                )
             logger.warning("Resuming from %s with different settings; results will differ: %s.", folder, listing)
         return folder
 
@@ -411,7 +432,7 @@ class CheckpointLoader:
             logger.warning("Skipping the checkpoint %s", rejected[-1])
         listing = "".join(f"\n  {line}" for line in rejected) or " no folder checkpoint-N at all"
         raise UserError(
-            f"resume_from_checkpoint=True, but output_dir has no good checkpoint. Found:{listing}\n"
+            f"resume_from_checkpoint: output_dir has no good checkpoint. Found:{listing}\n"
             "Give the folder of a checkpoint, or leave resume_from_checkpoint out to start anew."
         )
 

@@ -420,9 +420,14 @@ class RunFolder:
             self._file = None
 
     @property
+    def began_from(self) -> str | None:
+        """The checkpoint from which training last began in this folder, a folder or URL; None if from none."""
+        return self._run.get("began_from")
+
+    @property
     def began_without_a_checkpoint(self) -> bool:
         """Whether a run began in this folder, from no checkpoint, and has saved none."""
-        return bool(self._run) and not self._run.get("began_from") and not self.checkpoints()
+        return bool(self._run) and not self.began_from and not self.checkpoints()
 
     def begin(self, resumed: str | None, step: int = 0, bases: Iterable[str] = ()) -> None:
         """Record that this process trains, and move aside the checkpoints that it does not resume from.

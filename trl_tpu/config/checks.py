@@ -358,6 +358,11 @@ def check_values(args: Any) -> None:
         args,
         (True, LIMITS, "not supported"),
         (args.group_by_prompt, GROUPED_LIMITS, "impossible with group_by_prompt=True"),
+        (
+            args.resume_from_checkpoint == "auto",
+            dict.fromkeys(("save_only_model", "fsdp", "deepspeed"), "leave it out, or name a checkpoint"),
+            "impossible with resume_from_checkpoint='auto'",
+        ),
         (args.attributes, {"average_over=comparisons": "leave it out"}, "not of attributes"),
         (
             not is_sigmoid,

@@ -121,9 +121,16 @@ class DeviceTrainer(SavingTrainer):
     ) -> Any:
         """Train as transformers does; resume only from a checkpoint whose files are whole. See `stopped_by`.
 
+        Args:
+            resume_from_checkpoint: A checkpoint's folder or URL; True for the newest good one of `output_dir`; "auto"
+                for the newest one if there is one, else start fresh.
+            trial: Of a hyperparameter search.
+            ignore_keys_for_eval: As in transformers.
+
         Raises:
             Unfinished: After a SIGTERM.
-            UserError: No checkpoint is whole, or the one given by name is not; the hosts were started with different
+            UserError: No checkpoint is whole, or the one given by name is not; the newest one, with "auto", is damaged
+                or belongs to another run; the hosts were started with different
                 arguments, data or checkpoints.
         """
         ours, preemption = self.trl_tpu, self.trl_tpu.preemption

@@ -189,6 +189,9 @@ class SavingTrainer(Trainer):
         if ours.agreement.count > self.accelerator.num_processes:  # hosts of a mesh, which accelerate does not count
             own = ours.order | describe_run(self.args, self.eval_dataset, resume)
             check_alike(all_gather_object(own))
+        # each host may have a folder of its own
+        config = getattr(self.model, "config", None)  # a search makes the model of each trial later
+        ours.order["the model"] = all_gather_object(Path(getattr(config, "name_or_path", None) or "").name)[0]
         together(run.claim, all_gather_object)
         checkpoint = ours.checkpoints.find(resume, run, ours.batch_plan.layout, ours.order)
         step = ours.checkpoints.state().global_step
