@@ -7,8 +7,8 @@ do, and no network joins their devices. Everything else is as on a pod: their in
 folder that both write to. Prints as JSON what this host did.
 
 Of KIND "stop in a step" host 1 alone requests to stop between two micro-batches; "SIGTERM" comes to host 1 alone while
-it evaluates; "other data" has host 1 started with other pairs; and "resume" goes on from the newest checkpoint, until
-host 1 alone requests to stop when it has seen the log of step 6.
+it evaluates; "other data" has host 1 started with other pairs, and "other stream" with a stream of longer ones;
+"resume" goes on from the newest checkpoint, until host 1 alone requests to stop when it has seen the log of step 6.
 """
 
 import json
@@ -24,7 +24,7 @@ index, folder, kind = int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
 xr.process_index = lambda: index  # type: ignore[assignment]
 xr.process_count = lambda: 2  # type: ignore[assignment]
 
-from tiny import made_up_pairs, save_tiny  # noqa: E402
+from tiny import made_up_pairs, save_tiny, uneven_pairs  # noqa: E402
 from transformers import TrainerCallback  # noqa: E402
 
 from trl_tpu import RewardConfig, RewardTrainer, runtime  # noqa: E402
@@ -62,6 +62,8 @@ class Own(TrainerCallback):
 def main() -> None:
     pairs = made_up_pairs(48, seed=index if kind == "other data" else 0)
     model = save_tiny(folder / f"model{index}", pairs)
+    if kind == "other stream":
+        pairs = (uneven_pairs(48) if index else pairs).to_iterable_dataset()
     own = Own()
     settings: dict[str, Any] = {"per_device_train_batch_size": 4, "max_steps": 8, "logging_steps": 2}
     settings |= {"save_strategy": "steps", "save_steps": 4, "gradient_accumulation_steps": 2, "report_to": "none"}

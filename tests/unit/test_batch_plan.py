@@ -126,14 +126,27 @@ def test_trls_own_columns_and_collators_stand_in_no_way(given: dict[str, Any], t
     assert make(tmp_path, **given).packed and make(tmp_path, COMPILING, **given).packed
 
 
-def test_a_stream_has_no_shapes_to_plan(tmp_path: Path) -> None:
-    stream = tokens(9).to_iterable_dataset()
-    assert make(tmp_path, data=stream).packed
-    plan = make(tmp_path, COMPILING, data=stream)
-    assert "stream" in (plan.padded_because or "")
-    packed = make(tmp_path, COMPILING)  # and one that is only evaluated on is padded alone
+def test_a_stream_is_packed_on_every_device_if_max_length_bounds_its_pairs(tmp_path: Path) -> None:
+    stream, unbounded = tokens(90).to_iterable_dataset(), {"settings": {"max_length": None}}
+    assert make(tmp_path, data=stream, **unbounded).packed
+    assert "max_length" in (make(tmp_path, COMPILING, data=stream, **unbounded).padded_because or "")
+    packed = make(tmp_path, COMPILING, **unbounded)  # an evaluation on such a stream is padded alone
     assert collator(packed, stream).lay_out.func is pad
     assert collator(packed).lay_out.func is pack
+    bounded = {"settings": {"max_length": 60}}
+    plan = make(tmp_path, COMPILING, data=stream, **bounded)
+    assert collator(plan, stream).lay_out.func is pack
+    rows = plan.planned.training_rows
+    assert rows.longest >= 2 * 60 and min(shape.length for shape in rows.shapes) <= 40
+    again = make(tmp_path, COMPILING, data=tokens(90).to_iterable_dataset(), **bounded)  # as where a run resumes
+    assert again.planned.training_rows == rows
+    longest = [dataset_of([([at] * 60, [at + 100] * 60)])[0] for at in range(1, 5)]  # none is in the sample
+    (*_, last) = collator(plan, stream)(longest).parts
+    assert last.table.row_weight_P.sum() == 4
+    with pytest.raises(ValueError, match="row_length=64.*120"):
+        make(tmp_path, COMPILING, data=stream, settings={"max_length": 60, "row_length": 64})
+    empty = make(tmp_path, COMPILING, data=stream.take(0), **bounded)
+    assert empty.planned.training_rows.longest >= 2 * 60
 
 
 def test_padded_batches_have_planned_lengths_where_each_is_compiled(tmp_path: Path) -> None:

@@ -10,10 +10,13 @@ import real_pairs
 import tiny
 import torch
 from counters import CountAtSteps, count
+from datasets import Dataset
 from judgements import STEPS, by_transformers, load, save_model, settings, solutions
-from training import trained
+from training import losses, trained
+from transformers import AutoTokenizer
 
-from trl_tpu import RewardTrainer, runtime
+from trl_tpu import RewardDataCollatorWithPadding, RewardTrainer, runtime
+from trl_tpu.data.collators import _tokenize
 from trl_tpu.experimental.prm import PRMTrainer
 from trl_tpu.packing.shapes import RowPlan, RowShape
 
@@ -63,6 +66,37 @@ def test_as_many_programs_as_planned_shapes(
     assert trainer.state.log_history[-1]["train_loss"] == pytest.approx(
         reference.state.log_history[-1]["train_loss"], abs=1e-5
     )
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_streams_in_old_columns_have_the_losses_of_padded_rows_in_few_programs(
+    config: Callable[..., Any], model_folder: str
+) -> None:
+    """No pass over the data comes first; what `max_length` bounds fits the rows that the first pairs give."""
+    tokenizer = AutoTokenizer.from_pretrained(model_folder)
+    collate = RewardDataCollatorWithPadding(tokenizer)
+
+    def columns(pairs: Dataset) -> Any:
+        texts = {half: [row["prompt"] + row[half] for row in pairs] for half in ("chosen", "rejected")}
+        return Dataset.from_dict(_tokenize(texts, tokenizer)).to_iterable_dataset()
+
+    train, held_out = columns(tiny.uneven_pairs(90)), columns(tiny.uneven_pairs(21, seed=1))
+    evaluated, logged = [], []
+    for packing in (True, False):
+        counter = CountAtSteps()
+        given = config(
+            packing=packing, max_length=128, max_shapes=2, max_steps=11, logging_steps=1, learning_rate=1e-4
+        )
+        trainer = RewardTrainer(model_folder, given, collate, train, callbacks=[counter])
+        trained(trainer)
+        assert packing == trainer.batch_plan.packed
+        assert counter.between(0, 10).compiles <= (trainer.batch_plan.shapes or 0)
+        evaluated.append(trainer.evaluate(held_out)["eval_loss"])
+        before = count().compiles
+        assert trainer.evaluate(held_out)["eval_loss"] == evaluated[-1] and count().compiles == before
+        logged.append(losses(trainer))
+    np.testing.assert_allclose(*logged, atol=1e-6)
+    np.testing.assert_allclose(*evaluated, atol=1e-6)
 
 
 @pytest.mark.parametrize(

@@ -62,10 +62,11 @@ def test_a_sigterm_to_one_host_is_obeyed_by_both(tmp_path: Path) -> None:
     assert not any("eval_loss" in log for log in state["log_history"])
 
 
-def test_hosts_with_different_data_both_refuse_to_start(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("kind", "name"), [("other data", "training data"), ("other stream", "layout of batches")])
+def test_hosts_with_different_data_both_refuse_to_start(kind: str, name: str, tmp_path: Path) -> None:
     """Instead of waiting for one another."""
-    for process in start(tmp_path, "other data", status=1):
-        assert "training data" in process.stderr
+    for process in start(tmp_path, kind, status=1):
+        assert name in process.stderr
 
 
 def test_what_is_saved_from_several_hosts_is_whole(hosts: list[dict[str, Any]], folder: Path) -> None:

@@ -236,8 +236,8 @@ class RewardConfig(RemovedArguments, TrainingArguments):
             once: the same losses at a fraction of the work. `"auto"` packs where that is exact and possible, and else
             says why not: causal decoders with a `score` head, TRL's own columns, collator and loss. `True` insists.
         row_length (`int`, *optional*):
-            The length of packed rows on XLA and TorchTPU, at least the tokens of the largest pair. By default lengths
-            are chosen from the data. Plain torch needs none.
+            The length of packed rows on XLA and TorchTPU, at least the tokens of the largest pair, or for
+            a stream twice `max_length`. By default lengths are chosen from the data. Plain torch needs none.
         packed_attention (`str`, *optional*, defaults to `"auto"`):
             How packed rows attend on XLA. `"masks"` builds a mask for each query and key; `"expanded"` moves queries,
             keys and values to rows of whole dialogues and runs a fused kernel there, which long rows need. `"auto"`

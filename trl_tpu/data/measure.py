@@ -4,7 +4,7 @@ import os
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import chain, pairwise
+from itertools import chain, islice, pairwise
 from typing import Any
 from weakref import WeakKeyDictionary
 from zlib import crc32
@@ -119,6 +119,15 @@ def measure(dataset: Dataset) -> Measured:
             raise ValueError(f"The dataset is not tokenized; its columns are {dataset.column_names}.")
         _MEASURED[dataset] = measure_tables(tables_of(dataset))
     return _MEASURED[dataset]
+
+
+def measure_start(stream: Iterable[Mapping[str, Any]]) -> PairLengths:
+    """Measure the first 1,000 pairs of a prepared stream, which training reads again from its beginning."""
+    lengths = list[tuple[int, int, int]]()
+    for chosen, rejected in (map(np.asarray, answers_of(row)) for row in islice(stream, _ROWS)):
+        prefix = _common_prefix(chosen, rejected)
+        lengths.append((prefix, len(chosen) - prefix, len(rejected) - prefix))
+    return PairLengths.of(lengths)
 
 
 def select(dataset: Dataset, is_kept_N: np.ndarray) -> Dataset:

@@ -7,7 +7,6 @@ from functools import partial
 from typing import Any
 
 from accelerate.utils import parse_flag_from_env
-from datasets import Dataset
 from transformers import DataCollatorForTokenClassification, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..config.reward_config import RewardConfig
@@ -110,7 +109,7 @@ class BatchPlan:
             except PackingImpossible as reason:
                 self._pad_because(str(reason))
         if self.packed and not self._packs(self._train_dataset):
-            self._pad_because("train_dataset is a stream, and row shapes are chosen from the data beforehand")
+            self._pad_because("train_dataset is a stream without max_length, so no row is sure to hold its pairs")
         self.planned.use_model(model, self._pad_token_id, self.packed)
 
     def prepare(self, train_dataset: Any, eval_dataset: Any) -> None:
@@ -125,8 +124,8 @@ class BatchPlan:
         self.planned.prepare(train_dataset, evaluated, self.plans_shapes and self._packs(train_dataset))
 
     def _packs(self, dataset: Any) -> bool:
-        """Return whether batches of ``dataset`` are packed: those of a stream have no shapes that could be planned."""
-        return self.packed and (self._is_unpadded or isinstance(dataset, Dataset))
+        """Return whether batches of ``dataset`` are packed: not where no shapes can be planned."""
+        return self.packed and (self._is_unpadded or self.planned.can_plan(dataset))
 
     def _pad_because(self, obstacle: str | None) -> None:
         """Pad batches from here on if there is an obstacle to packing.

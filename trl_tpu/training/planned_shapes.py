@@ -10,12 +10,12 @@ from transformers import PreTrainedModel
 
 from ..config.reward_config import RewardConfig
 from ..data.loader import sizes_by_prompt
-from ..data.measure import PAIR, has_form, is_prepared, measure
+from ..data.measure import PAIR, has_form, is_prepared, measure, measure_start
 from ..modeling.adapters import without_adapters
 from ..modeling.model_shape import outgrows_positions
 from ..modeling.packability import own_code_of, reads_padding
 from ..modeling.static_shapes import ExpansionImpossible, use_expanded_attention
-from ..packing.shapes import RowPlan, attention_crossover_length, bucket_lengths, plan_rows, round_up
+from ..packing.shapes import PairLengths, RowPlan, attention_crossover_length, bucket_lengths, plan_rows, round_up
 from ..runtime import Runtime
 
 logger = logging.getLogger(__name__)
@@ -23,9 +23,11 @@ logger = logging.getLogger(__name__)
 # below this, a mask for each query and key costs less than moving every layer's queries, keys and values
 LONG_ROW = 2048
 
+_BATCHES = 4096  # of which one has the longest pairs that a stream may have, so that shapes fit the others
+
 
 def plan_rows_of(
-    dataset: Dataset,
+    dataset: Any,
     hidden_size: int,
     pairs: int,
     shards: int,
@@ -39,18 +41,17 @@ def plan_rows_of(
     Args:
         expands: Whether attention reads rows of whole sequences: then what all sequences share takes room in each.
         multiple: Lengths are multiples of this.
-        sizes_N: From `sizes_by_prompt`, instead of sizes that are the pairs' own.
+        sizes_N: From `sizes_by_prompt`, or those of a stream, instead of sizes that are the pairs' own.
 
     Raises:
         UserError: For too short a `row_length`.
     """
-    measured = measure(dataset)
     return plan_rows(
-        measured.lengths.sizes_P if sizes_N is None else sizes_N,
+        measure(dataset).lengths.sizes_P if sizes_N is None else sizes_N,
         pairs,
         shards,
         max_shapes=args.max_shapes,
-        shared_prefix=0 if expands else measured.shared_prefix,
+        shared_prefix=measure(dataset).shared_prefix if isinstance(dataset, Dataset) and not expands else 0,
         attention_crossover_length=attention_crossover_length(hidden_size),
         multiple=multiple,
         row_length=args.row_length,
@@ -73,6 +74,7 @@ class PlannedShapes:
         self._args, self._runtime, self._fixed_rows = args, runtime, fixed_rows
         self._plans: dict[tuple[str, int], RowPlan] = {}
         self._sizes_N: np.ndarray | None = None  # of training pairs, where `group_by_prompt` orders them
+        self._streamed: PairLengths | None = None  # the first pairs of the first stream
         self._train_dataset: Any = None
         self._reads_padding: dict[str, bool] = {}  # by the user's own code in the model
 
@@ -114,7 +116,7 @@ class PlannedShapes:
         if self.expands:
             self._plans.clear()  # sequences then take more room
         for dataset in evaluated:
-            if self._args.row_length is not None and isinstance(dataset, Dataset):
+            if self._args.row_length is not None and self.can_plan(dataset):
                 self.rows(dataset, self._args.eval_batch_size)
 
     def _choose_expansion(self) -> bool:
@@ -136,22 +138,39 @@ class PlannedShapes:
             return False
         return True
 
-    def rows(self, dataset: Dataset, batch_size: int) -> RowPlan:
-        """Return the rows of packed batches of ``dataset``, of all processes, planned once for each batch size."""
+    def can_plan(self, dataset: Any) -> bool:
+        """Return whether rows of ``dataset`` can be planned: of a stream if `max_length` bounds its pairs."""
+        return isinstance(dataset, Dataset) or (dataset is not None and self._args.max_length is not None)
+
+    def rows(self, dataset: Any, batch_size: int) -> RowPlan:
+        """Return the rows of packed batches of ``dataset``, of all processes, planned once for each batch size.
+
+        All streams have the same rows. They are planned from the first pairs of the first one, the training data's
+        before others, and hold any pair of `max_length`; so a resumed run, and each process, plans the same ones.
+        """
         if self._fixed_rows is not None:
             return self._fixed_rows
         pairs = self._pairs_together(batch_size)
-        key = dataset._fingerprint, pairs
+        key = getattr(dataset, "_fingerprint", "stream"), pairs
         if key not in self._plans:
             # kernels want lengths in large multiples
             multiple = 256 if self.expands and self._runtime.has_attention_kernel else 32
             is_training = dataset is self._train_dataset and batch_size == self._args.train_batch_size
             sizes_N = self._sizes_N if is_training and not self.expands else None  # else sequences share no room
+            if not isinstance(dataset, Dataset):
+                sizes_N = self._sizes_of_stream(dataset, pairs)
             shards = self._args.mesh_shape.batch_shards
             self._plans[key] = plan_rows_of(
                 dataset, self._hidden_size, pairs, shards, self._args, self.expands, multiple, sizes_N
             )
         return self._plans[key]
+
+    def _sizes_of_stream(self, stream: Any, pairs: int) -> np.ndarray:
+        """Return the sizes of a sample, many times, and of a batch of the longest pairs, which share no token."""
+        self._streamed = self._streamed or measure_start(stream)
+        longest = 2 * (self._args.max_length or 0)
+        sizes_N = self._streamed.sizes_P if len(self._streamed) else np.array([longest])
+        return np.append(np.resize(sizes_N, _BATCHES * pairs), [longest] * pairs)
 
     def _pairs_together(self, batch_size: int) -> int:
         """Return how many pairs are packed together: of planned rows, those of all processes on the mesh."""

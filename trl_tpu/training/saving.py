@@ -188,6 +188,7 @@ class SavingTrainer(Trainer):
         ours.order = order_of_pairs(self.args, self._batch_parts, self.train_dataset)
         if ours.agreement.count > self.accelerator.num_processes:  # hosts of a mesh, which accelerate does not count
             own = ours.order | describe_run(self.args, self.eval_dataset, resume)
+            own["the layout of batches"] = ours.batch_plan.describe()  # of streams, whose data is not compared
             check_alike(all_gather_object(own))
         # each host may have a folder of its own
         config = getattr(self.model, "config", None)  # a search makes the model of each trial later
