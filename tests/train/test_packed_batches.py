@@ -13,9 +13,8 @@ from transformers import PreTrainedTokenizerFast
 from trl_tpu import RewardConfig, RewardTrainer
 from trl_tpu.data.collators import batches_in
 from trl_tpu.data.measure import answers_of
-from trl_tpu.modeling.losses import Loss
+from trl_tpu.modeling.losses import Loss, batch_loss
 from trl_tpu.packing.shapes import RowPlan, RowShape
-from trl_tpu.training.step import evaluation_step
 
 LAYOUTS = ("tight", "micro-batches")
 
@@ -138,8 +137,9 @@ def test_a_script_may_call_the_loss_and_the_prediction_with_a_loaders_batch(
         with_grad.backward()
         assert with_grad.item() == pytest.approx(loss.item(), abs=1e-6)
         batches = batches_in(batch, trainer.processing_class.pad_token_id)
-        without_trainer = evaluation_step(trainer.model, batches, Loss(center_rewards_coefficient=0.1))
-        assert without_trainer.loss.item() == loss.item() and not without_trainer.loss.requires_grad
+        with torch.no_grad():
+            without_trainer = batch_loss(trainer.model, batches, Loss(center_rewards_coefficient=0.1))
+        assert without_trainer.loss.item() == loss.item()
         assert predicted_P2 is not None
         found.append((loss.item(), predicted_P2.tolist()))
         gradients.append([each.grad for each in trainer.model.parameters()])

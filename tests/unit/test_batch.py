@@ -20,7 +20,7 @@ from trl.trainer.reward_trainer import DataCollatorForPreference as TrlCollator
 
 from trl_tpu.data.collate import BatchCollator, ComparisonRule, Part
 from trl_tpu.data.collators import DataCollatorForPreference, DictCollator, RewardDataCollatorWithPadding, batches_in
-from trl_tpu.modeling.losses import Loss
+from trl_tpu.modeling.losses import Loss, batch_loss
 from trl_tpu.modeling.packability import use_tree_masks
 from trl_tpu.modeling.static_shapes import use_expanded_attention
 from trl_tpu.packing.batch import Batch, apart
@@ -30,7 +30,6 @@ from trl_tpu.packing.shapes import RowPlan, RowShape
 from trl_tpu.parallel.sharding_plan import Placement
 from trl_tpu.runtime.native import Runtime
 from trl_tpu.training.optimizer import StepState
-from trl_tpu.training.step import training_step
 
 Rows = list[dict[str, Any]]
 
@@ -212,7 +211,7 @@ def test_loss_rewards_and_gradients_are_the_same_in_every_layout(name: str, layo
     with StayInFloat64():
         expected, rewards_SA, tokens_S = by_hand(form, model)
         made = [batches_in(collate(form.examples), PAD, side) for collate in LAYOUTS[layout](form)]
-        results = [training_step(model, batches, form.loss) for batches in made]
+        results = [batch_loss(model, batches, form.loss) for batches in made]
         loss = torch.stack([result.loss for result in results]).mean()  # as processes average gradients
         close(gradients(model, loss), gradients(model, expected))
     close(loss, expected)
@@ -294,8 +293,8 @@ def test_a_solution_is_one_row_where_a_script_reads_it(layout: str) -> None:
 def test_micro_batches_may_be_computed_one_at_a_time() -> None:
     form, model = FORMS["pairs"], model_of(1, False, False)
     batch = COLLATORS["planned"](EXAMPLES)
-    whole = training_step(model, batch.parts, form.loss).loss
-    parts = [training_step(model, batches_in(each, PAD), form.loss).loss for each in apart(batch)]
+    whole = batch_loss(model, batch.parts, form.loss).loss
+    parts = [batch_loss(model, batches_in(each, PAD), form.loss).loss for each in apart(batch)]
     assert len(parts) > 1
     torch.testing.assert_close(torch.stack(parts).sum(), whole)
     padded = TrlCollator(PAD)(EXAMPLES)

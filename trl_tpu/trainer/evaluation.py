@@ -24,6 +24,7 @@ from ..data.collators import NO_LABEL, TABLE, batch_of_pairs
 from ..evaluation.judge import RewardSums, judge, sums_of, sums_on_host
 from ..modeling.adapters import complete_config, is_peft_model
 from ..modeling.forward import read_scores
+from ..modeling.losses import StepResult
 from ..modeling.outputs import BASE_CONFIG, Outputs, set_scale
 from ..packing.batch import Batch, apart, tensors_in
 from ..report.pages import is_generated, make_model_card, write_verdicts
@@ -32,7 +33,6 @@ from ..training.device_trainer import DeviceTrainer
 from ..training.progress import AddedMetrics
 from ..training.saving import write_card
 from ..training.statistics import scale_of
-from ..training.step import StepResult
 from ..training.stopping import EvaluationCutShort
 from .utils import get_config_model_id
 

@@ -39,7 +39,7 @@ from ..modeling.build import (
     in_order_of,
 )
 from ..modeling.load import warn_of_unscored_eos
-from ..modeling.losses import Loss
+from ..modeling.losses import Loss, StepResult, batch_loss
 from ..modeling.model_shape import work_of_a_pair
 from ..modeling.outputs import Outputs
 from ..packing.batch import Batch
@@ -47,7 +47,6 @@ from ..packing.shapes import RowPlan
 from ..training.batch_plan import BatchPlan
 from ..training.progress import AddedMetrics
 from ..training.statistics import StepStatistics
-from ..training.step import StepResult, training_step
 from .evaluation import ORDER_PAIRS, EvaluatingTrainer
 from .legacy import has_old_order, upgrade_args, upgrade_processing_class, uses_old_columns
 
@@ -260,7 +259,7 @@ class RewardTrainer(checks.AnswersOldNames, EvaluatingTrainer):
         base: Any = type(without_adapters(self.model))
         extras = {"use_cache": False} if _accepts_use_cache(base) else {}
         loss = Loss.of(self.args)
-        result = training_step(model, self._batches_in(inputs), loss, **extras)
+        result = batch_loss(model, self._batches_in(inputs), loss, **extras)
         if self.model.training:
             self.trl_tpu.statistics.update(result.rewards_SA, result.tokens_S, result.table)
         return result

@@ -36,7 +36,7 @@ from ..checkpoint.state_dict import PROGRESS_FILE, older_weights, optimizer_numb
 from ..config.reward_config import RewardConfig, is_url, private_folder
 from ..errors import UserError
 from ..modeling.adapters import complete_config, save_adapter_config
-from ..modeling.losses import Loss
+from ..modeling.losses import Loss, StepResult
 from ..modeling.outputs import saved_scale, set_scale
 from ..parallel.shard import mesh_of, saves_what_it_is_given
 from ..report.pages import add_card
@@ -45,7 +45,6 @@ from .batch_plan import BatchPlan
 from .optimizer import GradientNorms, StepState, bare
 from .progress import RecompileGuard
 from .statistics import StepStatistics
-from .step import StepResult
 from .stopping import SIGTERM, HostAgreement, Preemption, Unfinished, check_alike, describe_run, digest
 
 logger = logging.getLogger(__name__)
