@@ -35,6 +35,7 @@ _MODULES = {
     "trainer.model_config": ["ModelConfig"],
     "trainer.reward_config": ["RewardConfig"],
     "trainer.reward_trainer": ["RewardTrainer"],
+    "trainer.step": ["TrainState", "evaluation_step", "training_step"],
     "trainer.utils": ["RewardDataCollatorWithPadding", "is_xpu_available"],
 }
 # names that scripts import from where TRL has or had them: see `_OLD_PATHS`

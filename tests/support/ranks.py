@@ -100,6 +100,21 @@ def train(
     }
 
 
+def loop_of_ones_own(model: str, out: Path) -> None:
+    """Hold a loop of one's own against the trainer: each process has all of the model, or a part of it."""
+    from own_loop import compare
+
+    from trl_tpu import RewardConfig
+
+    def config(**settings: Any) -> RewardConfig:
+        batches = {"per_device_train_batch_size": 4, "per_device_eval_batch_size": 4, "save_strategy": "no"}
+        return RewardConfig(**QUIET | batches | {"use_cpu": True} | settings)
+
+    replace(Runtime())
+    for mesh in (None, "fsdp=2"):
+        compare(config, model, out / str(mesh), mesh=mesh, gradient_accumulation_steps=2)
+
+
 def new_weights(model: str, out: Path, way: str, mesh: str | None) -> dict[str, Any]:
     """Return the weights, each whole, that a trainer adds to a language model by its name."""
     from judgements import form_in
@@ -129,6 +144,8 @@ def main(model: str, folder: Path, count: int) -> None:
     if count <= 2 and (folder / "causal").is_dir():
         mesh = None if count == 1 else "fsdp=2"
         ways = ("plain", "adapters", "steps")
+        if count == 2:
+            loop_of_ones_own(model, folder / "own loop")
         found["new"] = {way: new_weights(str(folder / "causal"), folder / "new" / way, way, mesh) for way in ways}
     if count == 4:
         two_cuts = DistributedConfig(fsdp_size=2, tp_size=2)

@@ -59,6 +59,15 @@ def test_new_heads_and_adapters_are_those_of_one_process(alone: dict[str, Any], 
     assert any("lora_A" in name for name in one["adapters"])
 
 
+def test_a_loop_of_ones_own_is_the_trainers(together: Together, folder: Path) -> None:
+    """The processes compare; with a whole model in each, and with parts of one."""
+    assert len(together(2)) == 2
+    assert sorted(path.parent.parent.name for path in folder.glob("own loop/*/own/model.safetensors")) == [
+        "None",
+        "fsdp=2",
+    ]
+
+
 def in_time(ways: Any) -> list[Any]:
     """Mark those that start many processes."""
     return [pytest.param(way, marks=[pytest.mark.long] if ranks.WAYS[way][0] > FEW else []) for way in ways]

@@ -86,6 +86,7 @@ OURS_ALONE: dict[str, dict[str, str]] = {
     "top-level names": {
         _OLD: "RewardDataCollatorWithPadding TrainingArguments get_kbit_device_map is_xpu_available setup_chat_format",
         "rewards of many rows by a saved model": "score",
+        "for a training loop of your own": "TrainState evaluation_step training_step",
     },
 }
 OTHER_CONFIGS: list[tuple[Any, Any]] = [

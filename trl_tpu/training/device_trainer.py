@@ -373,7 +373,7 @@ class DeviceTrainer(SavingTrainer):
         self,
         loss_sum_1: torch.Tensor,
         grad_norm: torch.Tensor | float | None,
-        start_time: float,
+        start_time: float | None,
         learning_rate: float | None,
     ) -> None:
         """Log what was added up since the last log.

@@ -154,12 +154,19 @@ class StepStatistics:
     @torch.no_grad()
     def update(self, rewards_SA: torch.Tensor, tokens_S: torch.Tensor, table: Comparisons[torch.Tensor]) -> None:
         """Add the rewards of a batch, with at most 2**30 tokens."""
-        if self._runtime.counts_pairs():
+        if self._accelerator is None or self._runtime.counts_pairs():
             add, vectors = self._runtime.compiled(_added), (self.device_counts, self.device_sums)
             settings = self.limit > 0, self.attribute_weights
             self.device_counts, self.device_sums = add(
                 *vectors, rewards_SA.detach().float(), tokens_S, table, *settings
             )
+
+    def means(self) -> dict[str, torch.Tensor]:
+        """Return the means and extremes of the open sums as scalars on the device, by the names of `RewardSums`."""
+        (_, comparisons, answers), *_ = self.device_counts.split(_PARTS_OF_COUNTS)
+        (correct, ties, margin, reward, _), (lowest,), (highest,), _ = self.device_sums.split(_PARTS_OF_SUMS)
+        means = {"accuracy": correct / comparisons, "margin": margin / comparisons, "tie_rate": ties / comparisons}
+        return means | {"min_reward": lowest, "mean_reward": reward / answers, "max_reward": highest}
 
     @torch.no_grad()
     def see_loss(self, loss: torch.Tensor) -> None:
