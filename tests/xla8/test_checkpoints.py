@@ -38,7 +38,9 @@ def whole(model_folder: str, tmp_path_factory: pytest.TempPathFactory) -> CountS
     args = RewardConfig(str(folder), mesh=MESH, per_device_train_batch_size=2, report_to="none", **SETTINGS)
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)  # torch_xla's way of reading a shard draws one
-        return trained(CountSaves(model_folder, args, train_dataset=tiny.made_up_pairs(64)))
+        trainer: CountSaves = trained(CountSaves(model_folder, args, train_dataset=tiny.made_up_pairs(64)))
+    assert not trainer.checkpointer.failed
+    return trainer
 
 
 def test_a_save_compiles_nothing(whole: CountSaves) -> None:
