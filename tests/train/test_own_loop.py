@@ -19,7 +19,8 @@ def test_its_losses_rates_and_weights_are_the_trainers(
     config: Callable[..., Any], model_folder: str, tmp_path: Path
 ) -> None:
     """Six batches an epoch, of which each update takes four or the last two."""
-    compiled = own_loop.compare(config, model_folder, tmp_path, gradient_accumulation_steps=4)
+    settings = {"gradient_accumulation_steps": 4, "optim_state_dtype": "bfloat16", "log_grad_norms": True}
+    compiled = own_loop.compare(config, model_folder, tmp_path, **settings)
     assert set(compiled) == {None}  # nothing compiles
 
 
@@ -64,7 +65,11 @@ def test_the_example_rejects_what_it_does_not_do(config: Callable[..., Any], set
 
 @pytest.mark.parametrize(
     "setting",
-    [{"training_time_limit": "1h"}, {"lr_scheduler_type": "reduce_lr_on_plateau", "eval_strategy": "epoch"}],
+    [
+        {"training_time_limit": "1h"},
+        {"progress": "json"},
+        {"lr_scheduler_type": "reduce_lr_on_plateau", "eval_strategy": "epoch"},
+    ],
     ids=str,
 )
 def test_a_state_rejects_settings_of_the_trainers_loop(config: Callable[..., Any], setting: dict[str, Any]) -> None:

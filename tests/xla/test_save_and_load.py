@@ -53,7 +53,7 @@ def test_a_resumed_run_on_rankings_is_the_same_to_the_bit(
     The save is within the second epoch, and the log after it spans it.
     """
     settings: dict[str, Any] = {"max_steps": 6, "logging_steps": 3, "save_strategy": "steps", "save_steps": 4}
-    settings |= {"eval_strategy": "steps", "eval_steps": 4}
+    settings |= {"eval_strategy": "steps", "eval_steps": 4, "optim_state_dtype": "bfloat16"}
     data = {"train_dataset": tiny.made_up_rankings(20), "eval_dataset": tiny.made_up_rankings(13, seed=1)}
     runs = [
         RewardTrainer(model_folder, config(**settings, packing=packing), **data) for packing in (False, True, True)

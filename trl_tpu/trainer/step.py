@@ -71,6 +71,8 @@ class TrainState:
             rejected["lr_scheduler_type"] = args.lr_scheduler_type
         for name, value in rejected.items():
             raise UserError(f"{name}={value!r} needs RewardTrainer's own loop: leave it out, or use RewardTrainer.")
+        if args.progress == "json":
+            raise UserError("progress='json' needs RewardTrainer's own loop: print what `log` and `evaluate` return.")
         args = copy.copy(args)
         args.save_strategy = "no"
         parts: dict[str, Any] = {"quantization_config": quantization_config, "peft_config": peft_config}
