@@ -148,8 +148,8 @@ def test_an_optimizer_with_more_than_tensors_and_numbers_saves_the_model_alone(r
 def test_a_run_that_is_resumed_at_its_end_trains_no_more(run: RewardTrainer, runs: Runs) -> None:
     """transformers would take a seventh step of six, and save that."""
     shutil.copytree(f"{run.args.output_dir}/checkpoint-6", runs.folder / "checkpoint-6")
-    for resume in (True, "auto"):
-        resumed = runs.make()
+    for resume, settings in ((True, {}), (None, {"resume_from_checkpoint": "auto"})):
+        resumed = runs.make(**settings)
         result = resumed.train(resume_from_checkpoint=resume)
         assert resumed.state.global_step == result.global_step == 6
         assert [path.name for path in runs.folder.glob("checkpoint-*")] == ["checkpoint-6"]

@@ -210,9 +210,10 @@ class RewardConfig(RemovedArguments, TrainingArguments):
             `train()` raises `Unfinished`, which ends a script with status 75: that takes what is left of one step, and
             one save. An evaluation that is due then is left out, and the log says so. A second SIGTERM kills.
         resume_from_checkpoint (`str`, *optional*):
-            Read by `trl-tpu reward`; a script hands it to `train()`. `"auto"` starts fresh where `output_dir` has no
-            checkpoint, and else resumes the newest one; one that is damaged, or of other settings or data, is an
-            error. `"true"` resumes the newest good one; a folder or URL, that one.
+            `"auto"` starts fresh where `output_dir` has no checkpoint, and else resumes the newest one; one that is
+            damaged, or of other settings or data, is an error. Other values are read by `trl-tpu reward`, and a script
+            hands them to `train()`, as with transformers: `"true"` resumes the newest good one, a folder or URL that
+            one.
         save_interval_minutes (`float`, *optional*):
             Save also when this long has passed since training began or last saved, whatever `save_strategy` says.
         nonfinite_limit (`int`, *optional*, defaults to `3`):

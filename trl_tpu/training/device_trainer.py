@@ -123,7 +123,7 @@ class DeviceTrainer(SavingTrainer):
 
         Args:
             resume_from_checkpoint: A checkpoint's folder or URL; True for the newest good one of `output_dir`; "auto"
-                for the newest one if there is one, else start fresh.
+                for the newest one if there is one, else start fresh. None for "auto" if `args` says so.
             trial: Of a hyperparameter search.
             ignore_keys_for_eval: As in transformers.
 
@@ -134,6 +134,8 @@ class DeviceTrainer(SavingTrainer):
                 arguments, data or checkpoints.
         """
         ours, preemption = self.trl_tpu, self.trl_tpu.preemption
+        if resume_from_checkpoint is None and self.args.resume_from_checkpoint == "auto":
+            resume_from_checkpoint = "auto"  # of other values transformers' `train` reads none, either
         with preemption.hearing_sigterm(listens=not self.args.enable_jit_checkpoint):
             ours.best_model_lost = None
             ours.run_folder = run = RunFolder(Path(self._get_output_dir(trial)), ours.remote, self.args.should_save)
