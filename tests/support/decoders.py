@@ -142,7 +142,8 @@ class StayInFloat64(TorchFunctionMode):
         kwargs = dict(kwargs or {})
         tensor = args[0] if args else None
         if isinstance(tensor, torch.Tensor) and tensor.dtype == torch.float64:
-            if function is torch.Tensor.float or (function is torch.Tensor.to and torch.float32 in args[1:]):
+            casts = (torch.Tensor.to, torch.Tensor.type)
+            if function is torch.Tensor.float or (function in casts and torch.float32 in args[1:]):
                 return tensor
             if kwargs.get("dtype") == torch.float32:
                 kwargs["dtype"] = torch.float64

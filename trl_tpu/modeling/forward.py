@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -20,13 +21,18 @@ class PackingImpossible(UserError):
     """Packed rows cannot be used; the message says why."""
 
 
-class TreeMasks(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class TreeMasks:
     """The masks of an unpadded row, tree by tree."""
 
     trees: tuple[tuple[Tree, torch.Tensor | None], ...]
     """Each tree and its mask [1, 1, S, S], or None where the model's own rule is plainly causal."""
     tail_masks: dict[Tail, torch.Tensor]
     """Additive masks [1, 1, T, K] for the later tails of trees without a mask: T own tokens see K, path included."""
+
+    def __getitem__(self, part: Any) -> "TreeMasks":
+        """Return the masks themselves: models that cut masks to the keys of a cache, as Gemma 4 does, take all."""
+        return self
 
 
 def attend_tree_by_tree(
@@ -91,6 +97,21 @@ class Noted(NamedTuple):
 
 # of this thread, if any; torch.compile cannot trace torch's own kind of variable
 _BATCH, _NOTED = CompileableContextVar("batch"), CompileableContextVar("noted")
+
+
+def batch_being_read() -> Batch[torch.Tensor] | None:
+    """Return the packed batch that a model reads in this thread; None for any other batch."""
+    return _BATCH.get()
+
+
+@contextmanager
+def reading(batch: Batch[torch.Tensor] | None) -> Iterator[None]:
+    """Let models of this thread read a packed batch, or none, while the context is open."""
+    outside = _BATCH.set(batch)
+    try:
+        yield
+    finally:
+        _BATCH.reset(outside)
 
 
 def masks_while_read(plain: Callable[..., Any], build: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -181,18 +202,18 @@ def run_packed(model: nn.Module, batch: Batch[torch.Tensor], **kwargs: Any) -> I
     # A mask without padding: models that found none would search the positions for sequences, and stop the device.
     everything = {"attention_mask": torch.ones_like(ids_RL), "position_ids": batch.position_ids_RL}
     note_scores(model)
-    batch_outside, noted_outside = _BATCH.set(batch), _NOTED.set(noted)
+    noted_outside = _NOTED.set(noted)
     try:
-        # the scores that the model itself picks, one a row, mean nothing here
-        model(input_ids=ids_RL, **everything, **kwargs)
-        if not noted.rules:
-            raise UserError(
-                f"{type(model).__name__} did not ask for the masks of packed rows: it makes its own, or "
-                "`use_tree_masks` was not called. Train it on padded rows."
-            )
-        yield noted
+        with reading(batch):
+            # the scores that the model itself picks, one a row, mean nothing here
+            model(input_ids=ids_RL, **everything, **kwargs)
+            if not noted.rules:
+                raise UserError(
+                    f"{type(model).__name__} did not ask for the masks of packed rows: it makes its own, or "
+                    "`use_tree_masks` was not called. Train it on padded rows."
+                )
+            yield noted
     finally:
-        _BATCH.reset(batch_outside)
         _NOTED.reset(noted_outside)
 
 

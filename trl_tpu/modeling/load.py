@@ -26,6 +26,7 @@ from .. import runtime
 from ..config.reward_config import RewardConfig
 from ..errors import UserError, UserTypeError, explaining
 from .adapters import load_adapted_model
+from .heads import auto_class_of, check_only_head_is_missing
 from .model_shape import model_without_weights
 from .outputs import ONE_REWARD, Outputs, write_outputs
 
@@ -280,7 +281,10 @@ def load_classifier(
         if in_files and (loaded := _load_in_files(name, outputs, kwargs)) is None:
             torch.set_rng_state(random_state)  # the new head is the one that it would have been
             logger.warning(f"{name} is read into the host's memory as a whole: its files have other weights than it.")
-        model, info = loaded or outputs.auto_class.from_pretrained(name, output_loading_info=True, **kwargs)
+        located = hub_settings(kwargs) | {"trust_remote_code": kwargs.get("trust_remote_code", False)}
+        auto_class = auto_class_of(AutoConfig.from_pretrained(name, **located), outputs)
+        model, info = loaded or auto_class.from_pretrained(name, output_loading_info=True, **kwargs)
+        check_only_head_is_missing(name, model, info["missing_keys"])
         if renamed := _head_by_another_name(name, model, info, kwargs):
             torch.set_rng_state(random_state)
             return load_classifier(name, outputs, in_files=in_files, **kwargs, key_mapping=renamed)
@@ -328,7 +332,7 @@ def _draw_whole(
     """Draw a sharded model's new weights as one process would: whole, from the random state before loading."""
     with torch.device("meta"):
         settings: dict[str, Any] = {"dtype": model.dtype, "trust_remote_code": trust_remote_code}
-        whole = outputs.auto_class.from_config(copy.deepcopy(model.config), **settings)
+        whole = auto_class_of(model.config, outputs).from_config(copy.deepcopy(model.config), **settings)
     for path in {key.rpartition(".")[0] for key in new}:
         whole.get_submodule(path).to_empty(device="cpu", recurse=False)
     for name, parameter in whole.named_parameters():
@@ -361,7 +365,7 @@ def _load_in_files(
             if not any(True for _ in module.children())
         }
         settings = kwargs | {"device_map": device_map, "output_loading_info": True}
-        model, info = outputs.auto_class.from_pretrained(name, **settings)
+        model, info = auto_class_of(config, outputs).from_pretrained(name, **settings)
     except (OSError, ValueError):  # weights that are in no file as they are, or an error that the host meets as well
         return None
     finally:

@@ -14,6 +14,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from ..data.measure import measure
 from ..packing.shapes import PairLengths
 from ..parallel.sharding_plan import bare_name
+from .heads import auto_class_of
 from .outputs import Outputs
 
 
@@ -96,7 +97,7 @@ def model_without_weights(config: PretrainedConfig, dtype: Any, trust_remote_cod
     outputs = Outputs.of(config)
     config.num_labels = len(outputs.weights)
     with torch.device("meta"):
-        return outputs.auto_class.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
+        return auto_class_of(config, outputs).from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
 
 
 def read_model(model: Any) -> ModelShape:

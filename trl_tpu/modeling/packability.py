@@ -1,5 +1,6 @@
 """Lets a model read packed rows, if they give its own rewards: which a trial before training shows."""
 
+import copy
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,7 +13,7 @@ from transformers import PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask_function
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from ..data.collate import BatchCollator
+from ..data.collate import BatchCollator, LayOut
 from ..data.collators import DataCollatorForPreference
 from ..packing.batch import Batch
 from ..packing.pack import pack_unpadded, pad
@@ -21,6 +22,7 @@ from ..packing.shapes import RowPlan, RowShape
 from .adapters import without_adapters
 from .forward import OURS, MaskRule, PackingImpossible, attend_by, note_scores, run_packed
 from .outputs import find_score_head
+from .tree_states import States, call_with_states, carries_states, forget_tree_states, use_tree_states
 
 # relative, between float32 sums in two orders
 _ROUNDING = 2e-5
@@ -137,18 +139,21 @@ def _are_close(values: torch.Tensor, expected: torch.Tensor) -> bool:
     return bool((values - expected).abs().max() <= _ROUNDING * expected.abs().max())
 
 
-def make_packable(model: nn.Module, pad_token_id: int) -> None:
+def make_packable(model: nn.Module, pad_token_id: int, *, is_unpadded: bool = True) -> None:
     """Let ``model`` read packed rows, and make sure that they are exact.
 
     Args:
         model: A sequence classifier, possibly with adapters.
         pad_token_id: Its pad token.
+        is_unpadded: Whether rows are those of `pack_unpadded`, not of planned shapes.
 
     Raises:
         PackingImpossible: If the model has no `score` head, is modified, makes its own masks, or computes other
-            rewards.
+            rewards, or has recurrent layers and rows are of planned shapes.
     """
     check_unmodified(model)
+    if not is_unpadded and any(map(carries_states, model.modules())):
+        raise PackingImpossible("its recurrent layers read packed rows only where shapes are not planned")
     base = without_adapters(model)
     config: Any = base.config.get_text_config()
     from_transformers = type(base).__module__.startswith("transformers.models.")
@@ -208,19 +213,20 @@ def check_packing_is_exact(model: nn.Module, pad_token_id: int) -> None:
         )
     base: Any = without_adapters(model)
     attention, examples = base.config._attn_implementation, _tiny_batch(pad_token_id)
-    plan = RowPlan((RowShape(2, 32),))
-    layouts = (
-        BatchCollator(pad, pad_token_id),
-        BatchCollator(partial(pack, plan=plan), pad_token_id),
-        BatchCollator(partial(pack_unpadded, attention_crossover_length=100), pad_token_id),
-    )
+    planned = partial(pack, plan=RowPlan((RowShape(2, 32),)))
+    layouts: list[LayOut] = [pad, planned, partial(pack_unpadded, attention_crossover_length=100)]
+    if use_tree_states(base):
+        layouts.remove(planned)
+        examples += _branches_of_chunks(base, pad_token_id)
     padded: dict[str, torch.Tensor] = {}
     try:
         with _in_eval_mode(model):
             use_tree_masks(base)  # raises before anything is computed
+            for layer in {type(each): each for each in base.modules() if carries_states(each)}.values():
+                _check_it_goes_on(layer, base.config.get_text_config().hidden_size)
             base.set_attn_implementation(attention)  # a model's own code may ask for that name in padded rows
-            for collate in layouts:
-                (batch,) = collate(examples).parts
+            for lay_out in layouts:
+                (batch,) = BatchCollator(lay_out, pad_token_id)(examples).parts
                 values, rules = _read(model, batch.map_tensors(lambda tensor: tensor.to(parameter.device)))
                 if not padded:
                     padded = values
@@ -237,6 +243,7 @@ def check_packing_is_exact(model: nn.Module, pad_token_id: int) -> None:
                         )
     except Exception as error:  # whatever a model's own code does with inputs that it does not expect
         base.set_attn_implementation(attention)
+        forget_tree_states(base)
         if isinstance(error, PackingImpossible):
             raise
         raise PackingImpossible(f"{name} fails on packed rows ({type(error).__name__}: {error})") from error
@@ -249,6 +256,41 @@ def _tiny_batch(pad_token_id: int) -> list[dict[str, Any]]:
         *((ids[:9], [*ids[:5], *ids[10:14]]), (ids[20:24], [*ids[20:22], *ids[30:33]])),
         *((ids[3:20], ids[25:30]), (ids[5:12], ids[5:9])),
     ]
+    return [{"answers": list(pair)} for pair in pairs]
+
+
+def _check_it_goes_on(layer: nn.Module, hidden_size: int) -> None:
+    """Raise PackingImpossible unless a recurrent layer, given its state, goes on as within a sequence.
+
+    Tried with larger weights than new layers have, in which a state that is lost may be too small to see.
+    """
+    layer, generator = copy.deepcopy(layer).float(), torch.Generator().manual_seed(0)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator).to(next(layer.parameters()).device)
+
+    for parameter in layer.parameters():
+        if parameter.is_floating_point():
+            parameter.add_(0.1 * random(*parameter.shape))
+    tokens, states = random(1, 140, hidden_size), States()
+    parts = [call_with_states(layer, part, states) for part in (tokens[:, :70], tokens[:, 70:])]
+    whole, found = (each[0] if isinstance(each, tuple) else each for each in (layer(tokens), parts[1]))
+    if not _are_close(found, whole[:, 70:]):
+        difference = (found - whole[:, 70:]).abs().max()
+        raise PackingImpossible(
+            f"{type(layer).__name__} does not go on from the state that it is given: its outputs differ by "
+            f"{difference:.2g}"
+        )
+
+
+def _branches_of_chunks(model: PreTrainedModel, pad_token_id: int) -> list[dict[str, Any]]:
+    """Make pairs that branch on either side of the chunks in which recurrent layers scan, some into one token."""
+    config = model.config.get_text_config().to_dict()
+    sizes = (size for name, size in config.items() if name.endswith("chunk_size") and isinstance(size, int))
+    chunk, ids = min(max([64, *sizes]), 256), [token for token in range(1, 42) if token != pad_token_id]
+    text = [ids[(place * place + place // 7) % 40] for place in range(2 * chunk + 9)]
+    first, second, third = text[: chunk - 1], text[: chunk + 3], text[5 : 2 * chunk]
+    pairs = [(first + ids[:1], first + ids[1:9]), (second + ids[2:30], second + ids[3:4]), (third, third + ids[4:7])]
     return [{"answers": list(pair)} for pair in pairs]
 
 

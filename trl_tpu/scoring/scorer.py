@@ -179,7 +179,8 @@ class Scorer:
         self.padded = makers.padded
         self.batches: MakeBatches = makers.planned if is_static else makers.unpadded
         try:
-            make_packable(self.model, self.pad_token_id)  # on the host still, where trying it compiles nothing
+            # on the host still, where trying it compiles nothing
+            make_packable(self.model, self.pad_token_id, is_unpadded=not is_static)
         except PackingImpossible as reason:
             logger.warning(f"Dialogues are padded, not packed: {reason}.")
             self.batches = makers.padded

@@ -105,7 +105,7 @@ class BatchPlan:
             find_layers(self._model)  # raises before any data is read
         if self.packed:
             try:
-                make_packable(model, self._pad_token_id)
+                make_packable(model, self._pad_token_id, is_unpadded=self._is_unpadded)
             except PackingImpossible as reason:
                 self._pad_because(str(reason))
         if self.packed and not self._packs(self._train_dataset):

@@ -50,6 +50,7 @@ from ..data.loader import (
     skipping_by,
 )
 from ..errors import UserError
+from ..modeling.tree_states import recompute_in_same_batch
 from ..packing.batch import Batch, apart, tensors_in
 from ..parallel import shard
 from ..parallel.mesh import BATCH_AXES
@@ -278,6 +279,7 @@ class DeviceTrainer(SavingTrainer):
         """Make the schedule. The optimizer is final now, and nothing is loaded into it yet: create its state, once."""
         ours = self.trl_tpu
         ours.runtime.recompute_layers(self.model, self.args.remat_policy)
+        recompute_in_same_batch(self.model)
         if ours.runtime.is_spmd:
             assert self.shard_report is not None  # whatever compiles was placed
             optimizer_of_torch = bare(self.optimizer)

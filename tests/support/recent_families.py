@@ -1,0 +1,103 @@
+"""Tiny models of the families of 2025 and 2026, by transformers' names of their types."""
+
+from typing import Any
+
+import torch
+from decoders import PAD
+from transformers import PreTrainedModel
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from trl_tpu.modeling.heads import auto_class_of
+from trl_tpu.modeling.outputs import ONE_REWARD
+
+BASE: dict[str, Any] = {
+    **{"vocab_size": 128, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_labels": 1},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 512},
+    **{"pad_token_id": PAD, "bos_token_id": 1, "eos_token_id": 2, "attention_dropout": 0.0},
+}
+EXPERTS = {
+    **{"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "n_routed_experts": 4, "n_group": 1},
+    **{"shared_expert_intermediate_size": 16, "num_local_experts": 4, "topk_group": 1, "n_shared_experts": 1},
+}
+LATENT = {"kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 4, "v_head_dim": 8, "qk_nope_head_dim": 8}
+LATENT |= {"num_key_value_heads": 4}
+DELTA = {
+    **{"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8},
+    **{"linear_conv_kernel_dim": 4, "layer_types": ["linear_attention"] * 3 + ["full_attention"]},
+}
+MAMBA = {
+    **{"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_n_groups": 2, "mamba_d_conv": 4},
+    **{"mamba_expand": 2, "mamba_chunk_size": 16},
+}
+NEMOTRON = {
+    **{"layers_block_type": ["mamba", "moe", "mamba", "attention"], "mamba_num_heads": 8, "mamba_head_dim": 8},
+    **{"ssm_state_size": 8, "n_groups": 2, "chunk_size": 16, "moe_shared_expert_intermediate_size": 16},
+}
+CONVOLUTIONS = {"layer_types": ["conv", "full_attention"] * 2, "block_auto_adjust_ff_dim": False}
+#: Families with recurrent layers, whose packed rows are exact.
+HYBRIDS: dict[str, dict[str, Any]] = {
+    "qwen3_5_text": DELTA,
+    "qwen3_next": DELTA | EXPERTS,
+    "qwen3_5_moe_text": DELTA | EXPERTS,
+    "olmo_hybrid": DELTA,
+    "kimi_linear": LATENT
+    | {"layer_types": DELTA["layer_types"], "linear_head_dim": 8, "linear_num_heads": 4, "num_experts": 4}
+    | {"num_experts_per_token": 2, "moe_intermediate_size": 16, "head_dim": None},
+    "lfm2": CONVOLUTIONS,
+    "lfm2_moe": CONVOLUTIONS | EXPERTS | {"num_dense_layers": 1},
+    "granitemoehybrid": MAMBA
+    | {"layer_types": ["mamba", "mamba", "mamba", "attention"], "shared_intermediate_size": 16}
+    | {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "bamba": MAMBA | {"attn_layer_indices": [3]},
+    "nemotron_h": NEMOTRON | EXPERTS,
+    "falcon_h1": MAMBA | {"mamba_d_ssm": 64},
+}
+#: Other families without a classifier in transformers 5.23.
+DECODERS: dict[str, dict[str, Any]] = {
+    "gemma4_text": {
+        **{"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 128, "num_kv_shared_layers": 0},
+        **{"global_head_dim": 8},
+    },
+    "gemma3n_text": {
+        **{"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 128, "num_kv_shared_layers": 0},
+        **{"laurel_rank": 4, "activation_sparsity_pattern": [0.0] * 4, "intermediate_size": [48] * 4},
+    },
+    "llama4_text": EXPERTS | {"intermediate_size_mlp": 48, "attention_chunk_size": 64},
+    "glm4_moe": EXPERTS | {"first_k_dense_replace": 1},
+    "granite": {},
+    "cohere": {},
+    "cohere2": {},
+    "minimax_m2": EXPERTS,
+    "ernie4_5": {},
+    "ernie4_5_moe": EXPERTS | {"moe_num_experts": 4, "moe_k": 2},
+    "exaone_moe": EXPERTS,
+    "olmoe": EXPERTS,
+    "apertus": {},
+    "internlm3": {},
+    "mimo_v2_flash": EXPERTS,
+    "solar_open": EXPERTS,
+    "hy_v3": EXPERTS,
+}
+OTHERS: dict[str, dict[str, Any]] = {
+    "jamba": {
+        **{"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1},
+        **{"num_experts": 1, "num_experts_per_tok": 1, "use_mamba_kernels": False},
+    },
+    "zamba": {"n_mamba_heads": 2, "mamba_d_state": 8, "attn_layer_period": 2, "attn_layer_offset": 1}
+    | {"use_mamba_kernels": False, "layers_block_type": ["mamba", "hybrid"] * 2},
+}
+
+
+def tiny_config(family: str) -> Any:
+    settings = BASE | (HYBRIDS | DECODERS | OTHERS)[family]
+    if settings["head_dim"] is None:
+        del settings["head_dim"]
+    return CONFIG_MAPPING[family](**settings)
+
+
+def tiny_classifier(family: str) -> PreTrainedModel:
+    """A random reward model, with experts in plain torch."""
+    torch.manual_seed(0)
+    config = tiny_config(family)
+    config._experts_implementation = "eager"
+    return auto_class_of(config, ONE_REWARD).from_config(config, dtype=torch.float32)

@@ -1,0 +1,169 @@
+"""The conversions of the guide of popular data sets make rows that training reads, from rows of each schema."""
+
+import re
+from typing import Any
+
+import pytest
+import tiny
+from datasets import Dataset
+from places import EXAMPLES
+from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification
+
+from trl_tpu import RewardConfig
+from trl_tpu.data.measure import answers_of, labels_of
+from trl_tpu.experimental.prm import PRMConfig
+from trl_tpu.modeling.build import build_dataset, build_reward_model
+
+PAGE = (EXAMPLES / "guides" / "popular_datasets.md").read_text(encoding="utf-8")
+ATTRIBUTES = ["helpfulness", "correctness", "coherence", "complexity", "verbosity"]
+
+
+def turn(role: str, text: str) -> dict[str, Any]:
+    return {"role": role, "content": text}
+
+
+def graded(text: str, grade: int) -> dict[str, Any]:
+    return {"prompt": "Name a river.", "response": text, **dict.fromkeys(ATTRIBUTES, grade)}
+
+
+def message(number: int, parent: int | None, text: str, rank: int | None = None) -> dict[str, Any]:
+    role = "assistant" if rank is not None else "prompter"
+    ids = {"message_id": f"m{number}", "parent_id": parent if parent is None else f"m{parent}"}
+    return {**ids, "text": text, "role": role, "rank": rank}
+
+
+def parts(text: str) -> list[dict[str, Any]]:
+    return [{"type": "text", "text": text, "image": None, "mimeType": None}]
+
+
+RIVER = "Name a river."
+STEPS = "2 + 3 is ? Step 1: 2 + 3 is 5. {}\nStep 2: The answer is: 6 {}"
+PRM = [
+    {"completions": [{"text": "2 + 3 is 5.", "rating": 1}], "chosen_completion": 0},
+    {"completions": [{"text": "So 5.", "rating": 0}, {"text": "So 6.", "rating": -1}], "chosen_completion": 1},
+]
+#: Rows of each schema, with the settings that the guide names, and the grades or labels that are expected.
+ROWS: dict[str, tuple[list[dict[str, Any]], dict[str, Any], dict[str, Any]]] = {
+    "ultrafeedback": (
+        [
+            {
+                "instruction": RIVER,
+                "completions": [{"response": "Rhine", "overall_score": 7.5}, {"response": "Bonn", "overall_score": 1}],
+            }
+        ],
+        {"ties": "skip"},
+        {"grades": [7.5, 1.0]},
+    ),
+    "nectar": (
+        [
+            {
+                "prompt": "\n\nHuman: A river?\n\nAssistant: ",
+                "answers": [{"answer": f"R{n}", "rank": n} for n in (2, 1)],
+            }
+        ],
+        {"ties": "skip"},
+        {"grades": [-2.0, -1.0]},
+    ),
+    "helpsteer2": (
+        [graded("Rhine", 4), graded("Bonn", 0)],
+        {"attributes": ATTRIBUTES, "loss_type": "regression"},
+        {"grades": [[4.0, 0.0]] * 5},
+    ),
+    "saferlhf": (
+        [
+            {
+                **{"prompt": RIVER, "response_0": "Rhine", "response_1": "Bonn"},
+                **{"better_response_id": 0, "safer_response_id": 1},
+            }
+        ],
+        {"attributes": ["helpful", "safe"]},
+        {"grades": [[1.0, 0.0], [0.0, 1.0]]},
+    ),
+    "helpsteer3": (
+        [
+            {"context": [turn("user", RIVER)], "response1": "Bonn", "response2": "Rhine", "overall_preference": 2},
+            {"context": [turn("user", RIVER)], "response1": "a", "response2": "b", "overall_preference": 0},
+        ],
+        {},
+        {"margin": 2.0},
+    ),
+    "shp": (
+        [
+            {
+                **{"history": RIVER, "human_ref_A": "Bonn", "human_ref_B": "Rhine", "labels": 0},
+                **{"score_A": 3, "score_B": 5},
+            }
+        ],
+        {},
+        {"chosen_probability": 0.6},
+    ),
+    "arena": (
+        [
+            {
+                "winner": "model_b",
+                "conversation_a": [turn("user", parts(RIVER)), turn("assistant", parts("Bonn"))],  # type: ignore[arg-type]
+                "conversation_b": [turn("user", parts(RIVER)), turn("assistant", parts("Rhine"))],  # type: ignore[arg-type]
+            }
+        ],
+        {"ties": "rao_kupper"},
+        {"grades": [0.0, 1.0]},
+    ),
+    "oasst": (
+        [message(1, None, RIVER), message(2, 1, "Bonn", 1), message(3, 1, "Rhine", 0), message(4, 3, "And a sea?")],
+        {},
+        {"grades": [-1.0, 0.0]},
+    ),
+    "orca": ([{"system": "", "question": RIVER, "chosen": "Rhine", "rejected": "Bonn"}], {}, {}),
+    "alpaca": ([{"instruction": RIVER, "input": "Of Europe.", "chosen": "Rhine", "rejected": "Bonn"}], {}, {}),
+    "prm800k": (
+        [{"question": {"problem": "2 + 3 is ?"}, "label": {"steps": PRM}}],
+        {"step_separator": "\n"},
+        {"grades": [1.0, 0.0]},
+    ),
+    "math_shepherd": (
+        [{"input": STEPS.format("ки", "ки"), "label": STEPS.format("+", "-")}],
+        {"step_separator": "\n"},
+        {"grades": [1.0, 0.0]},
+    ),
+}
+_TAKE_ALL_ROWS = ("helpsteer2", "helpsteer3", "oasst")
+
+
+@pytest.fixture(scope="module")
+def functions() -> dict[str, Any]:
+    """The functions that the guide defines."""
+    names: dict[str, Any] = {}
+    for block in re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL):
+        exec(block, names)
+    return names
+
+
+def test_each_function_of_the_guide_is_tried(functions: dict[str, Any]) -> None:
+    named = set(re.findall(r"\| `(\w+)` \|", PAGE))
+    assert named == ROWS.keys() <= functions.keys()
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_converted_rows_are_trained_on(name: str, functions: dict[str, Any], tmp_path: Any) -> None:
+    rows, settings, labels = ROWS[name]
+    convert = functions[name]
+    converted = list(convert(rows)) if name in _TAKE_ALL_ROWS else list(map(convert, rows))
+    tokenizer = tiny.tiny_tokenizer(list(tiny.texts_in(converted)))
+    kind = PRMConfig if "step_separator" in settings else RewardConfig
+    args = kind(str(tmp_path), report_to="none", **settings)
+    auto = AutoModelForTokenClassification if "step_separator" in settings else AutoModelForSequenceClassification
+    config = tiny.tiny_model(tokenizer).config
+    config.num_labels = 2 if "step_separator" in settings else len(args.attributes or ()) or 1
+    model, tokenizer = build_reward_model(auto.from_config(config), args, tokenizer)
+    (row,) = build_dataset(Dataset.from_list(converted), model, tokenizer, args, "train")
+    found = labels_of(row)
+    assert (
+        {key: found[key] for key in labels} == pytest.approx(labels, nan_ok=True) if "grades" not in labels else True
+    )
+    if "grades" in labels:
+        assert found["grades"] == labels["grades"]
+    texts = [tokenizer.decode(ids) for ids in answers_of(row)]
+    better = {"alpaca": 0, "orca": 0, "shp": 0, "helpsteer3": 0}.get(name)
+    if better is not None:
+        assert "Rhine" in texts[better] and "Bonn" in texts[1 - better]
+    assert all("River" in text or "river" in text or "2 + 3" in text for text in texts)

@@ -1,0 +1,103 @@
+"""Recurrent layers read packed rows node by node, with the rewards and gradients of padded rows."""
+
+from contextlib import nullcontext
+from typing import Any
+
+import peft
+import pytest
+import torch
+from decoders import PAD, StayInFloat64, gradients, packed, padded, rows_of
+from recent_families import HYBRIDS, tiny_classifier
+from torch import nn
+
+from trl_tpu.modeling.forward import PackingImpossible
+from trl_tpu.modeling.packability import make_packable
+from trl_tpu.modeling.tree_states import nodes_of, recompute_in_same_batch, use_tree_states
+from trl_tpu.packing.batch import Tail, Tree
+from trl_tpu.packing.pack import pack_unpadded
+
+_IDS = torch.randint(1, 64, (400,), generator=torch.Generator().manual_seed(5)).tolist()
+
+
+def branched(depth: int, one: int, other: int) -> tuple[list[int], list[int]]:
+    """A pair of sequences with this many common tokens, and tails of these lengths that begin with other tokens."""
+    first = _IDS[depth]
+    return _IDS[:depth] + _IDS[depth : depth + one], _IDS[:depth] + ([first % 63 + 1] + _IDS[200:])[:other]
+
+
+#: Branches on either side of the chunks of 64 and 16 tokens in which layers scan, tails of one token, a sequence that
+#: is a prefix of the other, nothing shared, and prompts of several pairs.
+PAIRS = [
+    *(branched(depth, 3 + depth % 5, 1 + depth % 67) for depth in (1, 2, 15, 16, 17, 62, 63, 64, 65, 66)),
+    *((branched(130, 70, 65)), branched(64, 1, 1), branched(5, 0, 4), branched(128, 1, 0)),
+    *(([9, 8, 7], [9, 8, 7]), ([3], [4]), (_IDS[300:320], _IDS[350:390])),
+]
+
+
+def exact_model(family: str, way: str = "plain") -> Any:
+    """A model with weights among which little is uniform, that reads packed rows."""
+    model: Any = tiny_classifier(family).double()
+    torch.manual_seed(1)
+    for parameter in model.parameters():
+        parameter.data.add_(torch.randn_like(parameter) * 0.1)
+    if "LoRA" in way:
+        layers = [
+            name for name, module in model.named_modules() if isinstance(module, nn.Linear) and "layers.0" in name
+        ]
+        config = peft.LoraConfig(task_type="SEQ_CLS", r=2, target_modules=layers, init_lora_weights=False)
+        model = peft.get_peft_model(model, config).double()
+        model.enable_input_require_grads()
+    make_packable(model, PAD)
+    if "recomputed" in way:
+        model.train().gradient_checkpointing_enable({"use_reentrant": "reentrant" in way})
+        recompute_in_same_batch(model)
+        for module in model.modules():
+            if isinstance(module, nn.Dropout):
+                module.p = 0.0
+    return model
+
+
+@pytest.mark.parametrize(
+    ("family", "way"),
+    [
+        *((family, "plain") for family in HYBRIDS),
+        *(("qwen3_5_text", way) for way in ("recomputed", "LoRA", "recomputed, LoRA")),
+        ("granitemoehybrid", "recomputed"),
+    ],
+)
+def test_rewards_and_gradients_equal_the_padded_forward(family: str, way: str) -> None:
+    model = exact_model(family, way)
+    (rows,) = pack_unpadded(rows_of(PAIRS))
+    batch = rows.map_tensors(torch.from_numpy)
+    assert batch.input_ids_RL.shape[1] < 0.7 * sum(len(ids) for pair in PAIRS for ids in pair)
+    # layers that are computed again do so outside the mode, with norms in float32
+    rounding, mode = (1e-5, nullcontext()) if "recomputed" in way else (1e-9, StayInFloat64())
+    with mode:
+        expected = padded(model, PAIRS)
+        rewards = packed(model, batch)
+        assert rewards.std() > 0.01
+        torch.testing.assert_close(rewards, expected, rtol=rounding, atol=rounding)
+        theirs, ours = gradients(model, expected), gradients(model, rewards)
+    assert theirs.keys() == ours.keys()
+    for name, gradient in theirs.items():
+        difference = (ours[name] - gradient).abs().max() / gradient.abs().max()
+        assert difference < 100 * rounding, name
+
+
+def test_nodes_are_the_tokens_between_branches() -> None:
+    whole = Tree(3, 9, (Tail(0, 6, ()),))
+    tails = Tail(0, 5, ()), Tail(5, 7, ((0, 3),)), Tail(7, 9, ((0, 3), (5, 6))), Tail(9, 10, ())
+    tree = Tree(9, 19, tails)
+    assert nodes_of((whole, tree)) == (
+        *((3, 9, -1), (9, 12, -1), (12, 14, 1), (14, 15, 1), (15, 16, 3), (16, 18, 3), (18, 19, -1)),
+    )
+
+
+@pytest.mark.parametrize("family", ["jamba", "zamba"])
+def test_layers_that_take_no_state_are_found_by_trying(family: str) -> None:
+    model = tiny_classifier(family)
+    with pytest.raises(PackingImpossible, match="not go on"):
+        make_packable(model, PAD)
+    assert use_tree_states(model)  # not in use any more
+    with pytest.raises(PackingImpossible, match="planned"):
+        make_packable(tiny_classifier("qwen3_5_text"), PAD, is_unpadded=False)
