@@ -43,6 +43,17 @@ def graded(count: int, missing: tuple[str, ...] = (), seed: int = 0) -> Dataset:
     return Dataset.from_list([row(number) for number in range(count)])
 
 
+def answers(count: int, seed: int = 0) -> Dataset:
+    """Countings on, each by itself, with how likely the next number is the right one."""
+    chooser = random.Random(seed)
+    rows = []
+    for number in range(count):
+        start, label = number % 17, chooser.choice([0.0, 1.0, 0.8])
+        said = start + 1 + (label == 0)
+        rows.append({"prompt": f"Count on from {start}:", "completion": f" {said} and on", "label": label})
+    return Dataset.from_list(rows)
+
+
 def solutions(count: int, seed: int = 0) -> Dataset:
     """Countings on, two to a problem, of which a step is right if it says the next number."""
     chooser = random.Random(seed)
@@ -76,6 +87,7 @@ class Form:
 FORMS = {
     "ranked": Form(partial(tiny.made_up_rankings, most=4)),
     "attributes": Form(graded, 3, settings={"attributes": NAMES, "attribute_weights": WEIGHTS, "ties": "skip"}),
+    "answers": Form(answers),
     "steps": Form(solutions, 2, AutoModelForTokenClassification, {}, PRMConfig, PRMTrainer),
 }
 

@@ -1,6 +1,7 @@
 """Process rewards: packed, padded and transformers' own token classification give the same numbers."""
 
 import json
+import random
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +12,7 @@ import tiny
 import torch
 import transformers
 from datasets import Dataset
-from judgements import by_transformers, load, save_model, settings, solutions
+from judgements import BATCH, by_transformers, load, save_model, settings, solutions
 from peft import AutoPeftModelForTokenClassification, LoraConfig, TaskType
 from training import logged, losses, trained
 from transformers import AutoTokenizer, DataCollatorForTokenClassification
@@ -92,6 +93,30 @@ def test_packed_and_padded_are_what_transformers_computes(model: str, tmp_path: 
     assert own[-1]["eval_accuracy"] == padded[-1]["eval_accuracy"]
     logits, labels, _ = runs[1].predict(solutions(5, seed=2))
     assert logits.shape == (*labels.shape, 2) and (labels == -100).any()
+
+
+@pytest.mark.parametrize("neutral", ["ignore", "wrong"])
+def test_labels_may_be_probabilities_and_neutral(make: Make, model: str, neutral: str) -> None:
+    """The loss is the cross-entropy of the log-odds with the label, its mean over labeled steps."""
+    chooser = random.Random(0)
+    rows = [{**row, "labels": [chooser.choice([0, 0.25, 1, -1.0]) for _ in row["labels"]]} for row in solutions(22)]
+    given: dict[str, Any] = {"max_steps": 1, "neutral_steps": neutral, "weight_decay": 0.0}
+    runs = [trained(make(Dataset.from_list(rows), packing=packing, **given)) for packing in (True, False)]
+    module, tokenizer, total, count = load(model).double().eval(), AutoTokenizer.from_pretrained(model), 0.0, 0
+    for row in rows[:BATCH]:
+        everything = {**row, "labels": [True] * len(row["labels"])}
+        solution = PRMTrainer.tokenize_row(everything, tokenizer, "\n", None, None, False, True)
+        logits = module(torch.tensor([solution["input_ids"]])).logits[0]
+        ends = [place for place, label in enumerate(solution["labels"]) if label != -100]
+        for odds, label in zip((logits[:, 1] - logits[:, 0])[ends], row["labels"], strict=True):
+            if label >= 0 or neutral == "wrong":
+                probability = torch.tensor(max(label, 0.0), dtype=torch.float64)
+                total += torch.nn.functional.binary_cross_entropy_with_logits(odds, probability).item()
+                count += 1
+    for run in runs:
+        assert losses(run) == pytest.approx([total / count], abs=1e-6)
+    with pytest.raises(UserError, match="neutral_steps"):
+        make(Dataset.from_list(rows))
 
 
 def test_a_resumed_run_is_the_same_run(model: str, tmp_path: Path) -> None:

@@ -318,6 +318,13 @@ NEEDS = {
 }
 
 
+def check_choices(args: Any, choices: Mapping[str, tuple[str | None, ...]]) -> None:
+    """Raise UserError unless each setting has one of its choices."""
+    for setting, values in choices.items():
+        if (value := getattr(args, setting)) not in values:
+            raise UserError(f"{setting} must be one of {', '.join(map(repr, values))}, got {value!r}.")
+
+
 def check_values(args: Any) -> None:
     """Reject values outside their ranges, mappings that are no JSON objects, and settings that exclude each other.
 
@@ -328,9 +335,7 @@ def check_values(args: Any) -> None:
         value = getattr(args, setting)
         if value is not None and not value >= least:
             raise UserError(f"{setting} must be at least {least}, or be left out, got {value!r}.")
-    for setting, choices in CHOICES.items():
-        if (value := getattr(args, setting)) not in choices:
-            raise UserError(f"{setting} must be one of {', '.join(map(repr, choices))}, got {value!r}.")
+    check_choices(args, CHOICES)
     for setting in args._VALID_DICT_FIELDS:
         value = getattr(args, setting)
         if isinstance(value, str) and (value.startswith("{") or setting.endswith("_kwargs")):

@@ -8,6 +8,7 @@ row                   rewards                    comparisons                    
 pair                  chosen, rejected           chosen with rejected                      1 or `chosen_probability`
 ranking               one for each answer        any two answers with different grades     1, or 0.5 for a tie
 ranking, attributes   answers times attributes   those of a ranking, for each attribute    the same
+single answer         one                        the answer with the constant 0            the answer's label
 solution with steps   one for each step          the step with the constant 0              the step's label
 ====================  =========================  ========================================  =========================
 
@@ -23,7 +24,7 @@ import numpy as np
 import torch
 
 from ..errors import UserError
-from ..packing.batch import Batch, Comparisons, Kind
+from ..packing.batch import JUDGED_ALONE, Batch, Comparisons, Kind
 from ..packing.pack import Sequences, last_scored
 from .measure import STEP_ENDS, answers_of, labels_of
 
@@ -66,7 +67,7 @@ class Labels:
             `chosen_probability` and the remainder; of steps the probability that each is right.
         margin_P: Target margin of each pair; None if the data has none.
         kind: What the rows are. Grades of rankings only order answers; others are probabilities. Rewards of steps are
-            compared with the constant 0.
+            and of single answers are compared with the constant 0.
     """
 
     grade_PAK: np.ndarray
@@ -95,7 +96,8 @@ class Labels:
             for grade_K, grades in zip(grade_AK, labels["grades"] if attributes else [labels["grades"]], strict=True):
                 if grades is not None:
                     grade_K[: len(grades)] = grades
-        return cls(grade_PAK, None, "steps" if STEP_ENDS in labels_P[0] else "rankings")
+        is_alone: Kind = "answers" if answers == 1 else "rankings"
+        return cls(grade_PAK, None, "steps" if STEP_ENDS in labels_P[0] else is_alone)
 
     def grades_of(self, rows: Any) -> "Labels":
         """Return the grades of some rows, without what only training asks for."""
@@ -121,9 +123,9 @@ def compare(labels: Labels, rule: ComparisonRule, rows: int | None = None) -> Co
     count, attributes, answers = labels.grade_PAK.shape
     grade_PAK = np.pad(labels.grade_PAK, ((0, (rows or count) - count), (0, 0), (0, 0)), constant_values=np.nan)
     grade_GK = grade_PAK.reshape(-1, answers)
-    if labels.kind == "steps":
+    if labels.kind in JUDGED_ALONE:
         first_M, second_M = np.arange(answers), np.full(answers, -1)
-        first_GM, second_GM = grade_GK, 1 - grade_GK
+        first_GM, second_GM = grade_GK, np.where((grade_GK >= 0) & (grade_GK <= 1), 1 - grade_GK, np.nan)
     else:
         first_M, second_M = np.triu_indices(answers, 1)
         first_GM, second_GM = grade_GK[:, first_M], grade_GK[:, second_M]

@@ -115,8 +115,9 @@ def convert_row(row: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """Convert a raw row to the form that training and scoring read.
 
     Messages may be JSON text, have `from` and `value`, or be in `chosen_messages` and `rejected_messages`; a single
-    message becomes a list. ShareGPT's `conversations` becomes the prompt of answers that do not contain it. A null
-    `prompt` counts as absent. Nulls in messages and tools are dropped, except as content: Arrow adds them.
+    message becomes a list. A `completion` with a `label` or `score` is an answer that is judged by itself. ShareGPT's
+    `conversations` becomes the prompt of answers that do not contain it. A null `prompt` counts as absent. Nulls in
+    messages and tools are dropped, except as content: Arrow adds them.
 
     Returns:
         A new row with all other columns, and descriptions of the forms that it had, none for TRL's.
@@ -126,6 +127,10 @@ def convert_row(row: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
         if new.get(half) is None and row.get(f"{half}_messages") is not None:
             new[half] = row[f"{half}_messages"]
             forms.add("`chosen_messages` and `rejected_messages`, read as `chosen` and `rejected`")
+    label = new.get("label", new.get("score"))
+    if isinstance(label, bool | int | float) and "completion" in new and not {"completions", "chosen"} & new.keys():
+        new |= {"completions": [new["completion"]], "scores": [float(label)]}
+        forms.add("`completion` with `label` or `score`, read as an answer that is judged by itself")
     answers = next((form for form in _FORMS if set(form) <= new.keys()), ())
     texts = {key: new[key] for key in ("prompt", *answers) if _is_text(new.get(key))}
     parsed = {key: _parsed(text) for key, text in texts.items()}

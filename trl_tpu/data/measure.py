@@ -63,7 +63,7 @@ def labels_of(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_table(table: pa.Table) -> list[dict[str, Any]]:
-    """Return the tokenized rows of an arrow table, with token ids as arrays of 4 bytes each."""
+    """Return the tokenized rows of an arrow table, with token ids and labels as arrays of 4 bytes each."""
     columns = [
         _arrays(table[name]) if name in (*TOKENS, "labels") else table[name].to_pylist() for name in table.column_names
     ]
@@ -71,9 +71,10 @@ def read_table(table: pa.Table) -> list[dict[str, Any]]:
 
 
 def _arrays(lists: pa.ChunkedArray) -> list[Any]:
-    """Return lists of integers as arrays, at any depth."""
+    """Return lists of numbers as arrays, at any depth."""
     values = pc.list_flatten(lists)
-    values_T = _arrays(values) if pa.types.is_nested(values.type) else values.to_numpy().astype(np.int32)
+    dtype = np.float32 if pa.types.is_floating(values.type) else np.int32
+    values_T = _arrays(values) if pa.types.is_nested(values.type) else values.to_numpy().astype(dtype)
     ends = np.cumsum(pc.list_value_length(lists).to_numpy()).tolist()
     return [values_T[start:end] for start, end in pairwise([0, *ends])]
 

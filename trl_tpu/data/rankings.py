@@ -28,6 +28,7 @@ class RankingKind(PairKind):
         attributes: The names of what is graded, if several are: then scores are a list for each name, or None where
             a row does not say.
         settings: Settings, with their values, that have no effect without rankings.
+        are_alone: Whether rows have one answer each, which `scores` say is right: how likely, unless `needs_scores`.
     """
 
     may_tie: bool = False
@@ -35,6 +36,7 @@ class RankingKind(PairKind):
     needs_scores: bool = False
     attributes: tuple[str, ...] = ()
     settings: tuple[str, ...] = ()
+    are_alone: bool = False
     columns = RANKING
 
     def check_dataset(self, dataset: Dataset | IterableDataset, columns: list[str], name: str) -> None:
@@ -43,6 +45,11 @@ class RankingKind(PairKind):
             raise UserError(
                 f"The {name} dataset is a stream of rankings, and nothing says how many answers a row may have. Make "
                 "it a dataset: `datasets.Dataset.from_list(list(stream.take(n)))`."
+            )
+        if self.are_alone and (unused := [each for each in self.settings if each != "loss_type='regression'"]):
+            raise UserError(
+                f"{', '.join(unused)}: only rankings use these settings, and the {name} dataset has one answer a row. "
+                "Leave them out."
             )
         if unused := [column for column in PAIR_LABELS if column in columns]:
             raise UserError(
@@ -86,8 +93,9 @@ class RankingKind(PairKind):
             answers: How many answers the row has.
             where: How errors begin, see `checks.row_of`.
         """
-        if not 2 <= answers <= MOST_ANSWERS:
-            raise UserError(f"{where} has {answers} answers; there must be 2 to {MOST_ANSWERS} to be ranked.")
+        if self.are_alone != (answers == 1) or not 1 <= answers <= MOST_ANSWERS:
+            number = "1 as in the first row" if self.are_alone else f"2 to {MOST_ANSWERS} to be ranked"
+            raise UserError(f"{where} has {answers} answers; there must be {number}.")
         lists, counts = self._lists(given, f"{where}: `{column}`"), set[int]()
         for place, values in lists.items():
             if not isinstance(values, list) or len(values) != answers:
@@ -95,6 +103,11 @@ class RankingKind(PairKind):
             for value in values:
                 if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= checks.LARGEST:
                     raise UserError(f"{place} holds {value!r}; each must be a finite number (float32).")
+                if self.are_alone and not self.needs_scores and not 0 <= value <= 1:
+                    raise UserError(
+                        f"{place} holds {value!r}; of an answer by itself it must be how likely the answer is right, "
+                        "0 to 1. For grades of another range set loss_type='regression'."
+                    )
             counts.add(distinct := len(set(map(np.float32, values))))
             if 1 < distinct < answers and not self.may_tie:
                 raise UserError(
@@ -102,7 +115,7 @@ class RankingKind(PairKind):
                     "ties. Set ties='skip' not to compare such answers, 'davidson' or 'rao_kupper' to learn from "
                     "ties, or remove such rows."
                 )
-        if not lists or (not self.may_all_tie and counts == {1}):
+        if not lists or (not self.may_all_tie and not self.are_alone and counts == {1}):
             raise UserError(f"{where}: `{column}` is {given!r:.80}, by which no answer is better than another.")
 
     def _lists(self, given: Any, place: str) -> dict[str, Any]:

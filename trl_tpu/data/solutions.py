@@ -17,9 +17,15 @@ from .traps import TRAPS, find_traps
 logger = logging.getLogger(__name__)
 
 
+NEUTRAL = -1
+"""The label of a step that is neither right nor wrong."""
+
+
 def are_labels(labels: Any, steps: int) -> bool:
-    """Tell whether these are the labels of as many steps, 0 or 1 of each."""
-    return isinstance(labels, list) and [label in (0, 1) for label in labels] == [True] * steps
+    """Tell whether these are the labels of as many steps: how likely each is right, 0 to 1, or -1 for neither."""
+    if not isinstance(labels, list) or len(labels) != steps:
+        return False
+    return all(isinstance(label, bool | int | float) and (0 <= label <= 1 or label == NEUTRAL) for label in labels)
 
 
 def check_solution(row: Row, where: str) -> None:
@@ -63,19 +69,22 @@ def tokenize_solution(
             )
         input_ids += ids + separator_ids
         is_left_out = train_on_last_step_only and not is_eval and place < len(steps)
-        labels += [NO_LABEL] * (len(input_ids) - len(labels) - 1) + [NO_LABEL if is_left_out else int(label)]
+        label = NO_LABEL if is_left_out else int(label) if label % 1 == 0 else label
+        labels += [NO_LABEL] * (len(input_ids) - len(labels) - 1) + [label]
     input_ids = prompt_ids + input_ids[:max_completion_length]
     labels = [NO_LABEL] * len(prompt_ids) + labels[:max_completion_length]
     return {"input_ids": input_ids[:max_length], "labels": labels[:max_length]}
 
 
-_SOLUTION_FEATURES = Features(  # else labels would stay bools
-    {**dict.fromkeys(SOLUTION, Sequence(Value("int64"))), TRAPS: Value("string")}
-)
-
-
 def prepare_solutions(
-    dataset: Any, tokenize: Any, settings: dict[str, Any], *, num_embeddings: int, num_proc: int | None, name: str
+    dataset: Any,
+    tokenize: Any,
+    settings: dict[str, Any],
+    *,
+    neutral: str | None = None,
+    num_embeddings: int,
+    num_proc: int | None,
+    name: str,
 ) -> Dataset:
     """Check solutions, and tokenize those that are texts; see `prepare_preference_dataset`.
 
@@ -84,6 +93,7 @@ def prepare_solutions(
     Args:
         tokenize: `tokenize_solution`, or what takes its place.
         settings: Its arguments after the first.
+        neutral: What becomes of steps with the label -1: "ignore" or "wrong".
 
     Raises:
         UserError: A bad row, or training data without any label left.
@@ -93,17 +103,21 @@ def prepare_solutions(
     columns, first, given_N = checks.column_names(dataset, name), dataset[0], np.zeros(1, np.int64)
     is_labeled = "completions" in columns and are_labels(first.get("labels"), len(first["completions"] or ()))
     if is_labeled or "input_ids" not in columns:  # else any `completions` are an extra column
-        how: dict[str, Any] = {"fn_kwargs": {"name": name, "tokenize": tokenize, "settings": settings}}
-        how |= {"with_indices": True, "remove_columns": columns, "features": _SOLUTION_FEATURES}
-        raw, dataset = dataset, map_rows(dataset, _tokenize_raw_solution, num_proc, name, **how)
-        given_N = np.array([len(labels) for labels in raw["labels"]])
+        every_N = [labels or [] for labels in dataset["labels"]]
+        is_soft = any(isinstance(label, float) and label % 1 for labels in every_N for label in labels)
+        given_N = np.array([len(labels) - labels.count(NEUTRAL) * (neutral == "ignore") for labels in every_N])
+        features = {"input_ids": Sequence(Value("int64")), TRAPS: Value("string")}  # labels would else stay bools
+        features["labels"] = Sequence(Value("float64" if is_soft else "int64"))
+        given = {"name": name, "tokenize": tokenize, "settings": settings, "neutral": neutral}
+        how: dict[str, Any] = {"fn_kwargs": given, "with_indices": True, "remove_columns": columns}
+        dataset = map_rows(dataset, _tokenize_raw_solution, num_proc, name, **how, features=Features(features))
     else:
         dataset = dataset.select_columns([*SOLUTION])
         for index, row in enumerate(dataset):
             ids, labels = row["input_ids"] or [], row["labels"] or []
-            if len(labels) != len(ids) or not {*labels} <= {0, 1, NO_LABEL}:
+            if len(labels) != len(ids) or not all(label == NO_LABEL or 0 <= label <= 1 for label in labels):
                 where = checks.row_of(index, name, "labels")
-                raise UserError(f"{where} must be as long as `input_ids`, each 0, 1 or {NO_LABEL}.")
+                raise UserError(f"{where} must be as long as `input_ids`, each from 0 to 1, or {NO_LABEL}.")
     fitting: Any = keep_fitting(dataset, num_embeddings=num_embeddings, max_length=None, name=name)
     kept_N = np.array([len(labels_of(row)[STEP_ENDS]) for row in rows_of(fitting)])
     is_eval, fix = settings["is_eval"], "Raise `max_length` and `max_completion_length`, or remove such rows."
@@ -123,16 +137,25 @@ def prepare_solutions(
 
 
 def _tokenize_raw_solution(
-    row: dict[str, Any], index: int, name: str, tokenize: Any, settings: dict[str, Any]
+    row: dict[str, Any], index: int, name: str, tokenize: Any, settings: dict[str, Any], neutral: str | None
 ) -> dict[str, Any]:
     """Return the columns that ``tokenize`` makes of a raw row; raise UserError, which names the row, if it is bad."""
     where = checks.row_of(index, name)
     check_solution(row, where)
-    steps, labels = row["completions"], row.get("labels")
+    steps, labels = row["completions"], row.get("labels") or []
     if not are_labels(labels, len(steps)):
-        raise UserError(f"{where}: `labels` must be 0 or 1 of each of {len(steps)} `completions`, got {labels!r:.80}.")
+        raise UserError(
+            f"{where}: `labels` must be how likely each of {len(steps)} `completions` is right, 0 to 1, got "
+            f"{labels!r:.80}."
+        )
+    if NEUTRAL in labels and neutral is None:
+        raise UserError(
+            f"{where}: `labels` has {NEUTRAL}, for a step that is neither right nor wrong. Set neutral_steps='ignore' "
+            "to leave such steps out, or 'wrong' to count them as 0."
+        )
+    instead = NO_LABEL if neutral == "ignore" else 0
     try:
-        tokens = tokenize(row, **settings)
+        tokens = tokenize({**row, "labels": [instead if label == NEUTRAL else label for label in labels]}, **settings)
     except UserError as error:
         raise UserError(f"{where}: {error}") from error
     traps = find_traps(row, [], steps[:1] or [""], [tokens["input_ids"]], settings["tokenizer"])

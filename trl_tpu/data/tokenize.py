@@ -107,7 +107,8 @@ def _kind_of(
     """Return the kind of the rows, and whether they are tokenized.
 
     Raises:
-        UserError: Missing columns, or columns or settings that have no effect for this kind; a stream of rankings.
+        UserError: Missing columns, or columns or settings that have no effect for this kind; a stream of rankings, or
+            of single answers.
     """
     has_token_pairs = set(PAIR) <= set(columns) or bool(set(OLD_KEYS) & set(columns))
     first, _ = convert_row(dataset[0] if isinstance(dataset, Dataset) else dict.fromkeys(columns, ""))
@@ -122,6 +123,8 @@ def _kind_of(
                 "pairs. Leave them out, or give `completions` with `scores` or `ranks`."
             )
         return PairKind(), has_token_pairs
+    answers = first["answer_ids"] if has_token_rankings else first.get("completions")
+    rankings = replace(rankings, are_alone=isinstance(answers, list) and len(answers) == 1)
     rankings.check_dataset(dataset, columns, name)
     # one chosen answer and several rejected ones
     return replace(rankings, may_tie=rankings.may_tie or set(RAW_COLUMNS) <= set(columns)), has_token_rankings
@@ -268,7 +271,7 @@ def keep_fitting(
         logger.warning(f"{name} dataset: {cut} of {len(longest_N)} pairs cut to max_length={max_length} tokens.")
     lengths = measure(dataset).lengths
     same_N = np.flatnonzero(lengths.sizes_P == lengths.prefix_P)
-    if len(same_N) and form_of(dataset.column_names) != SOLUTION:
+    if len(same_N) and form_of(dataset.column_names) != SOLUTION and measure(dataset).answers > 1:
         first = int(np.flatnonzero(fits_N)[same_N[0]])
         report_equal_answers(dataset[int(same_N[0])], len(same_N), len(dataset), first, name)
     return dataset

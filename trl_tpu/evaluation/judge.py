@@ -13,7 +13,7 @@ from datasets import Dataset
 from ..data.collate import ComparisonRule, Labels, compare, pairs_of
 from ..data.measure import is_prepared, measure, rows_of
 from ..errors import UserError
-from ..packing.batch import Comparisons, Kind
+from ..packing.batch import JUDGED_ALONE, Comparisons, Kind
 from .verdict import (
     MOST_GROUPS,
     BestOfN,
@@ -285,7 +285,7 @@ class Evaluation:
             NothingCompared: No row has finite rewards of which one should be higher.
         """
         rankings, right, ties, margin, pairs, top1, tau = self._sums.tolist()
-        of = "steps" if self._kind == "steps" else "pairs"
+        of = self._kind if self._kind in JUDGED_ALONE else "pairs"
         if not pairs:
             raise NothingCompared(
                 f"None of {self._rows} {of} has two finite rewards of which one is labeled as better, so "
@@ -294,7 +294,7 @@ class Evaluation:
         row_M, better_M, worse_M, longer_M, weight_M, _ = np.concatenate(self._sample).T
         margin_M = better_M - worse_M
         rewards = np.stack([better_M, worse_M], axis=-1).ravel()
-        if of == "steps":
+        if of in JUDGED_ALONE:
             rewards = better_M + worse_M  # one of them is the constant 0
         names = sorted(self._group_counts) if len(self._group_counts) <= MOST_GROUPS else []
         groups = {name: proportion(self._group_sums[name], self._group_counts[name]) for name in names}
@@ -431,7 +431,7 @@ def judge(
     rewards_NK, grade_NK = (np.asarray(each).reshape(shape) for each in (rewards_NAK.double(), labels.grade_PAK))
     groups, lengths_NK = list(names) * rows or None, None
     if isinstance(dataset, Dataset) and labels.kind != "steps":
-        if is_prepared(dataset):
+        if is_prepared(dataset) and labels.kind != "answers":
             lengths = measure(dataset).lengths
             lengths_NK = (lengths.prefix_P[:, None] + lengths.tails_PK)[:rows].repeat(attributes, axis=0)
         try:

@@ -252,7 +252,7 @@ class Verdict:
         top1_accuracy: Of rankings, how often the highest reward is of an answer with the highest grade; where answers
             share the highest reward, the share of such answers among them.
         kendall_tau: Of rankings, the mean over prompts.
-        of: "pairs", or "steps", each compared with 0.
+        of: "pairs", or "answers" or "steps", each compared with 0.
         prompts_in_training: How many evaluation prompts are also in the training data, and how many there are; empty
             where that is not known.
     """

@@ -4,7 +4,7 @@ import sys
 from dataclasses import dataclass
 from typing import Any
 
-from ..config.checks import check_limits
+from ..config.checks import check_choices, check_limits
 from ..config.reward_config import RewardConfig, help_from_docstring
 from ..data.solutions import tokenize_solution
 from ..modeling.build import build_dataset
@@ -34,6 +34,9 @@ class PRMConfig(RewardConfig):
             What follows each step; at its last token the step is judged.
         train_on_last_step_only (`bool`, *optional*, defaults to `False`):
             Whether only the last label of each solution is trained on. Evaluation takes all.
+        neutral_steps (`str`, *optional*):
+            What becomes of steps whose label is -1, neither right nor wrong as in PRM800K: `"ignore"` leaves them out,
+            `"wrong"` counts them as 0. Without it such labels are an error.
 
     Raises:
         UserError: For settings of pairs, whose texts are left out or cut at either end.
@@ -43,9 +46,11 @@ class PRMConfig(RewardConfig):
     max_completion_length: int | None = None
     step_separator: str = "\n"  # type: ignore[misc]  # None where dialogues are judged
     train_on_last_step_only: bool = False
+    neutral_steps: str | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        check_choices(self, {"neutral_steps": ("ignore", "wrong", None)})
         refused = dict.fromkeys([*_OF_PAIRS.split(), *_OF_RANKINGS.split()], "leave it out")
         check_limits(self, refused, "not for process rewards")
 

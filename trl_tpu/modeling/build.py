@@ -194,6 +194,7 @@ def build_dataset(
     if args.step_separator is not None:
         settings = {key: getattr(args, key) for key in _OF_SOLUTIONS}
         settings |= {"tokenizer": processing_class, "is_eval": name != "train"}
+        how["neutral"] = getattr(args, "neutral_steps", None)
         return _within_positions(prepare_solutions(dataset, tokenize_solution, settings, **how), model, name)
     need_rankings = ["loss_type"] * (args.loss_type in OF_RANKINGS)
     need_rankings += [key for key in _OF_RANKINGS if getattr(args, key) != getattr(RewardConfig, key)]

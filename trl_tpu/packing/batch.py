@@ -18,7 +18,9 @@ from torch.nn.utils.rnn import pad_sequence
 from ..errors import UserTypeError
 
 Array = TypeVar("Array")  # numpy's while packing, torch's from the collator on
-Kind = Literal["pairs", "rankings", "steps"]
+Kind = Literal["pairs", "rankings", "answers", "steps"]
+JUDGED_ALONE = ("answers", "steps")
+"""Kinds of rows whose rewards are compared with the constant 0."""
 WEIGHTS = ("weight_C", "ranking_weight_G", "row_weight_P")
 """Fields of `Comparisons` that are 0 in a micro-batch for rows of the data that it does not have."""
 
@@ -93,7 +95,7 @@ class Comparisons(Arrays, Generic[Array]):
     answers: int
     """K."""
     kind: Kind = "pairs"
-    """What the rows of the data are; the rewards of steps are compared with the constant 0."""
+    """What the rows of the data are."""
 
     def among(self, here_P: np.ndarray) -> "Comparisons[Any]":
         """Return the same table without the comparisons of rows that are elsewhere (numpy only)."""
@@ -106,7 +108,7 @@ class Comparisons(Arrays, Generic[Array]):
         rewards = rewards_SA.flatten()
 
         def of(number_C: Any) -> torch.Tensor:
-            if self.kind != "steps":
+            if self.kind not in JUDGED_ALONE:
                 return rewards[number_C]
             # no 0 is put before the rewards: TorchTPU 0.2 confuses gradients that are parts of larger ones
             return torch.where(number_C < 0, 0.0, rewards[number_C.clamp(min=0)])

@@ -15,11 +15,11 @@ import pyarrow.parquet as pq
 from ..data.checks import check_one_form
 from ..data.collate import Labels
 from ..data.rankings import grades_of
-from ..data.solutions import are_labels
+from ..data.solutions import NEUTRAL, are_labels
 from ..errors import UserError
 from ..evaluation.judge import judge_best_of_n, judge_rows, padded
 from ..evaluation.verdict import BestOfN, LengthBias, Proportion, Verdict, check_groups, label_of
-from ..packing.batch import Kind
+from ..packing.batch import JUDGED_ALONE, Kind
 
 VERDICT_FILE = "verdict.json"
 _KINDS: dict[str, type[Verdict] | type[BestOfN]] = {"pairs": Verdict, "best_of_n": BestOfN}
@@ -40,7 +40,7 @@ def sentences_of(verdict: Verdict | BestOfN) -> list[str]:
     else:
         of, lacks = verdict.of, "a reward that is not finite"
         does, exchanged, count = "prefers the chosen answer", "chosen and rejected", f"{verdict.pairs:,} {of}"
-        if of == "steps":
+        if of in JUDGED_ALONE:
             does, exchanged, lacks = "tells right from wrong", "the labels", "no finite reward, or no label"
         if verdict.top1_accuracy is not None:
             count = f"comparisons, averaged over {accuracy.count:,} rankings ({verdict.pairs:,} comparisons)"
@@ -261,6 +261,7 @@ class LabeledRewards:
             tokens = [[row.get(f"tokens_{half}") for half in ("chosen", "rejected")] for row, *_ in parts]
             tokens_N2 = np.array(tokens, dtype=np.float64).reshape(-1, 2)
         grade_NK = padded([grades for _, _, grades in parts])
+        kind = "answers" if kind == "rankings" and grade_NK.shape[1] == 1 else kind
         labels = Labels(grade_NK[:, None].astype(np.float32), kind=kind)
         return cls([row for row, *_ in parts], padded([each for _, each, _ in parts]), labels, tokens_N2, are_lists)
 
@@ -297,6 +298,8 @@ def _steps(row: Row) -> Iterator[_Part]:
         return
     numbers = _numbers(rewards) if rewards else []
     for end, (label, reward) in enumerate(zip(labels, numbers, strict=True), start=1):
+        if label == NEUTRAL:
+            continue
         yield {**row, "completions": steps[:end], "reward": reward}, [reward], [float(label)]
 
 
