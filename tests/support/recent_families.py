@@ -78,6 +78,19 @@ DECODERS: dict[str, dict[str, Any]] = {
     "solar_open": EXPERTS,
     "hy_v3": EXPERTS,
 }
+WINDOWS = {"layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 24}
+#: Families with a classifier of their own in transformers.
+WITH_CLASS: dict[str, dict[str, Any]] = {
+    "mistral": {"sliding_window": 24},
+    "ministral3": {},
+    "phi3": {"sliding_window": 24},
+    "olmo3": WINDOWS,
+    "smollm3": {},
+    "gemma3_text": {"sliding_window": 24},
+    "glm4": {},
+    "gpt_oss": WINDOWS | EXPERTS,
+    "deepseek_v3": EXPERTS | LATENT | {"first_k_dense_replace": 1, "head_dim": None},
+}
 OTHERS: dict[str, dict[str, Any]] = {
     "jamba": {
         **{"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1},
@@ -88,8 +101,26 @@ OTHERS: dict[str, dict[str, Any]] = {
 }
 
 
+SETTINGS = HYBRIDS | DECODERS | WITH_CLASS | OTHERS
+#: Multimodal types, with those of their language models.
+MULTIMODAL = {
+    **{"gemma3": "gemma3_text", "gemma4": "gemma4_text", "qwen3_5": "qwen3_5_text", "llama4": "llama4_text"},
+    **{"qwen3_5_moe": "qwen3_5_moe_text", "mistral3": "ministral3"},
+}
+VISION: dict[str, Any] = {
+    **{"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2, "depth": 1},
+    **{"num_key_value_heads": 2, "head_dim": 8, "num_heads": 2, "image_size": 28, "patch_size": 14},
+    **{"num_channels": 3, "in_channels": 3, "spatial_merge_size": 2, "temporal_patch_size": 2},
+    **{"num_position_embeddings": 16, "deepstack_visual_indexes": []},
+    **dict.fromkeys(("out_hidden_size", "vision_output_dim", "projector_input_dim", "projector_output_dim"), 32),
+}
+
+
 def tiny_config(family: str) -> Any:
-    settings = BASE | (HYBRIDS | DECODERS | OTHERS)[family]
+    if family in MULTIMODAL:
+        text = BASE | SETTINGS[MULTIMODAL[family]] | {"model_type": MULTIMODAL[family]}
+        return CONFIG_MAPPING[family](text_config=text, vision_config=VISION, pad_token_id=PAD)
+    settings = BASE | SETTINGS[family]
     if settings["head_dim"] is None:
         del settings["head_dim"]
     return CONFIG_MAPPING[family](**settings)

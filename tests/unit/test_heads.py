@@ -8,9 +8,9 @@ import apart
 import pytest
 import torch
 from decoders import PAD
-from recent_families import DECODERS, HYBRIDS, tiny_config
+from recent_families import DECODERS, HYBRIDS, MULTIMODAL, tiny_config
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForSequenceClassification
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from trl_tpu.errors import UserError
@@ -91,6 +91,19 @@ def test_they_load_with_a_new_head_train_and_load_again_anywhere(saved: Path, tm
     elsewhere = json.loads(process.stdout.splitlines()[-1])
     assert elsewhere == {family: pytest.approx(each, abs=1e-6) for family, each in rewards.items()}
     assert [family for family, is_packed in packed.items() if not is_packed] == []
+
+
+@pytest.mark.parametrize("kind", MULTIMODAL)
+def test_of_a_multimodal_checkpoint_the_language_model_is_read(kind: str, tmp_path: Path) -> None:
+    """Or all of it, where transformers' classifier, or its text model, is a multimodal one."""
+    torch.manual_seed(0)
+    body = AutoModelForImageTextToText.from_config(tiny_config(kind)).eval()
+    body.save_pretrained(tmp_path)
+    model, info = load_classifier(str(tmp_path), ONE_REWARD, num_labels=1, dtype=torch.float32)
+    assert {*info["missing_keys"]} == {"score.weight"}
+    expected = states_of(body, body.get_output_embeddings())
+    torch.testing.assert_close(states_of(model.eval(), model.score), expected, rtol=1e-5, atol=1e-5)
+    make_packable(model, PAD)
 
 
 def test_a_checkpoint_that_lacks_more_than_the_head_is_refused(saved: Path) -> None:

@@ -8,12 +8,13 @@ transformers' auto class, so that everything that loads by that class finds it.
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PretrainedConfig, PreTrainedModel
 from transformers.modeling_layers import GenericForSequenceClassification, GenericForTokenClassification
 
 from ..errors import UserError
 from .outputs import Outputs
 
+_CAUSAL = (AutoModelForCausalLM, AutoModelForImageTextToText)
 _ENDINGS = ("ForCausalLM", "ForConditionalGeneration", "LMHeadModel")
 _GENERIC = {
     "AutoModelForSequenceClassification": GenericForSequenceClassification,
@@ -45,24 +46,25 @@ def auto_class_of(config: PretrainedConfig, outputs: Outputs) -> Any:
         UserError: The model is an encoder-decoder, or without attention.
     """
     auto_class, kind = outputs.auto_class, type(config)
-    if kind not in auto_class._model_mapping and kind in AutoModelForCausalLM._model_mapping:
+    causal = next((each._model_mapping[kind] for each in _CAUSAL if kind in each._model_mapping), None)
+    if kind not in auto_class._model_mapping and causal is not None:
         # not by `auto_class.register`, which refuses the class of a multimodal config's text model
-        classifier = classifier_of(config, _GENERIC[auto_class.__name__])
+        classifier = classifier_of(config, causal, _GENERIC[auto_class.__name__])
         auto_class._model_mapping.register(kind, classifier, exist_ok=True)
     return auto_class
 
 
-def classifier_of(config: PretrainedConfig, generic: type) -> type[PreTrainedModel]:
+def classifier_of(config: PretrainedConfig, causal: Any, generic: type) -> type[PreTrainedModel]:
     """Make the classifier of a causal language model's family.
 
     Args:
         config: Of a causal language model of transformers.
+        causal: Its class there.
         generic: transformers' mixin, `GenericForSequenceClassification` or `GenericForTokenClassification`.
 
     Raises:
         UserError: The model is an encoder-decoder, or without attention.
     """
-    causal: Any = AutoModelForCausalLM._model_mapping[type(config)]
     text: Any = config.get_text_config()
     if config.is_encoder_decoder or getattr(text, "num_attention_heads", None) is None:
         reason = "is the decoder of an encoder-decoder" if config.is_encoder_decoder else "has no attention"
@@ -84,6 +86,8 @@ def classifier_of(config: PretrainedConfig, generic: type) -> type[PreTrainedMod
         # else transformers takes the class for a user's, and leaves buffers that are in no checkpoint uninitialized
         "__module__": module,
         "save_pretrained": _save_pretrained,
+        # a multimodal checkpoint of Llama 4 has its language model under the causal class's own prefix
+        "names_in_checkpoint": {} if causal.base_model_prefix == prefix else {f"^{causal.base_model_prefix}\\.": ""},
         "code_of_head": _CODE.format(**code, config=kind.__name__, config_module=kind.__module__),
     }
     return type(name, (generic, family), attributes)

@@ -282,7 +282,10 @@ def load_classifier(
             torch.set_rng_state(random_state)  # the new head is the one that it would have been
             logger.warning(f"{name} is read into the host's memory as a whole: its files have other weights than it.")
         located = hub_settings(kwargs) | {"trust_remote_code": kwargs.get("trust_remote_code", False)}
-        auto_class = auto_class_of(AutoConfig.from_pretrained(name, **located), outputs)
+        config = AutoConfig.from_pretrained(name, **located)
+        auto_class = auto_class_of(config, outputs)
+        if mapping := getattr(auto_class._model_mapping.get(type(config), None), "names_in_checkpoint", None):
+            kwargs.setdefault("key_mapping", mapping)
         model, info = loaded or auto_class.from_pretrained(name, output_loading_info=True, **kwargs)
         check_only_head_is_missing(name, model, info["missing_keys"])
         if renamed := _head_by_another_name(name, model, info, kwargs):

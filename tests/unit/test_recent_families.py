@@ -1,4 +1,4 @@
-"""Recurrent layers read packed rows node by node, with the rewards and gradients of padded rows."""
+"""Families of today: packed rows have the rewards and gradients of padded ones, also through recurrent layers."""
 
 from contextlib import nullcontext
 from typing import Any
@@ -7,7 +7,7 @@ import peft
 import pytest
 import torch
 from decoders import PAD, StayInFloat64, gradients, packed, padded, rows_of
-from recent_families import HYBRIDS, tiny_classifier
+from recent_families import DECODERS, HYBRIDS, WITH_CLASS, tiny_classifier
 from torch import nn
 
 from trl_tpu.modeling.forward import PackingImpossible
@@ -60,7 +60,7 @@ def exact_model(family: str, way: str = "plain") -> Any:
 @pytest.mark.parametrize(
     ("family", "way"),
     [
-        *((family, "plain") for family in HYBRIDS),
+        *((family, "plain") for family in (*HYBRIDS, *DECODERS, *WITH_CLASS)),
         *(("qwen3_5_text", way) for way in ("recomputed", "LoRA", "recomputed, LoRA")),
         ("granitemoehybrid", "recomputed"),
     ],
