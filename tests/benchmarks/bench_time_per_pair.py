@@ -2,7 +2,7 @@
 
 python -m tests.benchmarks.bench_time_per_pair [--models 64x4 256x6 64x24] [--data real ...]
 
-A model is its hidden size and its number of layers.
+A model is its hidden size and its number of layers, of Llama's form or of Qwen3.5's.
 
 Runs alternate (TRL, packed, padded, TRL, ...), each on a fresh model and the same pairs in the same order, and the
 table shows medians. Quote the ratios: the machine's own speed cancels out of them. Per-step losses stand beside TRL's.
@@ -20,7 +20,7 @@ from real_pairs import best_pairs
 from . import harness
 
 RUNS, STEPS = 5, 24
-MODELS = {"64x4": RUNS, "256x6": 3, "64x24": 3}  # runs of each system
+MODELS = {"64x4": RUNS, "256x6": 3, "64x24": 3, "256x6, qwen3_5": 2}  # runs of each system
 SYSTEMS: dict[str, dict[str, Any]] = {harness.TRL: {}, "trl_tpu": {}, "trl_tpu, padded": {"packing": False}}
 
 

@@ -21,6 +21,8 @@ import tiny
 import torch
 import training
 from datasets import Dataset, disable_progress_bars
+from transformers import AutoModelForSequenceClassification, set_seed
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.utils import logging
 
 from trl_tpu.data.measure import answers_of
@@ -102,9 +104,27 @@ def train(
 
 
 def save_model(folder: str, size: str, pairs: Dataset | None = None) -> str:
-    """Save a model of a size such as 64x4, its hidden size and number of layers, and a tokenizer of the pairs."""
+    """Save a model of a size such as 64x4, its hidden size and number of layers, and a tokenizer of the pairs.
+
+    Those of "256x6, qwen3_5" are of Qwen3.5's form: three of four layers are linear attention.
+    """
+    size, _, family = size.partition(", ")
     hidden, layers = map(int, size.split("x"))
     texts = real_pairs.best_pairs(400) if pairs is None else pairs
+    if family:
+        tokenizer = tiny.tiny_tokenizer(texts)
+        kinds = ["full_attention" if layer % 4 == 3 else "linear_attention" for layer in range(layers)]
+        settings = {"vocab_size": len(tokenizer), "hidden_size": hidden, "intermediate_size": 2 * hidden}
+        settings |= {"num_hidden_layers": layers, "layer_types": kinds, "head_dim": hidden // 8}
+        settings |= {"num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 2048}
+        settings |= {"linear_num_key_heads": 4, "linear_key_head_dim": hidden // 8}
+        settings |= {"linear_num_value_heads": 8, "linear_value_head_dim": hidden // 8}
+        tokens = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id}
+        set_seed(0)
+        config = CONFIG_MAPPING[f"{family}_text"](**settings, **tokens, num_labels=1)
+        AutoModelForSequenceClassification.from_config(config).save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        return folder
     return tiny.save_tiny(Path(folder), texts, hidden, layers, num_attention_heads=8, num_key_value_heads=8)
 
 

@@ -1,6 +1,6 @@
 """Tries every type of causal language model of transformers, and writes `examples/guides/model_families.md`.
 
-    USE_TORCH_XLA=0 PYTHONPATH=tests/support python tests/support/model_families.py
+USE_TORCH_XLA=0 PYTHONPATH=tests/support python tests/support/model_families.py
 """
 
 import logging
@@ -8,6 +8,7 @@ import re
 import sys
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -84,7 +85,7 @@ def try_out(kind: str) -> tuple[str, str]:
 def reason_in_short(reason: str) -> str:
     """Return the reason without the model's name and its numbers."""
     for pattern, short in {
-        "has no `score` head": "no `score` head",
+        "has no `score` head": "no score head",
         "transformers' attention interface": "attends by code of its own",
         "has no attribute|must match|TreeMasks": "makes masks of its own",
         "window": "a window that no mask shows",
@@ -96,8 +97,8 @@ def reason_in_short(reason: str) -> str:
     return reason
 
 
-def write() -> None:
-    """Write the page."""
+def write(page: Path = PAGE) -> None:
+    """Write the page, whose beginning stays as it is."""
     found = {kind: try_out(kind) for kind in sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)}
     new = {*found} - {*MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES}
 
@@ -136,7 +137,7 @@ transformers {transformers.__version__}, {len(found)} types. A * marks those for
 
 {names("not tried")}
 """
-    PAGE.write_text(text, encoding="utf-8")
+    page.write_text(text, encoding="utf-8")
     for kind, (verdict, why) in found.items():
         print(kind, verdict, why[:150], file=sys.stderr)
 

@@ -15,7 +15,7 @@ from accelerate import PartialState
 from apart import become_rank
 from peft import LoraConfig
 from training import QUIET, logged, trained
-from transformers import AutoModelForSequenceClassification, TrainerCallback
+from transformers import AutoModelForSequenceClassification, AutoTokenizer, TrainerCallback
 from transformers.distributed import DistributedConfig
 
 from trl_tpu.errors import UserError
@@ -40,6 +40,7 @@ WAYS: dict[str, tuple[int, str, str | None]] = {
     "ranked": (2, "ranked", "fsdp=2"),
     "ranked, padded": (2, "ranked, padded", "data=2"),
     "attributes": (2, "attributes", "fsdp=2"),
+    "recurrent": (2, "recurrent", "fsdp=2"),
     "steps": (2, "steps", "data=2"),
     "steps, planned": (2, "steps", "fsdp=2"),
     "steps, padded": (2, "steps, padded", "fsdp=2"),
@@ -74,6 +75,7 @@ def train(
 ) -> dict[str, Any]:
     """Train two epochs, whose last batches are short, and evaluate after each."""
     from judgements import form_in  # imports the trainers, and so takes the devices: not before RANK is known
+    from recent_families import tiny_classifier
 
     form = form_in(way)
     pairs = form.rows(39)
@@ -88,6 +90,10 @@ def train(
     if way == "adapters":
         settings |= {"log_grad_norms": True}
         arguments["peft_config"] = LoraConfig(**LORA)
+    if way == "recurrent":  # layers that the backward computes again read the packed rows again
+        settings |= {"remat": "dots"}
+        arguments["processing_class"] = tokenizer = AutoTokenizer.from_pretrained(model)
+        arguments["model"] = tiny_classifier("qwen3_5_text", vocab_size=len(tokenizer))
     if way == "not finite":
         arguments["callbacks"] = [Infinite()]
     if loaded_on is not None:

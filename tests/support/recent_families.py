@@ -51,6 +51,11 @@ HYBRIDS: dict[str, dict[str, Any]] = {
     "bamba": MAMBA | {"attn_layer_indices": [3]},
     "nemotron_h": NEMOTRON | EXPERTS,
     "falcon_h1": MAMBA | {"mamba_d_ssm": 64},
+    "zamba2": {
+        **{"layers_block_type": ["mamba", "hybrid"] * 2, "mamba_d_state": 8, "n_mamba_heads": 8, "mamba_ngroups": 2},
+        **{"chunk_size": 16, "head_dim": None},
+    },
+    "bailing_hybrid": EXPERTS | LATENT | {"layer_group_size": 4},
 }
 #: Other families without a classifier in transformers 5.23.
 DECODERS: dict[str, dict[str, Any]] = {
@@ -116,19 +121,19 @@ VISION: dict[str, Any] = {
 }
 
 
-def tiny_config(family: str) -> Any:
+def tiny_config(family: str, **changes: Any) -> Any:
     if family in MULTIMODAL:
         text = BASE | SETTINGS[MULTIMODAL[family]] | {"model_type": MULTIMODAL[family]}
         return CONFIG_MAPPING[family](text_config=text, vision_config=VISION, pad_token_id=PAD)
-    settings = BASE | SETTINGS[family]
+    settings = BASE | SETTINGS[family] | changes
     if settings["head_dim"] is None:
         del settings["head_dim"]
     return CONFIG_MAPPING[family](**settings)
 
 
-def tiny_classifier(family: str) -> PreTrainedModel:
+def tiny_classifier(family: str, **changes: Any) -> PreTrainedModel:
     """A random reward model, with experts in plain torch."""
     torch.manual_seed(0)
-    config = tiny_config(family)
+    config = tiny_config(family, **changes)
     config._experts_implementation = "eager"
     return auto_class_of(config, ONE_REWARD).from_config(config, dtype=torch.float32)

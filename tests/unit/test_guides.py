@@ -24,10 +24,13 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import apart
+import model_families
 import pytest
 import yaml
 from places import EXAMPLES, ROOT
+from recent_families import DECODERS, HYBRIDS, WITH_CLASS
 from transformers import AutoConfig, AutoModelForSequenceClassification
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from trl_tpu import ModelConfig, RewardConfig, RewardTrainer, ScriptArguments, cli
 from trl_tpu.config import checks
@@ -284,8 +287,23 @@ def test_messages_that_are_quoted_are_the_programs_own() -> None:
 
 
 def test_the_models_that_are_said_to_be_packed_are_those_that_are_proven() -> None:
-    (row,) = re.findall(r"^\| (.+?) \| packed \|", (ROOT / "README.md").read_text(encoding="utf-8"), re.MULTILINE)
-    assert set(quoted(row)) == PROVEN_TYPES
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    proven, compared = re.findall(r"^\| (.+?) \| packed \|", readme, re.MULTILINE)
+    (recurrent,) = re.findall(r"^\| with recurrent layers: (.+?) \|", readme, re.MULTILINE)
+    assert set(quoted(proven)) == PROVEN_TYPES
+    assert set(quoted(compared)) == {*DECODERS, *WITH_CLASS} - PROVEN_TYPES
+    assert set(quoted(recurrent)) == HYBRIDS.keys()
+
+
+def test_every_type_of_causal_language_model_is_listed() -> None:
+    listed = quoted((GUIDES / "model_families.md").read_text(encoding="utf-8").partition("<!-- written")[2])
+    assert set(listed) == {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES}
+
+
+@pytest.mark.long
+def test_the_list_of_types_is_what_trying_them_gives(tmp_path: Path) -> None:
+    model_families.write(tmp_path / "page.md")
+    assert (tmp_path / "page.md").read_text(encoding="utf-8") == model_families.PAGE.read_text(encoding="utf-8")
 
 
 def test_the_fields_that_trl_has_not_are_fields() -> None:

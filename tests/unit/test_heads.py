@@ -12,6 +12,7 @@ from recent_families import DECODERS, HYBRIDS, MULTIMODAL, tiny_config
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForSequenceClassification
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
 
 from trl_tpu.errors import UserError
 from trl_tpu.modeling.forward import PackingImpossible
@@ -20,7 +21,7 @@ from trl_tpu.modeling.load import load_classifier
 from trl_tpu.modeling.outputs import ONE_REWARD, Outputs
 from trl_tpu.modeling.packability import make_packable
 
-FAMILIES = [*DECODERS, *(each for each in HYBRIDS if each not in ("qwen3_5_text", "qwen3_next"))]
+FAMILIES = [each for each in (*DECODERS, *HYBRIDS) if each not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES]
 _IDS = torch.randint(3, 128, (2, 9), generator=torch.Generator().manual_seed(0))
 
 #: What a user without this package runs: the rewards of saved models.

@@ -67,7 +67,7 @@ def classifier_of(config: PretrainedConfig, causal: Any, generic: type) -> type[
     """
     text: Any = config.get_text_config()
     if config.is_encoder_decoder or getattr(text, "num_attention_heads", None) is None:
-        reason = "is the decoder of an encoder-decoder" if config.is_encoder_decoder else "has no attention"
+        reason = "is the decoder of an encoder-decoder" if config.is_encoder_decoder else "has no attention heads"
         raise UserError(f"{causal.__name__} cannot be a reward model, since it {reason}. Choose another model.")
     parents = [each for each in causal.__mro__ if issubclass(each, PreTrainedModel)]
     family = parents[parents.index(PreTrainedModel) - 1]
