@@ -1,11 +1,14 @@
 """Attention and experts in shapes that no data change, and attention over long packed rows: for compiled devices."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -20,6 +23,7 @@ from ..runtime.native import einsum, masked_attention
 from .adapters import without_adapters
 from .forward import MaskRule, attend_by, tree_masks
 from .outputs import keep_heads_in_float32
+from .tree_states import carries_states
 
 
 def static_sdpa_mask(*args: Any, **kwargs: Any) -> torch.Tensor | None:
@@ -101,7 +105,8 @@ def _each(experts: Any, input_ETI: torch.Tensor, name: str) -> torch.Tensor:
 def fit_to_device(model: nn.Module, *, is_static: bool) -> None:
     """Let ``model`` compute rewards in float32 and, where ``is_static``, in shapes that no data change.
 
-    Static shapes replace sdpa, but no other attention, and the experts of a mixture.
+    Static shapes replace sdpa, but no other attention, and the experts of a mixture. Recurrent layers always get their
+    mask of padding, as the device would be read whether there is any.
     """
     keep_heads_in_float32(model)
     if is_static:
@@ -110,6 +115,24 @@ def fit_to_device(model: nn.Module, *, is_static: bool) -> None:
             attend_by(base, "static", static_sdpa_mask, static_sdpa_attention)
         ALL_EXPERTS_FUNCTIONS.register(STATIC_EXPERTS, static_experts)
         base.set_experts_implementation(STATIC_EXPERTS)
+        if any(map(carries_states, base.modules())) and getattr(base.forward, "func", None) is not _with_all_masks:
+            own = base.forward
+            base.forward = partial(_with_all_masks, own)
+            base.forward.__wrapped__ = own
+
+
+def _with_all_masks(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    with _NothingIsAll():
+        return forward(*args, **kwargs)
+
+
+class _NothingIsAll(TorchFunctionMode):
+    """Answers `torch.all` of a whole tensor with no: transformers would skip a mask that is 1 everywhere."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch.all and len(args) == 1 and not kwargs:
+            return torch.tensor(False)
+        return function(*args, **(kwargs or {}))
 
 
 class ExpandedRows(Expansion[torch.Tensor]):

@@ -47,6 +47,19 @@ logger = logging.getLogger(__name__)
 Change = Callable[[torch.Tensor, xs.Mesh, PartitionSpec], torch.Tensor]
 
 
+def _solve_triangular(
+    matrix: torch.Tensor, values: torch.Tensor, *, upper: bool, left: bool = True, unitriangular: bool = False
+) -> torch.Tensor:
+    """Solve on the device. torch_xla 2.9 knows `triangular_solve` alone, and solves its newer form on the host."""
+    if not left:
+        return _solve_triangular(matrix.mT, values.mT, upper=not upper, unitriangular=unitriangular).mT
+    return torch.triangular_solve(values, matrix, upper=upper, unitriangular=unitriangular)[0]
+
+
+_LOWERINGS = torch.library.Library("aten", "IMPL", "XLA")  # they last as long as it does
+_LOWERINGS.impl("linalg_solve_triangular", _solve_triangular)
+
+
 class MeshSharding(xs.ShardingSpec):
     """A ShardingSpec that also accepts specs which leave mesh axes out.
 
