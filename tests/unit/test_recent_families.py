@@ -28,7 +28,7 @@ def branched(depth: int, one: int, other: int) -> tuple[list[int], list[int]]:
 #: Branches on either side of the chunks of 64 and 16 tokens in which layers scan, tails of one token, a sequence that
 #: is a prefix of the other, nothing shared, and prompts of several pairs.
 PAIRS = [
-    *(branched(depth, 3 + depth % 5, 1 + depth % 67) for depth in (1, 2, 15, 16, 17, 62, 63, 64, 65, 66)),
+    *(branched(depth, 3 + depth % 5, 1 + depth % 67) for depth in (1, 16, 17, 63, 64, 65)),
     *((branched(130, 70, 65)), branched(64, 1, 1), branched(5, 0, 4), branched(128, 1, 0)),
     *(([9, 8, 7], [9, 8, 7]), ([3], [4]), (_IDS[300:320], _IDS[350:390])),
 ]

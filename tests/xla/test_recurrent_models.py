@@ -1,4 +1,4 @@
-"""Models with recurrent layers on XLA: padded rows, whose steps are computed on the device, with plain torch's losses."""
+"""Models with recurrent layers on XLA: padded rows, steps that are computed on the device, plain torch's losses."""
 
 import json
 import os
