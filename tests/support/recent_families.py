@@ -60,8 +60,8 @@ HYBRIDS: dict[str, dict[str, Any]] = {
 #: Other families without a classifier in transformers 5.23.
 DECODERS: dict[str, dict[str, Any]] = {
     "gemma4_text": {
-        **{"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 128, "num_kv_shared_layers": 0},
-        **{"global_head_dim": 8},
+        **{"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 128, "num_kv_shared_layers": 2},
+        **{"layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 24, "global_head_dim": 8},
     },
     "gemma3n_text": {
         **{"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 128, "num_kv_shared_layers": 0},

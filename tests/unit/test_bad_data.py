@@ -82,7 +82,7 @@ RANKINGS = [  # which are not read as streams
     Bad([{**TWO, "scores": [1.0, 1.0 + 1e-12]}], "Row 0 .*`scores`"),  # equal in float32
     Bad([{**TWO, "completions": ["b", "c", "d"], "ranks": [1, 2, 2]}], "Row 0 .*`ranks` .*ties"),
     Bad([{**TWO, "scores": [1.0, math.nan]}], "Row 0 .*`scores`"),
-    Bad([{**TWO, "completions": ["b"], "scores": [1.0]}], "Row 0 .*1 answers"),
+    Bad([{**TWO, "scores": [1.0, 0.0]}, {**TWO, "completions": ["b"], "scores": [1.0]}], "Row 1 .*1 answers"),
     Bad([{**TWO, "completions": ["b", None], "scores": [1, 2]}], r"Row 0 .*`completions\[1\]`"),
     Bad([TWO], "Row 0 .*`scores`"),
     Bad([{**TWO_IDS, "grades": [1.0]}], "Row 0 .*`grades`"),

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import apart
+import peft
 import pytest
 import torch
 from decoders import PAD
@@ -17,7 +18,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICA
 from trl_tpu.errors import UserError
 from trl_tpu.modeling.forward import PackingImpossible
 from trl_tpu.modeling.heads import auto_class_of
-from trl_tpu.modeling.load import load_classifier
+from trl_tpu.modeling.load import load_classifier, load_model
 from trl_tpu.modeling.outputs import ONE_REWARD, Outputs
 from trl_tpu.modeling.packability import make_packable
 
@@ -105,6 +106,21 @@ def test_of_a_multimodal_checkpoint_the_language_model_is_read(kind: str, tmp_pa
     expected = states_of(body, body.get_output_embeddings())
     torch.testing.assert_close(states_of(model.eval(), model.score), expected, rtol=1e-5, atol=1e-5)
     make_packable(model, PAD)
+
+
+def test_adapters_are_loaded_over_a_new_head(saved: Path, tmp_path: Path) -> None:
+    """By a process that has not made the class yet."""
+    config = peft.LoraConfig(task_type="SEQ_CLS", r=2, target_modules=["q_proj"], init_lora_weights=False)
+    base, _ = load_classifier(str(saved / "granite"), ONE_REWARD, num_labels=1, dtype=torch.float32)
+    adapted = peft.get_peft_model(base, config).eval()
+    adapted.save_pretrained(tmp_path)
+    del AutoModelForSequenceClassification._model_mapping._extra_content[type(base.config)]
+    again = load_model(str(tmp_path)).eval()
+    with torch.no_grad():
+        torch.testing.assert_close(
+            again(_IDS, attention_mask=torch.ones_like(_IDS)).logits,
+            adapted(_IDS, attention_mask=torch.ones_like(_IDS)).logits,
+        )
 
 
 def test_a_checkpoint_that_lacks_more_than_the_head_is_refused(saved: Path) -> None:

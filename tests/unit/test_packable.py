@@ -24,8 +24,6 @@ from trl_tpu.packing.shapes import RowPlan, RowShape
 TINY: dict[str, Any] = decoders.TINY | {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "head_dim": 8}
 TINY["max_position_embeddings"] = 1024
 WINDOWS = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 48}
-LINEAR = {"layer_types": ["linear_attention", "full_attention"], "linear_key_head_dim": 8, "linear_value_head_dim": 8}
-LINEAR |= {"linear_num_key_heads": 2, "linear_num_value_heads": 2}
 RECURRENT = {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1}
 RECURRENT |= {"num_experts": 1, "num_experts_per_tok": 1, "use_mamba_kernels": False}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
@@ -52,8 +50,6 @@ NOT_EXACT: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "both ways": ("Gemma3Text", {"use_bidirectional_attention": True, **WINDOWS, "sliding_window": 512}),
     "recurrent": ("Jamba", RECURRENT),
-    "linear attention, Qwen3-Next": ("Qwen3Next", LINEAR | EXPERTS | {"shared_expert_intermediate_size": 16}),
-    "linear attention, Qwen3.5": ("Qwen3_5Text", LINEAR),
     "encoder": ("Bert", {}),
     "encoder, ModernBERT": ("ModernBert", {}),
     "encoder-decoder": ("T5", {"d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 1, "num_heads": 4}),

@@ -278,7 +278,7 @@ def test_steps_with_labels_are_judged_and_no_other_completions_with_labels(tmp_p
     solution = {"completions": ["b", "c"], "step_rewards": [-0.5, 2.0]}
     labels: list[Any] = [[0, 1], [1], [-1, 1], [None, 1], ["good", "bad"], True, None]
     found = verdict_on(tmp_path, [solution | {"labels": each} for each in labels])
-    assert (found.of, found.pairs, found.left_out, found.accuracy.value) == ("steps", 2, 6, 1)
+    assert (found.of, found.pairs, found.left_out, found.accuracy.value) == ("steps", 3, 5, 1)
     beside = {"completions": ["b", "c"], "labels": [0, 1]}
     assert verdict_on(tmp_path, [PAIR | beside]).of == "pairs"
     ranked = verdict_on(tmp_path, [beside | {"rewards": [2.0, 1.0], "ranks": [2, 1]}])

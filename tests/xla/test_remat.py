@@ -10,6 +10,7 @@ import torch
 import torch_xla
 import torch_xla.debug.metrics as met
 from chosen import chosen
+from recent_families import tiny_classifier
 from transformers import PreTrainedModel
 
 from trl_tpu.checkpoint.state_dict import to_host
@@ -17,8 +18,11 @@ from trl_tpu.modeling.static_shapes import fit_to_device
 from trl_tpu.runtime import current
 
 
-def model_on_xla(checkpointing: bool) -> PreTrainedModel:
-    model = tiny.tiny_model(tiny.tiny_tokenizer(["a few words to spell"], vocab_size=300))
+def model_on_xla(checkpointing: bool, family: str | None = None) -> PreTrainedModel:
+    if family is None:
+        model: Any = tiny.tiny_model(tiny.tiny_tokenizer(["a few words to spell"], vocab_size=300))
+    else:
+        model = tiny_classifier(family, vocab_size=300, vocab_size_per_layer_input=300)
     fit_to_device(model, is_static=True)
     runtime = current()
     model.to("xla").train()
@@ -28,15 +32,17 @@ def model_on_xla(checkpointing: bool) -> PreTrainedModel:
     return model
 
 
-def gradients_and_program(checkpointing: bool, dtype: torch.dtype | None) -> tuple[dict[str, torch.Tensor], str]:
+def gradients_and_program(
+    checkpointing: bool, dtype: torch.dtype | None, family: str | None = None
+) -> tuple[dict[str, torch.Tensor], str]:
     """Every parameter's gradient, and the program of one forward and backward as XLA gets it."""
-    model = model_on_xla(checkpointing)
+    model = model_on_xla(checkpointing, family)
     ids = torch.randint(2, 200, (8, 32), generator=torch.Generator().manual_seed(0)).to("xla")
     torch_xla.sync(wait=True)
     with torch.autocast("xla", dtype=dtype, enabled=dtype is not None):
         loss = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits.float().square().sum()
     loss.backward()
-    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    gradients = {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
     program = torch_xla._XLAC._get_xla_tensors_hlo(list(gradients.values()))
     return to_host(gradients, current()), program
 
@@ -48,6 +54,15 @@ def test_recomputation_repeats_the_forwards_precision() -> None:
     assert "bf16" in program
     for name, gradient in stored.items():
         torch.testing.assert_close(recomputed[name], gradient, atol=1e-3, rtol=1e-2, msg=name)
+
+
+def test_keys_and_values_that_layers_share_get_their_gradient() -> None:
+    """Gemma 4's later layers read those of earlier ones from a dictionary, not from what layers return."""
+    stored, _ = gradients_and_program(False, None, "gemma4_text")
+    recomputed, _ = gradients_and_program(True, None, "gemma4_text")
+    assert stored.keys() == recomputed.keys()
+    for name, gradient in stored.items():
+        torch.testing.assert_close(recomputed[name], gradient, atol=1e-4, rtol=1e-4, msg=name)
 
 
 def test_parameters_are_not_outputs_of_the_program() -> None:

@@ -103,7 +103,7 @@ def prepare_solutions(
     columns, first, given_N = checks.column_names(dataset, name), dataset[0], np.zeros(1, np.int64)
     is_labeled = "completions" in columns and are_labels(first.get("labels"), len(first["completions"] or ()))
     if is_labeled or "input_ids" not in columns:  # else any `completions` are an extra column
-        every_N = [labels or [] for labels in dataset["labels"]]
+        every_N = [labels or [] for labels in (dataset["labels"] if "labels" in columns else ())]
         is_soft = any(isinstance(label, float) and label % 1 for labels in every_N for label in labels)
         given_N = np.array([len(labels) - labels.count(NEUTRAL) * (neutral == "ignore") for labels in every_N])
         features = {"input_ids": Sequence(Value("int64")), TRAPS: Value("string")}  # labels would else stay bools

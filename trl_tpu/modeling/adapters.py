@@ -12,10 +12,11 @@ import torch
 from accelerate import PartialState
 from torch import nn
 from torch.distributed.tensor import DTensor
-from transformers import BitsAndBytesConfig, PreTrainedModel
+from transformers import AutoConfig, BitsAndBytesConfig, PreTrainedModel
 
 from ..errors import UserError, explaining
-from .outputs import BASE_CONFIG, write_old_names
+from .heads import auto_class_of
+from .outputs import BASE_CONFIG, Outputs, write_old_names
 
 if TYPE_CHECKING:
     from peft import LoraConfig, PeftConfig, PeftModel
@@ -164,7 +165,12 @@ def load_adapted_model(folder: str, step_separator: str | None = None, **kwargs:
     import peft
 
     task = "Sequence" if step_separator is None else "Token"
+    located = {"trust_remote_code": kwargs.get("trust_remote_code", False)}
     with explaining(f"{folder} cannot be loaded as a reward model"):
+        places = {name: kwargs[name] for name in ("cache_dir", "revision", "subfolder", "token") if name in kwargs}
+        base = peft.PeftConfig.from_pretrained(folder, **places).base_model_name_or_path
+        if base is not None:  # peft loads it by the auto class
+            auto_class_of(AutoConfig.from_pretrained(base, **located), Outputs(step_separator=step_separator))
         return getattr(peft, f"AutoPeftModelFor{task}Classification").from_pretrained(folder, **kwargs)
 
 

@@ -1,7 +1,9 @@
 """Recomputing of layers in the backward, and layers as one compiled loop."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -25,10 +27,41 @@ def recompute(
 ) -> Any:
     """Call ``function(*args)``, which runs ``layer``; keep for the backward its inputs and what ``policy`` says.
 
-    Tensors inside ``function`` (a partial's keywords) are kept as they are, and get no gradient.
+    Tensors inside ``function`` (a partial's keywords) are kept as they are, and get no gradient. Those in a mutable
+    mapping there, by which layers hand one another keys and values (Gemma 3n, Gemma 4), are inputs, and those that the
+    layer adds are outputs.
     """
     parameters = list(layer.parameters())
-    return _Recompute.apply(layer, kept_operations(policy), function, len(parameters), *parameters, *args)
+    name = next((key for key, value in getattr(function, "keywords", {}).items() if _is_shared(value)), None)
+    if name is None:
+        return _Recompute.apply(layer, kept_operations(policy), function, len(parameters), *parameters, *args)
+    shared: MutableMapping[str, tuple[torch.Tensor, ...]] = function.keywords[name]  # type: ignore[attr-defined]
+    sizes, added, is_tuple = {key: len(values) for key, values in shared.items()}, dict[str, int](), False
+
+    def run(*inputs: Any) -> tuple[Any, ...]:
+        own, tensors = inputs[: len(args)], iter(inputs[len(args) :])
+        here = type(shared)()
+        for key, size in sizes.items():
+            here[key] = tuple(next(tensors) for _ in range(size))
+        before = dict(here)
+        outputs = partial(function, **{name: here})(*own)
+        new = {key: values for key, values in here.items() if values is not before.get(key)}
+        added.update({key: len(values) for key, values in new.items()})
+        nonlocal is_tuple
+        is_tuple = isinstance(outputs, tuple)
+        return (*(outputs if is_tuple else (outputs,)), *chain.from_iterable(new.values()))
+
+    inputs = (*parameters, *args, *chain.from_iterable(shared.values()))
+    found = _Recompute.apply(layer, kept_operations(policy), run, len(parameters), *inputs)
+    count = len(found) - sum(added.values())
+    tensors = iter(found[count:])
+    for key, size in added.items():
+        shared[key] = tuple(next(tensors) for _ in range(size))
+    return found[:count] if is_tuple else found[0]
+
+
+def _is_shared(value: Any) -> bool:
+    return isinstance(value, MutableMapping) and all(isinstance(each, tuple) for each in value.values())
 
 
 def kept_operations(policy: Remat) -> Operations:
