@@ -25,7 +25,7 @@ def model_on_xla(checkpointing: bool, family: str | None = None) -> PreTrainedMo
         model = tiny_classifier(family, vocab_size=300, vocab_size_per_layer_input=300)
     fit_to_device(model, is_static=True)
     runtime = current()
-    model.to("xla").train()
+    model.to("xla").train().tie_weights()
     if checkpointing:
         model.activation_checkpointing_enable()
         runtime.recompute_layers(model, "full")
@@ -56,10 +56,11 @@ def test_recomputation_repeats_the_forwards_precision() -> None:
         torch.testing.assert_close(recomputed[name], gradient, atol=1e-3, rtol=1e-2, msg=name)
 
 
-def test_keys_and_values_that_layers_share_get_their_gradient() -> None:
-    """Gemma 4's later layers read those of earlier ones from a dictionary, not from what layers return."""
-    stored, _ = gradients_and_program(False, None, "gemma4_text")
-    recomputed, _ = gradients_and_program(True, None, "gemma4_text")
+@pytest.mark.parametrize("family", ["gemma4_text", "zamba2"])
+def test_what_layers_are_given_by_name_gets_its_gradient(family: str) -> None:
+    """Gemma 4's later layers read keys and values of earlier ones from a dictionary; Zamba 2's have a keyword."""
+    stored, _ = gradients_and_program(False, None, family)
+    recomputed, _ = gradients_and_program(True, None, family)
     assert stored.keys() == recomputed.keys()
     for name, gradient in stored.items():
         torch.testing.assert_close(recomputed[name], gradient, atol=1e-4, rtol=1e-4, msg=name)

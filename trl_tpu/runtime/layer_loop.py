@@ -27,31 +27,31 @@ def recompute(
 ) -> Any:
     """Call ``function(*args)``, which runs ``layer``; keep for the backward its inputs and what ``policy`` says.
 
-    Tensors inside ``function`` (a partial's keywords) are kept as they are, and get no gradient. Those in a mutable
-    mapping there, by which layers hand one another keys and values (Gemma 3n, Gemma 4), are inputs, and those that the
-    layer adds are outputs.
+    Inputs are also a partial's keywords: tensors with a gradient, and those in a mutable mapping, by which layers hand
+    one another keys and values (Gemma 3n, Gemma 4). Tensors that the layer adds to that are outputs. Other tensors
+    inside ``function`` are kept as they are, and get no gradient.
     """
-    parameters = list(layer.parameters())
-    name = next((key for key, value in getattr(function, "keywords", {}).items() if _is_shared(value)), None)
-    if name is None:
-        return _Recompute.apply(layer, kept_operations(policy), function, len(parameters), *parameters, *args)
-    shared: MutableMapping[str, tuple[torch.Tensor, ...]] = function.keywords[name]  # type: ignore[attr-defined]
+    keywords, parameters = getattr(function, "keywords", {}), list(layer.parameters())
+    named = {key: value for key, value in keywords.items() if isinstance(value, torch.Tensor) and value.requires_grad}
+    name = next((key for key, value in keywords.items() if _is_shared(value)), None)
+    shared: MutableMapping[str, tuple[torch.Tensor, ...]] = {} if name is None else keywords[name]
     sizes, added, is_tuple = {key: len(values) for key, values in shared.items()}, dict[str, int](), False
 
     def run(*inputs: Any) -> tuple[Any, ...]:
         own, tensors = inputs[: len(args)], iter(inputs[len(args) :])
+        given: dict[str, Any] = {key: next(tensors) for key in named}
         here = type(shared)()
         for key, size in sizes.items():
             here[key] = tuple(next(tensors) for _ in range(size))
         before = dict(here)
-        outputs = partial(function, **{name: here})(*own)
+        outputs = partial(function, **given, **({} if name is None else {name: here}))(*own)
         new = {key: values for key, values in here.items() if values is not before.get(key)}
         added.update({key: len(values) for key, values in new.items()})
         nonlocal is_tuple
         is_tuple = isinstance(outputs, tuple)
         return (*(outputs if is_tuple else (outputs,)), *chain.from_iterable(new.values()))
 
-    inputs = (*parameters, *args, *chain.from_iterable(shared.values()))
+    inputs = (*parameters, *args, *named.values(), *chain.from_iterable(shared.values()))
     found = _Recompute.apply(layer, kept_operations(policy), run, len(parameters), *inputs)
     count = len(found) - sum(added.values())
     tensors = iter(found[count:])
