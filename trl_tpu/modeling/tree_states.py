@@ -22,7 +22,7 @@ from .forward import PackingImpossible, batch_being_read, reading
 
 # A layer that calls one of these carries states. Attention layers update keys and values instead.
 _CARRYING = {"update_conv_state", "update_recurrent_state"}
-_CACHES = ("cache_params", "past_key_values")
+_CACHES = ("cache", "cache_params", "past_key_values")  # transformers 5.24 calls it the first, before it the others
 _MASKS = ("attention_mask", "conv_mask")
 
 
