@@ -66,7 +66,7 @@ class Labels:
         grade_PAK: Higher is better; NaN where there is no answer, or no grade. Of a pair (1, 0), or its
             `chosen_probability` and the remainder; of steps the probability that each is right.
         margin_P: Target margin of each pair; None if the data has none.
-        kind: What the rows are. Grades of rankings only order answers; others are probabilities. Rewards of steps are
+        kind: What the rows are. Grades of rankings only order answers; others are probabilities. Rewards of steps
             and of single answers are compared with the constant 0.
     """
 
@@ -96,8 +96,8 @@ class Labels:
             for grade_K, grades in zip(grade_AK, labels["grades"] if attributes else [labels["grades"]], strict=True):
                 if grades is not None:
                     grade_K[: len(grades)] = grades
-        is_alone: Kind = "answers" if answers == 1 else "rankings"
-        return cls(grade_PAK, None, "steps" if STEP_ENDS in labels_P[0] else is_alone)
+        kind: Kind = "steps" if STEP_ENDS in labels_P[0] else "answers" if answers == 1 else "rankings"
+        return cls(grade_PAK, None, kind)
 
     def grades_of(self, rows: Any) -> "Labels":
         """Return the grades of some rows, without what only training asks for."""

@@ -16,7 +16,7 @@ from transformers import AutoConfig, BitsAndBytesConfig, PreTrainedModel
 
 from ..errors import UserError, explaining
 from .heads import auto_class_of
-from .outputs import BASE_CONFIG, Outputs, write_old_names
+from .outputs import BASE_CONFIG, Outputs, hub_settings, write_old_names
 
 if TYPE_CHECKING:
     from peft import LoraConfig, PeftConfig, PeftModel
@@ -165,12 +165,11 @@ def load_adapted_model(folder: str, step_separator: str | None = None, **kwargs:
     import peft
 
     task = "Sequence" if step_separator is None else "Token"
-    located = {"trust_remote_code": kwargs.get("trust_remote_code", False)}
     with explaining(f"{folder} cannot be loaded as a reward model"):
-        places = {name: kwargs[name] for name in ("cache_dir", "revision", "subfolder", "token") if name in kwargs}
-        base = peft.PeftConfig.from_pretrained(folder, **places).base_model_name_or_path
+        base = peft.PeftConfig.from_pretrained(folder, **hub_settings(kwargs)).base_model_name_or_path
         if base is not None:  # peft loads it by the auto class
-            auto_class_of(AutoConfig.from_pretrained(base, **located), Outputs(step_separator=step_separator))
+            config = AutoConfig.from_pretrained(base, trust_remote_code=kwargs.get("trust_remote_code", False))
+            auto_class_of(config, Outputs(step_separator=step_separator))
         return getattr(peft, f"AutoPeftModelFor{task}Classification").from_pretrained(folder, **kwargs)
 
 

@@ -35,7 +35,6 @@ from .load import (
     check_num_labels,
     forget_files,
     get_config_model_id,
-    hub_settings,
     load_model,
     load_processing_class,
     load_tokenizer,
@@ -43,7 +42,7 @@ from .load import (
 )
 from .losses import OF_RANKINGS, TIES
 from .model_shape import learned_positions
-from .outputs import Outputs, tell_engines, write_outputs
+from .outputs import Outputs, hub_settings, tell_engines, write_outputs
 
 logger = logging.getLogger(__name__)
 

@@ -49,18 +49,18 @@ def auto_class_of(config: PretrainedConfig, outputs: Outputs) -> Any:
     causal = next((each._model_mapping[kind] for each in _CAUSAL if kind in each._model_mapping), None)
     if kind not in auto_class._model_mapping and causal is not None:
         # not by `auto_class.register`, which refuses the class of a multimodal config's text model
-        classifier = classifier_of(config, causal, _GENERIC[auto_class.__name__])
+        classifier = classifier_of(config, causal, auto_class)
         auto_class._model_mapping.register(kind, classifier, exist_ok=True)
     return auto_class
 
 
-def classifier_of(config: PretrainedConfig, causal: Any, generic: type) -> type[PreTrainedModel]:
+def classifier_of(config: PretrainedConfig, causal: Any, auto_class: Any) -> type[PreTrainedModel]:
     """Make the classifier of a causal language model's family.
 
     Args:
         config: Of a causal language model of transformers.
         causal: Its class there.
-        generic: transformers' mixin, `GenericForSequenceClassification` or `GenericForTokenClassification`.
+        auto_class: transformers' auto class of sequence or of token classifiers.
 
     Raises:
         UserError: The model is an encoder-decoder, or without attention.
@@ -69,6 +69,7 @@ def classifier_of(config: PretrainedConfig, causal: Any, generic: type) -> type[
     if config.is_encoder_decoder or getattr(text, "num_attention_heads", None) is None:
         reason = "is the decoder of an encoder-decoder" if config.is_encoder_decoder else "has no attention heads"
         raise UserError(f"{causal.__name__} cannot be a reward model, since it {reason}. Choose another model.")
+    generic = _GENERIC[auto_class.__name__]
     parents = [each for each in causal.__mro__ if issubclass(each, PreTrainedModel)]
     family = parents[parents.index(PreTrainedModel) - 1]
     name = causal.__name__
@@ -88,6 +89,7 @@ def classifier_of(config: PretrainedConfig, causal: Any, generic: type) -> type[
         "save_pretrained": _save_pretrained,
         # a multimodal checkpoint of Llama 4 has its language model under the causal class's own prefix
         "names_in_checkpoint": {} if causal.base_model_prefix == prefix else {f"^{causal.base_model_prefix}\\.": ""},
+        "auto_map": {auto_class.__name__: f"{Path(_CODE_FILE).stem}.{name}"},
         "code_of_head": _CODE.format(**code, config=kind.__name__, config_module=kind.__module__),
     }
     return type(name, (generic, family), attributes)
@@ -105,9 +107,7 @@ def check_only_head_is_missing(name: str, model: PreTrainedModel, missing: set[s
 
 def _save_pretrained(self: Any, save_directory: Any, *args: Any, **kwargs: Any) -> None:
     """Save as transformers does, and beside it the class, for programs that have no trl_tpu."""
-    task = "Token" if isinstance(self, GenericForTokenClassification) else "Sequence"
-    name = self.code_of_head.partition("\nclass ")[2].partition("(")[0]
-    self.config.auto_map = {f"AutoModelFor{task}Classification": f"{Path(_CODE_FILE).stem}.{name}"}
+    self.config.auto_map = dict(self.auto_map)
     PreTrainedModel.save_pretrained(self, save_directory, *args, **kwargs)
     if kwargs.get("is_main_process", True):
         Path(save_directory, _CODE_FILE).write_text(self.code_of_head, encoding="utf-8")

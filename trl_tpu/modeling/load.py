@@ -28,7 +28,7 @@ from ..errors import UserError, UserTypeError, explaining
 from .adapters import load_adapted_model
 from .heads import auto_class_of, check_only_head_is_missing
 from .model_shape import model_without_weights
-from .outputs import ONE_REWARD, Outputs, write_outputs
+from .outputs import ONE_REWARD, Outputs, hub_settings, write_outputs
 
 logger = logging.getLogger(__name__)
 
@@ -221,9 +221,6 @@ def clone_chat_template(
     return model, tokenizer, [vocabulary[token.content] for token in added]
 
 
-_OF_FILES = {"cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token"}
-
-
 def load_model(name: str, outputs: Outputs = ONE_REWARD, *, in_files: bool = False, **kwargs: Any) -> PreTrainedModel:
     """Load a checkpoint as a reward model with ``outputs``, or saved adapters, to be trained further, with theirs.
 
@@ -254,11 +251,6 @@ def load_model(name: str, outputs: Outputs = ONE_REWARD, *, in_files: bool = Fal
     return load_classifier(name, outputs, in_files=in_files, **kwargs)[0]
 
 
-def hub_settings(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of ``from_pretrained`` that locate files: the tokenizer's too."""
-    return {name: kwargs[name] for name in _OF_FILES & kwargs.keys()}
-
-
 def load_classifier(
     name: str, outputs: Outputs, *, in_files: bool = False, **kwargs: Any
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
@@ -276,16 +268,16 @@ def load_classifier(
     """
     with explaining(f"{name} cannot be loaded as a reward model"):
         _check_shards(Path(name))
-        random_state, loaded = torch.get_rng_state(), None
-        in_files = in_files and not kwargs.keys() & {"quantization_config", "ignore_mismatched_sizes"}
-        if in_files and (loaded := _load_in_files(name, outputs, kwargs)) is None:
-            torch.set_rng_state(random_state)  # the new head is the one that it would have been
-            logger.warning(f"{name} is read into the host's memory as a whole: its files have other weights than it.")
         located = hub_settings(kwargs) | {"trust_remote_code": kwargs.get("trust_remote_code", False)}
         config = AutoConfig.from_pretrained(name, **located)
         auto_class = auto_class_of(config, outputs)
         if mapping := getattr(auto_class._model_mapping.get(type(config), None), "names_in_checkpoint", None):
             kwargs.setdefault("key_mapping", mapping)
+        random_state, loaded = torch.get_rng_state(), None
+        in_files = in_files and not kwargs.keys() & {"quantization_config", "ignore_mismatched_sizes"}
+        if in_files and (loaded := _load_in_files(name, outputs, kwargs)) is None:
+            torch.set_rng_state(random_state)  # the new head is the one that it would have been
+            logger.warning(f"{name} is read into the host's memory as a whole: its files have other weights than it.")
         model, info = loaded or auto_class.from_pretrained(name, output_loading_info=True, **kwargs)
         check_only_head_is_missing(name, model, info["missing_keys"])
         if renamed := _head_by_another_name(name, model, info, kwargs):

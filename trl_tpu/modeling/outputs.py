@@ -41,14 +41,28 @@ def keep_heads_in_float32(model: nn.Module) -> None:
     for head in heads:
         if head is None or not any(True for _ in head.parameters()):
             continue
-        if getattr(head.forward, "func", None) is not _compute_in_float32:
-            forward = partial(_compute_in_float32, head, head.forward)  # deepcopy binds both to the copied head
-            forward.__wrapped__ = head.forward  # type: ignore[attr-defined]
-            head.forward = forward
+        wrap_forward(head, _compute_in_float32, head)
+
+
+def wrap_forward(module: nn.Module, function: Callable[..., Any], *first: Any) -> None:
+    """Let ``function`` take the calls of a module; once, however often this is called.
+
+    It is given the module's own forward, ``first``, and what the module is called with. A deepcopy of the module has
+    its own.
+    """
+    if not is_wrapped(module, function):
+        own = module.forward
+        module.forward = partial(function, own, *first)
+        module.forward.__wrapped__ = own  # type: ignore[attr-defined]  # `check_unmodified` looks behind it
+
+
+def is_wrapped(module: nn.Module, function: Callable[..., Any]) -> bool:
+    """Tell whether ``function`` takes the calls of a module, by `wrap_forward`."""
+    return getattr(module.forward, "func", None) is function
 
 
 def _compute_in_float32(
-    module: nn.Module, forward: Callable[..., Any], hidden: torch.Tensor, *args: Any, **kwargs: Any
+    forward: Callable[..., Any], module: nn.Module, hidden: torch.Tensor, *args: Any, **kwargs: Any
 ) -> Any:
     """Compute a module's forward outside autocast, in float32 or, where states or weights have it, in float64."""
     parameters = {name: each for name, each in module.named_parameters() if each.is_floating_point()}
@@ -209,6 +223,14 @@ def set_scale(config: PretrainedConfig, scale: RewardScale | None) -> None:
     if scale is not None and (config.num_labels == 1 or hasattr(config, "attribute_weights")):
         attributes |= {"mean": scale.mean, "std": scale.std}
     config.__dict__ = attributes
+
+
+_OF_FILES = {"cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token"}
+
+
+def hub_settings(kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of ``from_pretrained`` that locate files: the tokenizer's too."""
+    return {name: kwargs[name] for name in _OF_FILES & kwargs.keys()}
 
 
 def saved_config(model: str | Path) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +21,7 @@ from ..runtime import PartitionSpec
 from ..runtime.native import einsum, masked_attention
 from .adapters import without_adapters
 from .forward import MaskRule, attend_by, tree_masks
-from .outputs import keep_heads_in_float32
+from .outputs import keep_heads_in_float32, wrap_forward
 from .tree_states import carries_states
 
 
@@ -115,10 +114,8 @@ def fit_to_device(model: nn.Module, *, is_static: bool) -> None:
             attend_by(base, "static", static_sdpa_mask, static_sdpa_attention)
         ALL_EXPERTS_FUNCTIONS.register(STATIC_EXPERTS, static_experts)
         base.set_experts_implementation(STATIC_EXPERTS)
-        if any(map(carries_states, base.modules())) and getattr(base.forward, "func", None) is not _with_all_masks:
-            own = base.forward
-            base.forward = partial(_with_all_masks, own)
-            base.forward.__wrapped__ = own
+        if any(map(carries_states, base.modules())):
+            wrap_forward(base, _with_all_masks)
 
 
 def _with_all_masks(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -19,6 +19,7 @@ from torch import nn
 
 from ..packing.batch import Tree
 from .forward import PackingImpossible, batch_being_read, reading
+from .outputs import is_wrapped, wrap_forward
 
 # A layer that calls one of these carries states. Attention layers update keys and values instead.
 _CARRYING = {"update_conv_state", "update_recurrent_state"}
@@ -102,8 +103,12 @@ def carries_states(module: nn.Module) -> bool:
 
 def call_with_states(layer: nn.Module, hidden_1LH: torch.Tensor, states: States) -> Any:
     """Call a layer that carries states with some of them, which it replaces by those after these tokens."""
-    cache = next(name for name in _CACHES if name in inspect.signature(layer.forward).parameters)
-    return layer(hidden_1LH, **{cache: states})
+    return layer(hidden_1LH, **{_cache_of(inspect.signature(layer.forward)): states})
+
+
+def _cache_of(forward: inspect.Signature) -> str:
+    """Return the name of the parameter by which a layer is given its states."""
+    return next(name for name in _CACHES if name in forward.parameters)
 
 
 def use_tree_states(model: nn.Module) -> bool:
@@ -114,17 +119,14 @@ def use_tree_states(model: nn.Module) -> bool:
     """
     layers = [module for module in model.modules() if carries_states(module)]
     for layer in layers:
-        if not _reads_by_nodes(layer):
-            own = layer.forward
-            layer.forward = partial(_read_by_nodes, own, inspect.signature(own))
-            layer.forward.__wrapped__ = own  # type: ignore[attr-defined]  # `check_unmodified` looks behind it
+        wrap_forward(layer, _read_by_nodes, inspect.signature(layer.forward))
     return bool(layers)
 
 
 def forget_tree_states(model: nn.Module) -> None:
     """Undo `use_tree_states`."""
     for module in model.modules():
-        if _reads_by_nodes(module):
+        if is_wrapped(module, _read_by_nodes):
             module.forward = module.forward.__wrapped__  # type: ignore[union-attr, attr-defined]
 
 
@@ -135,7 +137,7 @@ def recompute_in_same_batch(model: nn.Module) -> None:
     """
     for module in model.modules():
         checkpoint = getattr(module, "_gradient_checkpointing_func", None)
-        if checkpoint is not None and any(map(_reads_by_nodes, module.modules())):
+        if checkpoint is not None and any(is_wrapped(each, _read_by_nodes) for each in module.modules()):
             module._gradient_checkpointing_func = partial(_checkpoint_in_batch, checkpoint)  # type: ignore[assignment]
 
 
@@ -149,10 +151,6 @@ def _checkpoint_in_batch(
             return forward(*args, **kwargs)
 
     return checkpoint(forward_in_batch, *args, **kwargs)
-
-
-def _reads_by_nodes(module: nn.Module) -> bool:
-    return getattr(module.forward, "func", None) is _read_by_nodes
 
 
 def _read_by_nodes(
@@ -171,7 +169,7 @@ def _read_by_nodes(
     for name, value in given.items():
         if isinstance(value, torch.Tensor) and value.shape[:2] == shape and name not in _MASKS:
             tokens[name] = value
-    cache = next(name for name in _CACHES if name in signature.parameters)
+    cache = _cache_of(signature)
     others = {name: value for name, value in given.items() if name not in (*tokens, *_MASKS, cache)}
     nodes = nodes_of(batch.trees)
     # split at once: the backward of slices would write a row of zeros for each

@@ -72,7 +72,7 @@ class Comparisons(Arrays, Generic[Array]):
     """Compared rewards of a batch, in arrays whose shapes depend on P, K and A alone.
 
     Rewards are numbered row by row, answer by answer, attribute by attribute: ``(p K + k) A + a``. Number -1 is the
-    constant 0, with which steps are compared. Padding compares a reward with itself, or with 0.
+    constant 0, with which steps and single answers are compared. Padding compares a reward with itself, or with 0.
     """
 
     better_C: Array
