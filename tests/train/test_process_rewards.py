@@ -196,6 +196,7 @@ GOOD = {"prompt": "Go:", "completions": ["one", "two"], "labels": [1, 0]}
 PREPARED = {"input_ids": [5, 6], "labels": [-100, 1]}
 BAD: list[tuple[dict[str, Any], dict[str, Any]]] = [
     *((GOOD, {"labels": labels}) for labels in ([1], [1, None], [1, 2])),
+    (GOOD, {"completions": [], "labels": None}),
     *((GOOD, change) for change in ({"completions": []}, {"completions": None}, {"prompt": None})),
     *((PREPARED, {"labels": labels}) for labels in ([-100, 2], [1], [-100, 0, 1])),
 ]

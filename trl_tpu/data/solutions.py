@@ -142,7 +142,8 @@ def _tokenize_raw_solution(
     """Return the columns that ``tokenize`` makes of a raw row; raise UserError, which names the row, if it is bad."""
     where = checks.row_of(index, name)
     check_solution(row, where)
-    steps, labels = row["completions"], row.get("labels") or []
+    steps: list[str] = row["completions"]
+    labels: Any = row.get("labels")
     if not are_labels(labels, len(steps)):
         raise UserError(
             f"{where}: `labels` must be how likely each of {len(steps)} `completions` is right, 0 to 1, got "
