@@ -25,8 +25,8 @@ from transformers import AutoModelForSequenceClassification, set_seed
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.utils import logging
 
-from trl_tpu.data.measure import answers_of
-from trl_tpu.packing.batch import apart, tensors_in
+from trl_tpu.data.length_stats import answers_of
+from trl_tpu.packing.batch import micro_batches_of, tensors_in
 
 TRL, PAIRS_A_BATCH = "TRL 1.16", 8
 XLA = {"USE_TORCH_XLA": "1", "PJRT_DEVICE": "CPU"}
@@ -69,7 +69,7 @@ class Trained:
         """Return the tokens that the steps, or without a number of steps an epoch, compute, padding among them."""
         steps = self.trainer.args.max_steps
         batches = islice(self.trainer.get_train_dataloader(), steps if steps > 0 else None)
-        parts = [tensors_in(part) for batch in batches for part in apart(batch)]
+        parts = [tensors_in(part) for batch in batches for part in micro_batches_of(batch)]
         return sum(part["input_ids_RL" if "input_ids_RL" in part else "input_ids"].numel() for part in parts)
 
     def real_tokens(self) -> int:

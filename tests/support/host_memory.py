@@ -24,7 +24,7 @@ from trl_tpu.runtime import PartitionSpec, current
 from trl_tpu.runtime.xla import XlaRuntime
 
 
-class Measured(XlaRuntime):
+class LengthStats(XlaRuntime):
     """Notes what the host holds beside the devices' shards, before and after each tensor goes."""
 
     def __init__(self) -> None:
@@ -59,7 +59,7 @@ def main(model: str, out: str, way: str) -> None:
     give_back_at_once()
     logging.disable_progress_bar()
     mesh = parse_mesh("fsdp=4,tensor=2", current().topology().devices)
-    runtime = Measured()
+    runtime = LengthStats()
     runtime.set_mesh(mesh.sizes, mesh.slices)
     device = torch_xla.device()
     # what the first transfer and the first mark on a device's tensor start or import (jax, if it is installed) is not

@@ -30,7 +30,7 @@ from training import QUIET, untimed  # noqa: E402
 from transformers import TrainerCallback, TrainerState  # noqa: E402
 
 from trl_tpu import RewardTrainer, runtime  # noqa: E402
-from trl_tpu.packing.batch import apart, tensors_in  # noqa: E402
+from trl_tpu.packing.batch import micro_batches_of, tensors_in  # noqa: E402
 
 STEPS = 6
 PAIRS = 16  # in a step
@@ -77,7 +77,7 @@ class Watched(RewardTrainer):
         """What is overridden only looks on."""
 
     def training_step(self, model: Any, inputs: dict[str, Any], num_items_in_batch: Any = None) -> torch.Tensor:
-        parts = list(apart(inputs))
+        parts = list(micro_batches_of(inputs))
         for part in parts:
             sizes = ((name, tuple(tensor.shape)) for name, tensor in tensors_in(part).items())
             self.shapes.add((part is parts[-1], tuple(sizes)))

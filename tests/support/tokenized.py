@@ -7,7 +7,7 @@ from typing import Any
 from datasets import Dataset, IterableDataset
 from preference_forms import tiny_tokenizer
 
-from trl_tpu.data.measure import NO_LABEL
+from trl_tpu.data.length_stats import NO_LABEL
 from trl_tpu.data.tokenize import prepare_preference_dataset
 
 COLUMNS = ("chosen_ids", "rejected_ids")

@@ -14,10 +14,10 @@ if __name__ == "__main__":
 
     import torch
 
-    from trl_tpu.modeling.outputs import Outputs
+    from trl_tpu.modeling.head_spec import HeadSpec
     from trl_tpu.plan.trace import trainer_of
 
-    outputs = Outputs.of(request.model)
+    outputs = HeadSpec.of(request.model)
     request.model.num_labels = len(outputs.weights)
     model = outputs.auto_class.from_config(request.model, dtype=getattr(torch, request.dtype))
     trainer_of(request, model, folder).train()

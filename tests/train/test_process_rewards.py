@@ -20,7 +20,7 @@ from transformers import AutoTokenizer, DataCollatorForTokenClassification
 from trl_tpu import RewardConfig
 from trl_tpu.errors import UserError
 from trl_tpu.experimental.prm import PRMTrainer
-from trl_tpu.modeling.outputs import BASE_CONFIG
+from trl_tpu.modeling.head_spec import BASE_CONFIG
 from trl_tpu.packing.shapes import RowPlan, RowShape
 from trl_tpu.scoring.stream import REASON, score
 from trl_tpu.scripts import export, report, reward

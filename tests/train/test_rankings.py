@@ -19,14 +19,14 @@ from trl_tpu.data.collators import DataCollatorForPreference, RewardDataCollator
 from trl_tpu.errors import UserError
 from trl_tpu.packing.shapes import RowPlan, RowShape
 
-OF_RANKINGS: list[dict[str, Any]] = [
+LISTWISE_LOSSES: list[dict[str, Any]] = [
     {"margin_scale": 0.3, "label_smoothing": 0.1, "center_rewards_coefficient": 0.1},
     {"loss_type": "plackett_luce", "ranking_top_k": 2},
     {"loss_type": "regression"},
     {"ties": "davidson", "tie_threshold": 0.5, "average_over": "comparisons"},
 ]
 OF_ATTRIBUTES = [{"margin_scale": 0.1, "attribute_loss_weights": [1.0, 2.0, 0.5]}, {"loss_type": "plackett_luce"}]
-CASES = [*(("ranked", each) for each in OF_RANKINGS), *(("attributes", each) for each in OF_ATTRIBUTES)]
+CASES = [*(("ranked", each) for each in LISTWISE_LOSSES), *(("attributes", each) for each in OF_ATTRIBUTES)]
 
 
 class FixedRows(RewardTrainer):
@@ -63,7 +63,7 @@ def test_packed_equals_padded(model_folder: str, tmp_path: Path, form: str, loss
     assert padded[0]["num_tokens"] > 0 and {"eval_kendall_tau", "eval_accuracy"} <= padded[-1].keys()
 
 
-@pytest.mark.parametrize("loss", OF_RANKINGS)
+@pytest.mark.parametrize("loss", LISTWISE_LOSSES)
 def test_settings_of_rankings_are_refused_for_pairs(model_folder: str, tmp_path: Path, loss: dict[str, Any]) -> None:
     config = RewardConfig(str(tmp_path), report_to="none", bf16=False, max_steps=1, **loss)
     pairs = tiny.made_up_pairs(4)

@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 import trl_tpu
 from trl_tpu import RewardConfig, RewardTrainer
 from trl_tpu.checkpoint.export import export_checkpoint
-from trl_tpu.modeling.outputs import BASE_CONFIG, IDENTITY
+from trl_tpu.modeling.head_spec import BASE_CONFIG, IDENTITY
 
 # ---- how other programs load a saved reward model and read its reward, each by its own rules
 

@@ -23,7 +23,7 @@ from trl_tpu.data.collators import DataCollatorForPreference, DictCollator, Rewa
 from trl_tpu.modeling.losses import Loss, batch_loss
 from trl_tpu.modeling.packability import use_tree_masks
 from trl_tpu.modeling.static_shapes import use_expanded_attention
-from trl_tpu.packing.batch import Batch, apart
+from trl_tpu.packing.batch import Batch, micro_batches_of
 from trl_tpu.packing.pack import pack_unpadded, pad
 from trl_tpu.packing.planned import pack
 from trl_tpu.packing.shapes import RowPlan, RowShape
@@ -277,7 +277,7 @@ def test_a_process_without_rows_has_a_batch_without_tokens(layout: str) -> None:
     )
     batch = collate(EXAMPLES)
     assert batch["input_ids"].shape == batch["attention_mask"].shape == (0, 0)
-    assert not batch.table.weight_C.any() and not batch.is_there_P().any()
+    assert not batch.table.weight_C.any() and not batch.present_P().any()
     with pytest.raises(TypeError):
         dict(batch)
 
@@ -294,11 +294,11 @@ def test_micro_batches_may_be_computed_one_at_a_time() -> None:
     form, model = FORMS["pairs"], model_of(1, False, False)
     batch = COLLATORS["planned"](EXAMPLES)
     whole = batch_loss(model, batch.parts, form.loss).loss
-    parts = [batch_loss(model, batches_in(each, PAD), form.loss).loss for each in apart(batch)]
+    parts = [batch_loss(model, batches_in(each, PAD), form.loss).loss for each in micro_batches_of(batch)]
     assert len(parts) > 1
     torch.testing.assert_close(torch.stack(parts).sum(), whole)
     padded = TrlCollator(PAD)(EXAMPLES)
-    assert apart(padded) == (padded,)
+    assert micro_batches_of(padded) == (padded,)
 
 
 def test_gradients_of_a_training_that_was_interrupted_do_not_enter_the_next() -> None:

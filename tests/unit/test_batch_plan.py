@@ -10,7 +10,7 @@ from tokenized import dataset_of
 
 from trl_tpu import RewardConfig
 from trl_tpu.data.collators import DataCollatorForPreference, DictCollator
-from trl_tpu.data.measure import measure
+from trl_tpu.data.length_stats import length_stats
 from trl_tpu.packing.pack import pack_unpadded, pad
 from trl_tpu.packing.planned import pack
 from trl_tpu.packing.shapes import RowShape
@@ -83,7 +83,7 @@ def test_the_rows_that_a_plan_counts_are_those_of_the_training(attention: str, l
     model = tiny.tiny_model(TOKENIZER)
     plan = make(tmp_path, COMPILING, model, data, settings={"packed_attention": attention})
     topology = parse_topology("v6e:1x1")
-    layout = Layout(model, plan._args, measure(data).lengths, data, topology, MeshShape(), Remat.FULL, 4)
+    layout = Layout(model, plan._args, length_stats(data).lengths, data, topology, MeshShape(), Remat.FULL, 4)
     assert layout.shape[1] == length and RowShape(*layout.shape) in plan.planned.training_rows.shapes
 
 

@@ -16,11 +16,11 @@ from meeting import Host, Meeting
 from torch import nn
 
 from trl_tpu.checkpoint import folders
-from trl_tpu.checkpoint.checkpointer import Checkpointer, Contents
+from trl_tpu.checkpoint.checkpointer import CheckpointContents, Checkpointer
 from trl_tpu.checkpoint.folders import MANIFEST_FILE, RemoteRun, RunFolder, find_faults
 from trl_tpu.checkpoint.state_dict import older_weights
 from trl_tpu.errors import UserError
-from trl_tpu.modeling.outputs import RewardScale, set_scale
+from trl_tpu.modeling.head_spec import RewardScale, set_reward_normalization
 from trl_tpu.runtime.native import Runtime
 
 
@@ -44,13 +44,13 @@ def checkpointer() -> Checkpointer:
     return Checkpointer(Runtime(), saving.Alone(), writes=True, shares_disk=True, limit=2)
 
 
-MakeContents = Callable[..., Contents]
+MakeContents = Callable[..., CheckpointContents]
 
 
 @pytest.fixture
 def contents(model: Any, tmp_path: Path) -> MakeContents:
     defaults = {"model": model, "optimizer": trained(model), "best": None, "run": RunFolder(tmp_path, None, True)}
-    return lambda step, **settings: Contents(
+    return lambda step, **settings: CheckpointContents(
         f"checkpoint-{step}", **(defaults | {"describe": model.config.save_pretrained} | settings)
     )
 
@@ -127,9 +127,9 @@ def test_weights_of_an_older_model_that_would_be_read_instead_are_found() -> Non
 def test_a_config_may_be_measured_while_a_thread_saves_it(model: Any) -> None:
     saving = iter(vars(model.config).items())
     next(saving)
-    set_scale(model.config, RewardScale(1.0, 2.0))
+    set_reward_normalization(model.config, RewardScale(1.0, 2.0))
     assert "mean" not in dict(saving) and (model.config.mean, model.config.std) == (1.0, 2.0)
-    set_scale(model.config, None)
+    set_reward_normalization(model.config, None)
     assert not hasattr(model.config, "mean")
 
 

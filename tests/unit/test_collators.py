@@ -18,7 +18,7 @@ from trl_tpu.data.collators import (
     old_columns,
     read_dict,
 )
-from trl_tpu.data.measure import OLD_KEYS, PAIR, answers_of
+from trl_tpu.data.length_stats import OLD_KEYS, PAIR, answers_of
 from trl_tpu.errors import UserError
 
 PAD = 0

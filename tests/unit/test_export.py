@@ -34,7 +34,7 @@ from trl_tpu import cli
 from trl_tpu.checkpoint.export import export_checkpoint
 from trl_tpu.checkpoint.state_dict import trained_weights
 from trl_tpu.errors import UserError
-from trl_tpu.modeling.outputs import write_old_names
+from trl_tpu.modeling.head_spec import write_old_names
 
 MODELS = {"llama": exports.llama, "experts": exports.experts, "tied": exports.tied}
 

@@ -17,9 +17,9 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICA
 
 from trl_tpu.errors import UserError
 from trl_tpu.modeling.forward import PackingImpossible
+from trl_tpu.modeling.head_spec import ONE_REWARD, HeadSpec
 from trl_tpu.modeling.heads import auto_class_of
 from trl_tpu.modeling.load import load_classifier, load_model
-from trl_tpu.modeling.outputs import ONE_REWARD, Outputs
 from trl_tpu.modeling.packability import make_packable
 
 FAMILIES = [each for each in (*DECODERS, *HYBRIDS) if each not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES]
@@ -133,7 +133,7 @@ def test_a_checkpoint_that_lacks_more_than_the_head_is_refused(saved: Path) -> N
 
 
 def test_process_rewards_have_a_head_for_each_token(saved: Path) -> None:
-    outputs = Outputs(step_separator="\n")
+    outputs = HeadSpec(step_separator="\n")
     model, info = load_classifier(str(saved / "cohere2"), outputs, num_labels=2, dtype=torch.float32)
     assert {*info["missing_keys"]} == {"score.weight", "score.bias"}
     assert model(_IDS).logits.shape == (2, 9, 2) and type(model).__name__ == "Cohere2ForTokenClassification"

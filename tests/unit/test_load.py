@@ -26,8 +26,8 @@ import trl_tpu
 from trl_tpu.errors import UserError
 from trl_tpu.modeling import load
 from trl_tpu.modeling.build import build_reward_model
+from trl_tpu.modeling.head_spec import HeadSpec
 from trl_tpu.modeling.model_shape import model_without_weights
-from trl_tpu.modeling.outputs import Outputs
 
 SPECIAL = ("<|im_start|>", "<|im_end|>", "<|begin|>", "<|endoftext|>")
 
@@ -98,7 +98,7 @@ def test_settings_of_loading_are_trls_or_named(
 @pytest.mark.parametrize("separator", [None, "\n"])
 @pytest.mark.parametrize("in_files", [False, True])
 def test_a_head_by_another_name_is_read(separator: str | None, in_files: bool, tmp_path: Path) -> None:
-    outputs = Outputs(step_separator=separator)
+    outputs = HeadSpec(step_separator=separator)
     labels = len(outputs.weights)
     written = outputs.auto_class.from_config(tiny_config(num_labels=labels))
     tensors = written.state_dict()

@@ -14,7 +14,7 @@ from meeting import Meeting
 
 from trl_tpu.config.reward_config import REWARD_METRICS
 from trl_tpu.data.collate import ComparisonRule, Labels, compare, pairs_of
-from trl_tpu.evaluation.judge import RewardSums, sums_on_host
+from trl_tpu.evaluation.evaluate import RewardSums, sums_on_host
 from trl_tpu.runtime.native import Runtime
 from trl_tpu.training import statistics
 from trl_tpu.training.statistics import StepStatistics, scale_of

@@ -14,8 +14,8 @@ from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from trl_tpu.config.reward_config import RewardConfig
 from trl_tpu.errors import UserError
+from trl_tpu.modeling.head_spec import HeadSpec
 from trl_tpu.modeling.model_shape import model_without_weights
-from trl_tpu.modeling.outputs import Outputs
 from trl_tpu.packing.shapes import PairLengths
 from trl_tpu.parallel.mesh import GiB, MeshShape, parse_topology
 from trl_tpu.plan import layouts
@@ -127,8 +127,8 @@ def test_steps_and_attributes_are_planned_as_they_train(
     assert plan.main([*words, "--attributes", "helpful", "brief", "--max_length", "64"]) == 0
     assert plan.main(of_steps) == plan.main([*of_steps, "--dataset_name", str(tmp_path / "steps.jsonl")]) == 0
     assert [each.model.num_labels for each in traced] == [2, 2, 2]
-    wanted = [Outputs({"helpful": 0.5, "brief": 0.5}), Outputs({}, " "), Outputs({}, " ")]
-    assert [Outputs.of(each.model) for each in traced] == wanted
+    wanted = [HeadSpec({"helpful": 0.5, "brief": 0.5}), HeadSpec({}, " "), HeadSpec({}, " ")]
+    assert [HeadSpec.of(each.model) for each in traced] == wanted
     assert [each.answers for each in traced] == [2, 2, 5]  # without data, as few as can be compared
     rows = re.findall(r"4 pairs in (\d+) rows of", capsys.readouterr().err)
     assert rows == (["8", "4", "4"] if packing == "false" else ANY)  # a solution is a row

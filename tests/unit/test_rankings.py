@@ -14,10 +14,10 @@ from tokenized import prepare
 from transformers import LlamaConfig
 
 from trl_tpu.data.collate import ComparisonRule, Labels, sequences_of
-from trl_tpu.data.measure import PAIR, answers_of, form_of, measure
+from trl_tpu.data.length_stats import PAIR, answers_of, length_stats, row_format_of
 from trl_tpu.data.rankings import RankingKind
-from trl_tpu.evaluation.judge import Evaluation, NothingCompared, judge_rows, padded, sums_on_host
-from trl_tpu.modeling.outputs import Outputs, write_outputs
+from trl_tpu.evaluation.evaluate import Evaluation, NothingCompared, evaluate_rows, padded, sums_on_host
+from trl_tpu.modeling.head_spec import HeadSpec, write_head_spec
 from trl_tpu.packing.pack import pack_unpadded
 from trl_tpu.report.verdicts import LabeledRewards
 
@@ -35,7 +35,7 @@ def test_the_comparisons_of_a_prompt_together_count_once_in_all_metrics(some: An
     assert (sums.pairs, sums.answers, sums.comparisons) == (len(some), sum(map(len, some)), len(margins))
     if not margins:
         return
-    verdict = judge_rows(rewards_PK, labels_of(grade_PK))
+    verdict = evaluate_rows(rewards_PK, labels_of(grade_PK))
     found, logged = verdict.metrics(), sums.metrics()
     accuracy = np.mean([np.mean(np.array(each) > 0) for each in margins])
     assert logged["accuracy"] == pytest.approx(accuracy) == verdict.accuracy.value
@@ -62,7 +62,7 @@ def test_the_verdict_on_many_answers_takes_memory_for_the_answers_and_not_for_th
     grade_NK = chooser.permuted(np.tile(np.arange(64.0), (400, 1)), axis=1)
     rewards_NK = grade_NK / 30 + chooser.standard_normal((400, 64))
     tracemalloc.start()
-    verdict = judge_rows(rewards_NK, labels_of(grade_NK), np.ones((400, 64)))
+    verdict = evaluate_rows(rewards_NK, labels_of(grade_NK), np.ones((400, 64)))
     most = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert verdict.pairs == 400 * 64 * 63 // 2 and most < 0.6 * 80 * verdict.pairs  # bytes
@@ -101,7 +101,7 @@ def test_scores_that_grade_no_answers_are_not_compared() -> None:
 
 @pytest.mark.parametrize("other", [{"completions": ["b", "c"], "labels": [1, 0]}, {"scores": [1.0, 2.0]}])
 def test_a_pair_beside_answers_or_grades_alone_is_a_pair(other: dict[str, Any]) -> None:
-    assert form_of(prepare([{"prompt": "a", "chosen": "b", "rejected": "c"} | other]).column_names) == PAIR
+    assert row_format_of(prepare([{"prompt": "a", "chosen": "b", "rejected": "c"} | other]).column_names) == PAIR
 
 
 EXTRA: dict[str, Any] = {
@@ -121,13 +121,13 @@ FORMS: dict[str, dict[str, Any]] = {
 def test_extra_columns_change_no_row_and_no_label(form: str) -> None:
     row = FORMS[form]
     plain, more = prepare([row]), prepare([row | {key: value for key, value in EXTRA.items() if key not in row}])
-    rule = ComparisonRule(answers=measure(plain).answers)
+    rule = ComparisonRule(answers=length_stats(plain).answers)
     for prepared in (more, prepare(more.to_list())):
-        assert form_of(prepared.column_names) == form_of(plain.column_names)
+        assert row_format_of(prepared.column_names) == row_format_of(plain.column_names)
         assert list(map(answers_of, prepared)) == list(map(answers_of, plain))
         assert str(rule.table(list(prepared))) == str(rule.table(list(plain)))
-        assert measure(prepared).answers == measure(plain).answers
-        assert measure(prepared).checksum == measure(plain).checksum
+        assert length_stats(prepared).answers == length_stats(plain).answers
+        assert length_stats(prepared).checksum == length_stats(plain).checksum
 
 
 def test_the_forms_of_rankings_and_those_that_are_too_long() -> None:
@@ -163,12 +163,12 @@ def test_each_attribute_is_a_ranking_and_the_reward_is_the_weighted_sum(some: An
 
 def test_a_model_of_other_outputs_may_begin_as_one_of_attributes(tmp_path: Path) -> None:
     config = LlamaConfig(num_labels=2, attribute_weights=[0.5, 2.0])
-    write_outputs(config, NAMES, None, None)
+    write_head_spec(config, NAMES, None, None)
     config.save_pretrained(tmp_path)
-    assert Outputs.saved(tmp_path) == Outputs(dict(zip(NAMES, [0.5, 2.0], strict=True)))
+    assert HeadSpec.saved(tmp_path) == HeadSpec(dict(zip(NAMES, [0.5, 2.0], strict=True)))
     one = LlamaConfig.from_pretrained(tmp_path, num_labels=1)  # as it is loaded to have one reward
-    write_outputs(one, (), None, None)
-    assert Outputs.of(one) == Outputs() and one.num_labels == 1
+    write_head_spec(one, (), None, None)
+    assert HeadSpec.of(one) == HeadSpec() and one.num_labels == 1
 
 
 def test_a_row_may_lack_an_attribute() -> None:
@@ -187,5 +187,5 @@ def test_each_attribute_of_a_scored_row_is_a_ranking() -> None:
     )
     row = {"completions": ["a", "b"], "scores": scores, "rewards": [1.0, 0.0], "not_scored": None}
     found = LabeledRewards.of([row | {"rewards_by_attribute": rewards}], ["rewards"])
-    verdict = judge_rows(found.rewards_NK, found.labels, groups=found.groups(None))
+    verdict = evaluate_rows(found.rewards_NK, found.labels, groups=found.groups(None))
     assert (verdict.pairs, verdict.kendall_tau) == (2, 1) and verdict.groups.keys() == {"helpful", "brief"}

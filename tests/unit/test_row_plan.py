@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tokenized import dataset_of
 
 from trl_tpu.data.collate import ComparisonRule, sequences_of
-from trl_tpu.data.measure import measure
+from trl_tpu.data.length_stats import length_stats
 from trl_tpu.packing.pack import pack_unpadded
 from trl_tpu.packing.planned import pack
 from trl_tpu.packing.shapes import bucket_lengths, plan_rows
@@ -66,7 +66,7 @@ def tokenized(source: str) -> list[tuple[list[int], list[int]]]:
 def test_tokens_processed_per_real_token(source: str, pairs: int, shards: int, most_tokens: float) -> None:
     """For a model of hidden size 1,024, with at most four shapes; padding to the longest takes 2.5."""
     both = tokenized(source)
-    sizes = measure(dataset_of(both)).lengths.sizes_P
+    sizes = length_stats(dataset_of(both)).lengths.sizes_P
     plan = plan_rows(sizes, pairs, shards, attention_crossover_length=6 * 1024)
     assert len(plan.shapes) <= 4
     columns = real = unpadded = 0

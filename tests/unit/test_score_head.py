@@ -9,7 +9,7 @@ import tiny
 import torch
 import transformers
 
-from trl_tpu.modeling.outputs import find_score_head, keep_heads_in_float32
+from trl_tpu.modeling.head_spec import find_score_head, keep_heads_in_float32
 
 
 @pytest.fixture

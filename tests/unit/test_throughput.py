@@ -23,7 +23,7 @@ from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from trl_tpu import RewardConfig, RewardTrainer
 from trl_tpu.data.collate import ComparisonRule, compare, pairs_of
-from trl_tpu.evaluation.judge import RewardSums
+from trl_tpu.evaluation.evaluate import RewardSums
 from trl_tpu.modeling.model_shape import model_without_weights, needed_flops, read_model, work_of_a_pair
 from trl_tpu.packing.shapes import PairLengths
 from trl_tpu.parallel.mesh import peak_flops_of

@@ -13,7 +13,7 @@ from preference_forms import assistant, rows_of_every_form, tiny_model, tiny_tok
 from tokenized import prepare
 
 from trl_tpu.data.collators import old_columns
-from trl_tpu.data.measure import PAIR
+from trl_tpu.data.length_stats import PAIR
 
 FORMS = rows_of_every_form()
 

@@ -12,7 +12,7 @@ from tokenized import prepare
 from tokenizers.processors import TemplateProcessing
 
 from trl_tpu.data.formats import apply_template
-from trl_tpu.data.measure import PAIR
+from trl_tpu.data.length_stats import PAIR
 from trl_tpu.errors import UserError
 from trl_tpu.scoring.stream import Form, all_of
 from trl_tpu.scripts.synthetic import load_dataset

@@ -16,8 +16,8 @@ from scipy.stats import binomtest
 
 from trl_tpu.data.collate import pairs_of
 from trl_tpu.errors import UserError
-from trl_tpu.evaluation import judge
-from trl_tpu.evaluation.judge import Evaluation, judge_best_of_n, judge_rows, padded
+from trl_tpu.evaluation import evaluate
+from trl_tpu.evaluation.evaluate import Evaluation, evaluate_best_of_n, evaluate_rows, padded
 from trl_tpu.evaluation.verdict import BestOfN, Verdict, distribution_of, length_bias_of, proportion
 from trl_tpu.report.verdicts import (
     as_markdown,
@@ -34,7 +34,7 @@ margins = st.lists(st.floats(-40, 40) | st.just(0.0), min_size=1, max_size=60).m
 
 
 def judge_pairs(rewards_N2: Any, *more: Any, **named: Any) -> Verdict:
-    return judge_rows(np.array(rewards_N2, float), pairs_of(len(rewards_N2)), *more, **named)
+    return evaluate_rows(np.array(rewards_N2, float), pairs_of(len(rewards_N2)), *more, **named)
 
 
 @given(st.integers(1, 500).flatmap(lambda count: st.tuples(st.integers(0, count), st.just(count))))
@@ -107,7 +107,7 @@ def test_rows_that_are_added_part_by_part_have_the_verdict_of_all(monkeypatch: p
     assert repr(by_parts()).split("margins")[0] == repr(whole).split("margins")[0]
     assert by_parts().margins.mean == pytest.approx(whole.margins.mean)
     assert (by_parts().worst, by_parts().length, by_parts().groups) == (whole.worst, whole.length, whole.groups)
-    monkeypatch.setattr(judge, "_SAMPLE", 500)
+    monkeypatch.setattr(evaluate, "_SAMPLE", 500)
     sampled = by_parts()
     assert (sampled.pairs, sampled.accuracy, sampled.groups) == (whole.pairs, whole.accuracy, whole.groups)
     assert sampled.loss == pytest.approx(whole.loss, rel=0.1) and sampled.loss != whole.loss
@@ -163,7 +163,7 @@ def test_json_is_the_whole_verdict_and_null_where_nothing_is_known(verdict: Verd
     assert content()["groups"]["math"]["count"] == verdict.groups["math"].count
     assert read_verdict(path) == verdict
     rewards, grades = padded([[3, 1], [4, 3, 1], [0, 1]]), padded([[1, 0], [1, 1, 0], [1, 0]])
-    best = judge_best_of_n(rewards, grades, ["ref:1", "tied:1", ""], ["Ties", "Ties", "Math"])
+    best = evaluate_best_of_n(rewards, grades, ["ref:1", "tied:1", ""], ["Ties", "Ties", "Math"])
     path.write_text(verdict_text(best))
     assert repr(read_verdict(path)) == repr(best), "with nan, which is not equal to itself"
     assert content()["kind"] == "best_of_n" and content()["groups"]["Ties"]["low"] is None
@@ -187,7 +187,7 @@ Answers = tuple[list[float], list[float], str]  # rewards of right and of wrong 
 def judge_answers(rows: list[Answers], groups: Any = None) -> BestOfN:
     grades = [[1.0] * len(right) + [0.0] * len(wrong) for right, wrong, _ in rows]
     rewards = [[*right, *wrong] for right, wrong, _ in rows]
-    return judge_best_of_n(padded(rewards), padded(grades), [id_ for *_, id_ in rows], groups)
+    return evaluate_best_of_n(padded(rewards), padded(grades), [id_ for *_, id_ in rows], groups)
 
 
 def ties_score(rows: list[Answers]) -> float:

@@ -41,10 +41,10 @@ def test_every_pair_is_seen_once_an_epoch_in_a_new_order(
             tuple(pair_2L.flatten().tolist())
             for batch in loader
             for part in batch.parts
-            for pair_2L, is_there in zip(
-                part.input_ids_RL.cpu().unflatten(0, (-1, 2)), part.is_there_P().cpu(), strict=True
+            for pair_2L, present in zip(
+                part.input_ids_RL.cpu().unflatten(0, (-1, 2)), part.present_P().cpu(), strict=True
             )
-            if is_there
+            if present
         ]
         epochs.append(rows)
     assert len(epochs[0]) == 21 == len(epochs[1])

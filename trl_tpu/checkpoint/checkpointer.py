@@ -50,7 +50,7 @@ class Processes(Protocol):
         """Return the values of all processes."""
 
 
-def together(action: Callable[[], T], all_gather_object: Callable[[Any], list[Any]]) -> T:
+def on_all_ranks(action: Callable[[], T], all_gather_object: Callable[[Any], list[Any]]) -> T:
     """Call ``action`` in every process and return its result; raise in all if it raised in any one.
 
     Libraries report a full disk by errors of many kinds.
@@ -75,7 +75,7 @@ def together(action: Callable[[], T], all_gather_object: Callable[[Any], list[An
 
 
 @dataclass(frozen=True)
-class Contents:
+class CheckpointContents:
     """The contents of a checkpoint.
 
     Args:
@@ -143,13 +143,13 @@ class Checkpointer:
         self.wait()
         self.failed = list(dict.fromkeys(sum(self._processes.all_gather_object(self.failed), [])))
 
-    def save(self, contents: Contents) -> None:
+    def save(self, contents: CheckpointContents) -> None:
         """Copy the state, and write it as a checkpoint alongside training. All processes take part."""
         self.settle()
         self.latest, gather = contents.place, self._processes.all_gather_object
         try:
-            together(lambda: self._make_room(contents), gather)
-            files, state = together(lambda: self._take(contents), gather)
+            on_all_ranks(lambda: self._make_room(contents), gather)
+            files, state = on_all_ranks(lambda: self._take(contents), gather)
         except Exception as error:  # of a file system, a serializer or another host
             gather(None)  # a process that is gone is no failed save: it ends the run here
             self._fail(contents, error)
@@ -167,12 +167,12 @@ class Checkpointer:
 
     # ---- while training waits
 
-    def _make_room(self, contents: Contents) -> None:
+    def _make_room(self, contents: CheckpointContents) -> None:
         self._clean_up(contents)  # after a save that was killed
         if self._makes_folder(contents):
             contents.staging.mkdir(parents=True)
 
-    def _take(self, contents: Contents) -> tuple[dict[str, Any], dict[str, Any]]:
+    def _take(self, contents: CheckpointContents) -> tuple[dict[str, Any], dict[str, Any]]:
         """Write the small files, and copy the tensors that this process's devices hold to the host, each once.
 
         Weights go into model files if one process has all of them, else into the state. They go into both if model
@@ -202,7 +202,7 @@ class Checkpointer:
 
     # ---- alongside training, on a thread; if there are several hosts, all take part
 
-    def _write(self, contents: Contents, files: dict[str, Any], state: dict[str, Any]) -> None:
+    def _write(self, contents: CheckpointContents, files: dict[str, Any], state: dict[str, Any]) -> None:
         staging, remote = contents.staging, contents.run.remote
         try:
             self._together(lambda: self._write_tensors(contents, files, state))
@@ -218,13 +218,13 @@ class Checkpointer:
         finally:
             self._clean_up(contents)
 
-    def _write_tensors(self, contents: Contents, files: dict[str, Any], state: dict[str, Any]) -> None:
+    def _write_tensors(self, contents: CheckpointContents, files: dict[str, Any], state: dict[str, Any]) -> None:
         if files:
             state_dict.write_model(contents.model, state_dict.join_shards(files), contents.staging)
         if state:
             state_dict.write_state(state, contents.staging / state_dict.STATE_FOLDER, self._runtime)
 
-    def _describe_files(self, contents: Contents) -> folders.Files:
+    def _describe_files(self, contents: CheckpointContents) -> folders.Files:
         """Return sizes and checksums of all hosts' files; of this host's if each seals its own disk."""
         names = folders.files_in(contents.staging)  # every host has written its files
         if self._shares_disk:
@@ -235,7 +235,7 @@ class Checkpointer:
             return described
         return {name: file for part in self._gather(described) for name, file in part.items()}
 
-    def _publish(self, contents: Contents, files: folders.Files) -> None:
+    def _publish(self, contents: CheckpointContents, files: folders.Files) -> None:
         """Make the checkpoint visible, and only then delete older ones."""
         run, staging = contents.run, contents.staging
         if run.remote is None:
@@ -251,22 +251,22 @@ class Checkpointer:
 
     def _together(self, action: Callable[[], Any], by_writer: bool = False) -> Any:
         """Act on the saving threads of all hosts, or on the writer's alone; raise on all what any one raised."""
-        return together(action if self._writes or not by_writer else lambda: None, self._gather)
+        return on_all_ranks(action if self._writes or not by_writer else lambda: None, self._gather)
 
     # ---- both
 
-    def _fail(self, contents: Contents, error: Exception) -> None:
+    def _fail(self, contents: CheckpointContents, error: Exception) -> None:
         """Count a save that has failed."""
         self.failed.append(contents.place)
         fault = f"{contents.place} was NOT saved ({type(error).__name__}: {error})"
         advice = "Training goes on, and earlier checkpoints stay; make room or mend the folder."
         logger.error("%s. %s", fault, advice, exc_info=error)
 
-    def _makes_folder(self, contents: Contents) -> bool:
+    def _makes_folder(self, contents: CheckpointContents) -> bool:
         """Return whether this process makes the folder: one of those that share a disk; each if it is private."""
         return self._writes or (self._has_tensors and contents.run.remote is not None)
 
-    def _clean_up(self, contents: Contents) -> None:
+    def _clean_up(self, contents: CheckpointContents) -> None:
         if self._makes_folder(contents):  # also when the disk is full
             folders.discard(contents.staging)
 
@@ -465,5 +465,5 @@ class CheckpointLoader:
         self.drop_download()
         gather, leads = self._processes.all_gather_object, self._processes.is_first_of_host
         copy = local_copy(checkpoint) if leads else nullcontext()
-        folders = gather(together(lambda: self._download.enter_context(copy), gather))
+        folders = gather(on_all_ranks(lambda: self._download.enter_context(copy), gather))
         return str([folder for folder in folders[: self._processes.index + 1] if folder is not None][-1])

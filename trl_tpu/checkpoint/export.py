@@ -25,20 +25,20 @@ from transformers.dynamic_module_utils import get_relative_imports
 from ..config.reward_config import is_url
 from ..errors import UserError
 from ..modeling.adapters import adapter_weights, empty_adapters, merge_adapters
-from ..modeling.load import load_classifier, load_tokenizer
-from ..modeling.model_shape import model_without_weights
-from ..modeling.outputs import (
+from ..modeling.head_spec import (
     BASE_CONFIG,
-    Outputs,
+    HeadSpec,
     fold_attributes,
     saved_scale,
-    set_scale,
-    tell_engines,
+    set_inference_metadata,
+    set_reward_normalization,
+    write_head_spec,
     write_old_names,
-    write_outputs,
 )
+from ..modeling.load import load_classifier, load_tokenizer
+from ..modeling.model_shape import model_without_weights
 from ..runtime.native import Runtime
-from .folders import MANIFEST_FILE, STAGING_FOLDER, fill_aside, find_faults, local_copy
+from .folders import MANIFEST_FILE, STAGING_FOLDER, atomic_folder, find_faults, local_copy
 from .state_dict import STATE_FOLDER, WEIGHT_PREFIX, read_weights, reader_of
 
 MODEL_FILES = ("model.safetensors", "model.safetensors.index.json")
@@ -95,7 +95,7 @@ def export_checkpoint(
         has_adapters = (folder / ADAPTER_CONFIG).is_file()
         _check(folder, merge, base, has_adapters)
         companions = _companions(folder)
-        with fill_aside(out) as staging:
+        with atomic_folder(out) as staging:
             for name in companions:
                 if not (merge and name == BASE_CONFIG):
                     (staging / name).parent.mkdir(exist_ok=True)
@@ -107,7 +107,7 @@ def export_checkpoint(
                     model = _merged_model(folder, base, dtype, trust_remote_code)
                 else:
                     model = _whole_model(folder, dtype, trust_remote_code)
-                tell_engines(model.config)  # another trainer's model may lack what they read
+                set_inference_metadata(model.config)  # another trainer's model may lack what they read
                 model.save_pretrained(staging, max_shard_size=max_shard_size)
             write_old_names(staging)
 
@@ -175,7 +175,7 @@ def _whole_model(checkpoint: Path, dtype: torch.dtype | None, trust_remote_code:
     """Return the trained model in ``dtype``, or as it is stored."""
     in_files = any((checkpoint / file).is_file() for file in MODEL_FILES)
     stored = _stored_dtype(checkpoint) if in_files else _stored_dtype(checkpoint / STATE_FOLDER, WEIGHT_PREFIX)
-    outputs = Outputs.saved(checkpoint)
+    outputs = HeadSpec.saved(checkpoint)
     read_as = stored if dtype == torch.float16 else dtype or stored  # to see what float16 has no room for
     model: Any
     if in_files:
@@ -195,7 +195,7 @@ def _merged_model(
     checkpoint: Path, base: str | None, dtype: torch.dtype | None, trust_remote_code: bool
 ) -> PreTrainedModel:
     """Return the base model with the trained adapters merged in float32, then rounded once."""
-    base, outputs = _base_name(checkpoint, base), Outputs.saved(checkpoint)
+    base, outputs = _base_name(checkpoint, base), HeadSpec.saved(checkpoint)
     kwargs: Any = {"num_labels": len(outputs.weights), "trust_remote_code": trust_remote_code}
     with tempfile.TemporaryDirectory() as adapters:  # peft loads adapters from a folder only
         _write_adapters(checkpoint, Path(adapters), base, None, trust_remote_code)
@@ -212,7 +212,7 @@ def _merged_model(
         if tokenizer.pad_token_id is not None:  # as in training: rewards are read at the last token that is not it
             merged.config.get_text_config().pad_token_id = tokenizer.pad_token_id
     fold_attributes(merged, outputs)
-    set_scale(merged.config, saved_scale(checkpoint))
+    set_reward_normalization(merged.config, saved_scale(checkpoint))
     stored = AutoConfig.from_pretrained(base, trust_remote_code=trust_remote_code).dtype
     return _rounded(merged, dtype or stored or torch.float32)
 
@@ -227,8 +227,8 @@ def _write_adapters(
     else:
         stored = _stored_dtype(checkpoint / STATE_FOLDER, WEIGHT_PREFIX)
         config = AutoConfig.from_pretrained(_base_name(checkpoint, base), trust_remote_code=trust_remote_code)
-        outputs = Outputs.saved(checkpoint)
-        write_outputs(config, [*outputs.attributes], outputs.weights, outputs.step_separator)
+        outputs = HeadSpec.saved(checkpoint)
+        write_head_spec(config, [*outputs.attributes], outputs.weights, outputs.step_separator)
         model = model_without_weights(config, stored, trust_remote_code)
         adapted = empty_adapters(model, str(checkpoint), stored)
         read_weights(adapted, checkpoint, Runtime())

@@ -203,7 +203,7 @@ def retire(folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def fill_aside(folder: Path) -> Iterator[Path]:
+def atomic_folder(folder: Path) -> Iterator[Path]:
     """Give a staging folder to write a model's files in; they appear in ``folder`` when all are written.
 
     A new folder appears by a rename. An existing folder is kept and files are moved into it: it may be a mount point

@@ -194,7 +194,7 @@ def whole_weights(model: nn.Module, runtime: Runtime, *, keeps: bool) -> dict[st
     return by_layer(model, to_host(trained_weights(model), runtime, keeps=keeps))
 
 
-def give_weights_on_host(model: nn.Module, runtime: Runtime) -> None:
+def gather_weights_on_save(model: nn.Module, runtime: Runtime) -> None:
     """Let ``model.state_dict()``, and so ``save_pretrained``, copy the full weights to the host.
 
     A device's tensors have no memory that safetensors could read. With ``keep_vars=True`` it returns them as they are.

@@ -14,7 +14,7 @@ import pyarrow.compute as pc
 from datasets import Dataset, IterableDataset
 
 from ..errors import UserError, UserKeyError, UserTypeError
-from .measure import OLD_KEYS, PAIR, TOKENS, form_of
+from .length_stats import OLD_KEYS, PAIR, TOKENS, row_format_of
 
 logger = logging.getLogger(__name__)
 
@@ -259,7 +259,7 @@ def check_tokens(table: pa.Table, first: int, num_embeddings: int, name: str) ->
 
 def check_row_ids(row: Mapping[str, Any], index: int, num_embeddings: int, name: str) -> None:
     """Check the token ids of all answers of a row, see `check_ids`."""
-    for column in [column for column in form_of(row) if column in TOKENS]:
+    for column in [column for column in row_format_of(row) if column in TOKENS]:
         for ids in row[column] if column == "answer_ids" else [row[column]]:
             check_ids(ids, row_of(index, name, column), num_embeddings)
 

@@ -24,9 +24,9 @@ import numpy as np
 import torch
 
 from ..errors import UserError
-from ..packing.batch import JUDGED_ALONE, Batch, Comparisons, Kind
+from ..packing.batch import POINTWISE_KINDS, Batch, Comparisons, Kind
 from ..packing.pack import Sequences, last_scored
-from .measure import STEP_ENDS, answers_of, labels_of
+from .length_stats import STEP_ENDS, answers_of, labels_of
 
 Example = Mapping[str, Any]
 
@@ -123,7 +123,7 @@ def compare(labels: Labels, rule: ComparisonRule, rows: int | None = None) -> Co
     count, attributes, answers = labels.grade_PAK.shape
     grade_PAK = np.pad(labels.grade_PAK, ((0, (rows or count) - count), (0, 0), (0, 0)), constant_values=np.nan)
     grade_GK = grade_PAK.reshape(-1, answers)
-    if labels.kind in JUDGED_ALONE:
+    if labels.kind in POINTWISE_KINDS:
         first_M, second_M = np.arange(answers), np.full(answers, -1)
         first_GM, second_GM = grade_GK, np.where((grade_GK >= 0) & (grade_GK <= 1), 1 - grade_GK, np.nan)
     else:

@@ -22,7 +22,7 @@ from . import checks
 from .chat_templates import maybe_apply_chat_template
 from .checks import RAW_COLUMNS, PairKind, Row
 from .collate import ComparisonRule, Example, Part, compare, pairs_of, sequences_of
-from .measure import NO_LABEL, OLD_KEYS, PAIR, SOLUTION, answers_of, form_of, labels_of
+from .length_stats import NO_LABEL, OLD_KEYS, PAIR, SOLUTION, answers_of, labels_of, row_format_of
 
 Collate = Callable[[list[Any]], dict[str, Any]]
 
@@ -98,7 +98,7 @@ class DictCollator:
         if (needs_table(examples[0]) or is_short) and {"input_ids", "input_ids_chosen"} & batch.keys():
             table = part.table(examples[:real], examples[0], self.rule)
             batch[TABLE] = self._positions(batch, own, table).map_tensors(torch.from_numpy)
-        return self._lengthened(batch, has_steps=form_of(examples[0]) == SOLUTION)
+        return self._lengthened(batch, has_steps=row_format_of(examples[0]) == SOLUTION)
 
     def _positions(
         self, batch: Mapping[str, Any], rows: Sequence[Example], table: Comparisons[np.ndarray]
@@ -107,7 +107,7 @@ class DictCollator:
         pairs = len(table.row_weight_P)
         row_PK, column_PK, tokens_PK = np.zeros((3, pairs, self.rule.answers), np.int32)
         for place, row in enumerate(rows):
-            if form_of(row):
+            if row_format_of(row):
                 lengths = np.concatenate(sequences_of([row], self.pad_token_id, table).tokens)
             elif "attention_mask" in batch:  # the user's own columns
                 lengths = batch["attention_mask"][place::pairs].sum(-1).numpy()
@@ -119,8 +119,8 @@ class DictCollator:
                 row_PK[here], column_PK[here] = place, (batch["labels"][place] != NO_LABEL).nonzero().flatten()
             tokens_PK[here] = lengths
         no_tokens: Any = None
-        is_there_P: Any = tokens_PK.any(-1)
-        return Batch(no_tokens, row_PK.ravel(), column_PK.ravel(), tokens_PK.ravel(), table.among(is_there_P))
+        present_P: Any = tokens_PK.any(-1)
+        return Batch(no_tokens, row_PK.ravel(), column_PK.ravel(), tokens_PK.ravel(), table.among(present_P))
 
     def _lengthened(self, batch: dict[str, Any], has_steps: bool) -> dict[str, Any]:
         """Pad to the shortest planned length that fits; a batch longer than all keeps its own length.
@@ -348,7 +348,7 @@ def _tokenize(batch: Row, tokenizer: PreTrainedTokenizerBase) -> dict[str, list[
 
 def old_columns(row: Example) -> Example:
     """Return a tokenized pair in the columns of TRL up to 0.23, with its other columns, for collators of users."""
-    if form_of(row) != PAIR:
+    if row_format_of(row) != PAIR:
         return row
     chosen, rejected = (row[column] for column in PAIR)
     halves = zip(OLD_KEYS, (chosen, [1] * len(chosen), rejected, [1] * len(rejected)), strict=True)

@@ -25,7 +25,7 @@ from transformers.trainer_utils import seed_worker
 
 from ..errors import UserError
 from ..packing.pack import in_order
-from .measure import PAIR, answers_of, has_form, is_prepared, measure, rows_of
+from .length_stats import PAIR, answers_of, has_row_format, is_prepared, length_stats, rows_of
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ def prompt_groups(dataset: Dataset) -> np.ndarray:
     """
     prompt_of: dict[bytes, bytes] = {}  # of what a pair's dialogues share
     around = [b""]  # in lexicographic order, the prompts that what comes next may begin with
-    skip = measure(dataset).shared_prefix
+    skip = length_stats(dataset).shared_prefix
     for shared in sorted(set(_shared_prompts(dataset, skip))):
         while not shared.startswith(around[-1]):
             around.pop()
@@ -57,7 +57,7 @@ def prompt_groups(dataset: Dataset) -> np.ndarray:
 
 def _shared_prompts(dataset: Dataset, skip: int) -> Iterator[bytes]:
     """Yield the common prefix of each row's answers, 4 bytes for each token, without the first ``skip`` tokens."""
-    for row, prefix in zip(rows_of(dataset), measure(dataset).lengths.prefix_P.tolist(), strict=True):
+    for row, prefix in zip(rows_of(dataset), length_stats(dataset).lengths.prefix_P.tolist(), strict=True):
         yield answers_of(row)[0][skip:prefix].tobytes()
 
 
@@ -76,7 +76,7 @@ def prompts_in_training(train: Any, evaluation: Any, name: str = "") -> tuple[in
     if all("prompt" in each.column_names for each in both):
         known, prompts = ({hash(json.dumps(value)) for value in each["prompt"] if value} for each in both)
     else:
-        least = [4 * (measure(each).shared_prefix + _PROMPT) for each in both]
+        least = [4 * (length_stats(each).shared_prefix + _PROMPT) for each in both]
         known, prompts = (
             {hash(ids) for ids in _shared_prompts(each, 0) if len(ids) >= size}
             for each, size in zip(both, least, strict=True)
@@ -145,13 +145,13 @@ def sizes_by_prompt(dataset: Any, pairs: int) -> np.ndarray:
     Raises:
         UserError: For a stream, and for rankings.
     """
-    if not has_form(dataset, PAIR):
+    if not has_row_format(dataset, PAIR):
         raise UserError(
             "group_by_prompt=True puts pairs into an order of its own, but train_dataset is a stream, which has its "
             "order, or has rankings, whose prompts are together: load a stream whole (without dataset_streaming), or "
             "leave group_by_prompt out."
         )
-    measured, group_N = measure(dataset), prompt_groups(dataset)
+    measured, group_N = length_stats(dataset), prompt_groups(dataset)
     order_N, added = list(ByPrompt(group_N, pairs)), list[int]()
     for first in range(0, min(_DRAWN, len(order_N)), pairs):
         rows = map(dataset.__getitem__, order_N[first : first + pairs])

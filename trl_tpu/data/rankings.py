@@ -10,7 +10,7 @@ from datasets import Dataset, IterableDataset
 from ..errors import UserError, UserTypeError
 from . import checks
 from .checks import RAW_COLUMNS, PairKind, Row
-from .measure import PAIR_LABELS, RANKING, answers_of
+from .length_stats import PAIR_LABELS, RANKING, answers_of
 
 MOST_ANSWERS = 64
 

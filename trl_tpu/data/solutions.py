@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 from ..errors import UserError
 from . import checks
 from .checks import Row
-from .measure import NO_LABEL, SOLUTION, STEP_ENDS, labels_of, rows_of
+from .length_stats import NO_LABEL, SOLUTION, STEP_ENDS, labels_of, rows_of
 from .tokenize import keep_fitting, map_rows
 from .traps import TRAPS, find_traps
 

@@ -15,19 +15,19 @@ from . import checks
 from .checks import RAW_COLUMNS, PairKind
 from .collators import OldPairKind, read_old_row, rename_old_columns
 from .formats import apply_template, convert_row, template_arguments
-from .loader import main_processes_first
-from .measure import (
+from .length_stats import (
     OLD_KEYS,
     PAIR,
     RANKING,
     SOLUTION,
     answers_of,
-    form_of,
-    measure,
+    length_stats,
     read_table,
+    row_format_of,
     select,
     tables_of,
 )
+from .loader import main_processes_first
 from .rankings import RankingKind, is_ranking
 from .traps import TRAPS, find_traps, report_equal_answers, warn, warn_of_traps
 
@@ -68,7 +68,7 @@ def prepare_preference_dataset(
 
     Returns:
         The dataset with the columns ``chosen_ids`` and ``rejected_ids``, or ``answer_ids`` and ``grades`` of ranked
-        answers, already measured: see `measure.measure`.
+        answers, already measured: see `length_stats`.
 
     Raises:
         UserTypeError: No dataset, or a value of the wrong type.
@@ -93,7 +93,7 @@ def prepare_preference_dataset(
         settings["warned"] = None if isinstance(dataset, Dataset) else set()
         how: dict[str, Any] = {"with_indices": True, "batched": True, "fn_kwargs": settings}
         dataset = map_rows(dataset, _tokenize_rows, num_proc, name, **how)
-    elif form_of(columns) not in (PAIR, RANKING):
+    elif row_format_of(columns) not in (PAIR, RANKING):
         settings = {"num_embeddings": num_embeddings, "name": name}
         how = {"with_indices": True, "fn_kwargs": settings, "remove_columns": list(OLD_KEYS)}
         dataset = map_rows(dataset, read_old_row, num_proc, name, **how)
@@ -112,7 +112,7 @@ def _kind_of(
     """
     has_token_pairs = set(PAIR) <= set(columns) or bool(set(OLD_KEYS) & set(columns))
     first, _ = convert_row(dataset[0] if isinstance(dataset, Dataset) else dict.fromkeys(columns, ""))
-    ids = first["answer_ids"] if form_of(columns) == RANKING and not has_token_pairs else None
+    ids = first["answer_ids"] if row_format_of(columns) == RANKING and not has_token_pairs else None
     has_token_rankings = ids is not None and not isinstance(next(iter(ids), None), str | int)  # else an extra column
     is_raw_ranking = is_ranking(first) and not are_old and not has_token_pairs
     if not (rankings.attributes or has_token_rankings or is_raw_ranking):
@@ -230,7 +230,7 @@ def keep_fitting(
         kind: Checks the labels; None if they have been checked.
 
     Returns:
-        The rows that fit; those of a dataset measured in the same pass: see `measure.measure`.
+        The rows that fit; those of a dataset measured in the same pass: see `length_stats`.
 
     Raises:
         UserTypeError: A column does not hold lists of integers.
@@ -250,7 +250,7 @@ def keep_fitting(
             for index, row in enumerate(read_table(table), start=first):
                 kind.check_labels(row, checks.row_of(index, name))
         first += len(table)
-    longest_N = measure(dataset).lengths.longest_P
+    longest_N = length_stats(dataset).lengths.longest_P
     fits_N = longest_N <= (np.inf if max_length is None else max_length)
     dropped = len(longest_N) - fits_N.sum()
     if not fits_N.any():
@@ -267,11 +267,11 @@ def keep_fitting(
         )
         dataset = select(dataset, fits_N)
     if cuts:
-        cut = (measure(whole).lengths.longest_P > max_length).sum() - dropped
+        cut = (length_stats(whole).lengths.longest_P > max_length).sum() - dropped
         logger.warning(f"{name} dataset: {cut} of {len(longest_N)} pairs cut to max_length={max_length} tokens.")
-    lengths = measure(dataset).lengths
+    lengths = length_stats(dataset).lengths
     same_N = np.flatnonzero(lengths.sizes_P == lengths.prefix_P)
-    if len(same_N) and form_of(dataset.column_names) != SOLUTION and measure(dataset).answers > 1:
+    if len(same_N) and row_format_of(dataset.column_names) != SOLUTION and length_stats(dataset).answers > 1:
         first = int(np.flatnonzero(fits_N)[same_N[0]])
         report_equal_answers(dataset[int(same_N[0])], len(same_N), len(dataset), first, name)
     return dataset
@@ -289,7 +289,7 @@ def _cut(row: Mapping[str, Any], max_length: int, truncation_mode: str) -> dict[
     cut = [list(ids[first : first + max_length]) for ids in answers]
     if excess <= 0 or not all(cut) or all(ids == cut[0] for ids in cut):
         return {}
-    return dict(zip(PAIR, cut, strict=True)) if form_of(row) == PAIR else {"answer_ids": cut}
+    return dict(zip(PAIR, cut, strict=True)) if row_format_of(row) == PAIR else {"answer_ids": cut}
 
 
 def _fits(

@@ -15,8 +15,8 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, BitsAndBytesConfig, PreTrainedModel
 
 from ..errors import UserError, explaining
+from .head_spec import BASE_CONFIG, HeadSpec, hub_settings, write_old_names
 from .heads import auto_class_of
-from .outputs import BASE_CONFIG, Outputs, hub_settings, write_old_names
 
 if TYPE_CHECKING:
     from peft import LoraConfig, PeftConfig, PeftModel
@@ -169,7 +169,7 @@ def load_adapted_model(folder: str, step_separator: str | None = None, **kwargs:
         base = peft.PeftConfig.from_pretrained(folder, **hub_settings(kwargs)).base_model_name_or_path
         if base is not None:  # peft loads it by the auto class
             config = AutoConfig.from_pretrained(base, trust_remote_code=kwargs.get("trust_remote_code", False))
-            auto_class_of(config, Outputs(step_separator=step_separator))
+            auto_class_of(config, HeadSpec(step_separator=step_separator))
         return getattr(peft, f"AutoPeftModelFor{task}Classification").from_pretrained(folder, **kwargs)
 
 

@@ -13,7 +13,7 @@ from transformers.utils import cached_file
 from .. import runtime
 from ..config.reward_config import RewardConfig
 from ..data.formats import convert_row
-from ..data.measure import answers_of, is_prepared, measure
+from ..data.length_stats import answers_of, is_prepared, length_stats
 from ..data.rankings import RankingKind
 from ..data.solutions import prepare_solutions, tokenize_solution
 from ..data.tokenize import prepare_preference_dataset
@@ -30,6 +30,7 @@ from .adapters import (
     warn_if_head_is_frozen,
     without_adapters,
 )
+from .head_spec import HeadSpec, hub_settings, set_inference_metadata, write_head_spec
 from .layers import disable_dropout_in_model, freeze
 from .load import (
     check_num_labels,
@@ -40,9 +41,8 @@ from .load import (
     load_tokenizer,
     settle_tokenizer,
 )
-from .losses import OF_RANKINGS, TIES
+from .losses import LISTWISE_LOSSES, TIES
 from .model_shape import learned_positions
-from .outputs import Outputs, hub_settings, tell_engines, write_outputs
 
 logger = logging.getLogger(__name__)
 
@@ -93,7 +93,7 @@ def build_reward_model(
     Raises:
         UserError, ImportError: From the parts, with what to do.
     """
-    outputs = Outputs(dict.fromkeys(args.attributes or (), 1.0), args.step_separator)
+    outputs = HeadSpec(dict.fromkeys(args.attributes or (), 1.0), args.step_separator)
     files: dict[str, Any] = {"trust_remote_code": args.trust_remote_code}
     name, in_files = model, False
     known: Mapping[str, float] = noted_attributes(model)
@@ -113,7 +113,7 @@ def build_reward_model(
             kwargs.setdefault("distributed_config", distributed_config(args.mesh_shape))
         model = load_model(name, outputs, in_files=in_files, **kwargs)
         if is_peft_model(model):  # the name of saved adapters; their folder may have a tokenizer
-            in_files, known = False, noted_attributes(model) or Outputs.saved(name).attributes
+            in_files, known = False, noted_attributes(model) or HeadSpec.saved(name).attributes
             where = {**hub_settings(kwargs), "_raise_exceptions_for_missing_entries": False}
             if processing_class is None and cached_file(name, "tokenizer_config.json", **where) is not None:
                 processing_class = load_tokenizer(name, **files)
@@ -131,8 +131,8 @@ def build_reward_model(
     base = without_adapters(model)
     check_num_labels(base, outputs)
     if known:
-        write_outputs(base.config, [*known], [*known.values()], None)
-    write_outputs(base.config, args.attributes or (), args.attribute_weights, outputs.step_separator)
+        write_head_spec(base.config, [*known], [*known.values()], None)
+    write_head_spec(base.config, args.attributes or (), args.attribute_weights, outputs.step_separator)
     tokenizer = load_processing_class(model, processing_class, **files)
     tokenizer, added_tokens = settle_tokenizer(model, tokenizer, args)
     if in_files:  # before adapters, which are made where their weights are
@@ -142,12 +142,12 @@ def build_reward_model(
         model = add_adapters(model, peft_config, added_tokens)
     if is_peft_model(model):
         prepare_adapters(model, gradient_checkpointing=bool(args.activation_checkpointing))
-    note_attributes(model, Outputs.of(base.config).attributes)
+    note_attributes(model, HeadSpec.of(base.config).attributes)
     warn_if_head_is_frozen(model)
     freeze(model, args.frozen_parameters)
     if args.disable_dropout:
         disable_dropout_in_model(model)
-    tell_engines(base.config)
+    set_inference_metadata(base.config)
     return model, tokenizer
 
 
@@ -165,7 +165,7 @@ def _loads_in_parts(args: RewardConfig, peft_config: Any) -> bool:
 
 def in_order_of(model: Any, args: RewardConfig) -> RewardConfig:
     """Return settings whose attributes are in the order of the model's outputs."""
-    order = [*Outputs.of(without_adapters(model).config).attributes]
+    order = [*HeadSpec.of(without_adapters(model).config).attributes]
     if order != (args.attributes or []):
         args, places = copy.copy(args), [(args.attributes or []).index(name) for name in order]
         for name in ("attributes", "attribute_weights", "attribute_loss_weights"):
@@ -195,7 +195,7 @@ def build_dataset(
         settings |= {"tokenizer": processing_class, "is_eval": name != "train"}
         how["neutral"] = getattr(args, "neutral_steps", None)
         return _within_positions(prepare_solutions(dataset, tokenize_solution, settings, **how), model, name)
-    need_rankings = ["loss_type"] * (args.loss_type in OF_RANKINGS)
+    need_rankings = ["loss_type"] * (args.loss_type in LISTWISE_LOSSES)
     need_rankings += [key for key in _OF_RANKINGS if getattr(args, key) != getattr(RewardConfig, key)]
     of_scores = args.loss_type == "regression"
     rankings = RankingKind(
@@ -231,7 +231,7 @@ def _within_positions(dataset: Any, model: PreTrainedModel, name: str) -> Any:
         return dataset
     if not isinstance(dataset, Dataset):
         return dataset.map(_check_length, with_indices=True, fn_kwargs={"limit": limit, "name": name})
-    longest = int(measure(dataset).lengths.longest_P.argmax())
+    longest = int(length_stats(dataset).lengths.longest_P.argmax())
     _check_length(dataset[longest], longest, limit, name)
     return dataset
 

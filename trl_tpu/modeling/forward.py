@@ -14,7 +14,7 @@ from transformers.utils.output_capturing import CompileableContextVar
 
 from ..errors import UserError
 from ..packing.batch import Batch, Tail, Tree
-from .outputs import find_score_head
+from .head_spec import find_score_head
 
 
 class PackingImpossible(UserError):
@@ -88,7 +88,7 @@ def tree_rule(
     return on_path
 
 
-class Noted(NamedTuple):
+class PackedOutputs(NamedTuple):
     """What a model does while it reads packed rows: the mask rules that it uses, and what its score head returns."""
 
     rules: list[MaskRule]
@@ -96,7 +96,7 @@ class Noted(NamedTuple):
 
 
 # of this thread, if any; torch.compile cannot trace torch's own kind of variable
-_BATCH, _NOTED = CompileableContextVar("batch"), CompileableContextVar("noted")
+_BATCH, _PACKED_OUTPUTS = CompileableContextVar("batch"), CompileableContextVar("noted")
 
 
 def batch_being_read() -> Batch[torch.Tensor] | None:
@@ -119,7 +119,7 @@ def masks_while_read(plain: Callable[..., Any], build: Callable[..., Any], *args
     if (batch := _BATCH.get()) is None:
         return plain(*args, **kwargs)
     rule = kwargs.get("mask_function", causal_mask_function)
-    _NOTED.get().rules.append(rule)
+    _PACKED_OUTPUTS.get().rules.append(rule)
     return build(plain, batch, rule, *args, **kwargs)
 
 
@@ -190,7 +190,7 @@ def packed_scores(model: nn.Module, batch: Batch[torch.Tensor], **kwargs: Any) -
 
 
 @contextmanager
-def run_packed(model: nn.Module, batch: Batch[torch.Tensor], **kwargs: Any) -> Iterator[Noted]:
+def run_packed(model: nn.Module, batch: Batch[torch.Tensor], **kwargs: Any) -> Iterator[PackedOutputs]:
     """Call ``model`` with packed rows, and yield what it has done.
 
     The rows are read until the context is closed: a program that is traced cannot ask for a reading that is over.
@@ -198,11 +198,11 @@ def run_packed(model: nn.Module, batch: Batch[torch.Tensor], **kwargs: Any) -> I
     Raises:
         UserError: If the model has no `score` head, or did not ask for a mask.
     """
-    noted, ids_RL = Noted([], []), batch.input_ids_RL
+    noted, ids_RL = PackedOutputs([], []), batch.input_ids_RL
     # A mask without padding: models that found none would search the positions for sequences, and stop the device.
     everything = {"attention_mask": torch.ones_like(ids_RL), "position_ids": batch.position_ids_RL}
-    note_scores(model)
-    noted_outside = _NOTED.set(noted)
+    record_scores(model)
+    noted_outside = _PACKED_OUTPUTS.set(noted)
     try:
         with reading(batch):
             # the scores that the model itself picks, one a row, mean nothing here
@@ -214,10 +214,10 @@ def run_packed(model: nn.Module, batch: Batch[torch.Tensor], **kwargs: Any) -> I
                 )
             yield noted
     finally:
-        _NOTED.reset(noted_outside)
+        _PACKED_OUTPUTS.reset(noted_outside)
 
 
-def note_scores(model: nn.Module) -> None:
+def record_scores(model: nn.Module) -> None:
     """Let the score head of ``model`` note what it returns while packed rows are read, for as long as it lives.
 
     Raises:
@@ -225,12 +225,12 @@ def note_scores(model: nn.Module) -> None:
     """
     if (head := find_score_head(model)) is None:
         raise UserError(f"{type(model).__name__} has no `score` head whose rewards could be read from packed rows.")
-    if _note_scores not in head._forward_hooks.values():  # a traced program must not be changed by a second hook
-        head.register_forward_hook(_note_scores)
+    if _record_scores not in head._forward_hooks.values():  # a traced program must not be changed by a second hook
+        head.register_forward_hook(_record_scores)
 
 
-def _note_scores(_head: nn.Module, _args: tuple[torch.Tensor, ...], scores: torch.Tensor) -> None:
-    if (noted := _NOTED.get()) is not None:
+def _record_scores(_head: nn.Module, _args: tuple[torch.Tensor, ...], scores: torch.Tensor) -> None:
+    if (noted := _PACKED_OUTPUTS.get()) is not None:
         noted.scores.append(scores)
 
 

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, Pret
 from transformers.modeling_layers import GenericForSequenceClassification, GenericForTokenClassification
 
 from ..errors import UserError
-from .outputs import Outputs
+from .head_spec import HeadSpec
 
 _CAUSAL = (AutoModelForCausalLM, AutoModelForImageTextToText)
 _ENDINGS = ("ForCausalLM", "ForConditionalGeneration", "LMHeadModel")
@@ -39,7 +39,7 @@ class {name}({generic}, {family}):
 '''
 
 
-def auto_class_of(config: PretrainedConfig, outputs: Outputs) -> Any:
+def auto_class_of(config: PretrainedConfig, outputs: HeadSpec) -> Any:
     """Return transformers' auto class for a reward model of ``config``, which has a class for it from now on.
 
     Raises:

@@ -26,9 +26,9 @@ from .. import runtime
 from ..config.reward_config import RewardConfig
 from ..errors import UserError, UserTypeError, explaining
 from .adapters import load_adapted_model
+from .head_spec import ONE_REWARD, HeadSpec, hub_settings, write_head_spec
 from .heads import auto_class_of, check_only_head_is_missing
 from .model_shape import model_without_weights
-from .outputs import ONE_REWARD, Outputs, hub_settings, write_outputs
 
 logger = logging.getLogger(__name__)
 
@@ -221,7 +221,7 @@ def clone_chat_template(
     return model, tokenizer, [vocabulary[token.content] for token in added]
 
 
-def load_model(name: str, outputs: Outputs = ONE_REWARD, *, in_files: bool = False, **kwargs: Any) -> PreTrainedModel:
+def load_model(name: str, outputs: HeadSpec = ONE_REWARD, *, in_files: bool = False, **kwargs: Any) -> PreTrainedModel:
     """Load a checkpoint as a reward model with ``outputs``, or saved adapters, to be trained further, with theirs.
 
     A causal language model's checkpoint has no reward head; the new head is random, so the caller sets the seed first.
@@ -252,7 +252,7 @@ def load_model(name: str, outputs: Outputs = ONE_REWARD, *, in_files: bool = Fal
 
 
 def load_classifier(
-    name: str, outputs: Outputs, *, in_files: bool = False, **kwargs: Any
+    name: str, outputs: HeadSpec, *, in_files: bool = False, **kwargs: Any
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
     """Load a model with ``outputs``, and transformers' loading info: missing and unexpected weights.
 
@@ -322,7 +322,7 @@ def _head_by_another_name(
 
 
 def _draw_whole(
-    model: Any, outputs: Outputs, new: Set[str], random_state: torch.Tensor, trust_remote_code: bool
+    model: Any, outputs: HeadSpec, new: Set[str], random_state: torch.Tensor, trust_remote_code: bool
 ) -> None:
     """Draw a sharded model's new weights as one process would: whole, from the random state before loading."""
     with torch.device("meta"):
@@ -343,7 +343,7 @@ def _draw_whole(
 
 
 def _load_in_files(
-    name: str, outputs: Outputs, kwargs: dict[str, Any]
+    name: str, outputs: HeadSpec, kwargs: dict[str, Any]
 ) -> tuple[PreTrainedModel, dict[str, Any]] | None:
     """Load a model whose backbone, but for its input embeddings, is "offloaded to disk"; None where it cannot be."""
     of_offloading = logging.getLogger("accelerate.big_modeling")
@@ -351,7 +351,7 @@ def _load_in_files(
     of_offloading.setLevel(logging.ERROR)  # it warns of what was asked for
     try:
         config = AutoConfig.from_pretrained(name, **kwargs)
-        write_outputs(config, (), None, outputs.step_separator)
+        write_head_spec(config, (), None, outputs.step_separator)
         empty = model_without_weights(config, None, kwargs.get("trust_remote_code", False))
         offloaded = set(empty.base_model.modules()) - {empty.get_input_embeddings()}
         device_map = {
@@ -387,7 +387,7 @@ def _check_shards(folder: Path) -> None:
                 raise UserError(f"{index} names {file!r}, a file elsewhere. Correct it, or copy it anew.")
 
 
-def check_num_labels(model: Any, outputs: Outputs = ONE_REWARD) -> None:
+def check_num_labels(model: Any, outputs: HeadSpec = ONE_REWARD) -> None:
     """Raise UserError unless the model has one output for each attribute, or one without attributes.
 
     Process rewards need a token classifier with two labels. A module without a config raises UserTypeError.

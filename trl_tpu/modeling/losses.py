@@ -18,7 +18,7 @@ from ..runtime import current
 from .forward import rewards_of
 
 TIES = ("rao_kupper", "davidson")
-OF_RANKINGS = ("plackett_luce", "regression")
+LISTWISE_LOSSES = ("plackett_luce", "regression")
 """Values of `loss_type` that read whole rankings. All others compare two rewards."""
 
 
@@ -59,12 +59,12 @@ class Loss:
         better_C, worse_C = table.compared(rewards_SA)
         rows = len(rewards_SA) // table.answers
         losses_C: Any = 0.0
-        if self.loss_type not in OF_RANKINGS:
+        if self.loss_type not in LISTWISE_LOSSES:
             losses_C = self._of_comparisons(better_C - worse_C - table.margin_C, table.probability_C)
         if self.center_rewards_coefficient is not None:
             losses_C = losses_C + self.center_rewards_coefficient * (better_C + worse_C) ** 2
         losses_P = (losses_C * table.weight_C).masked_fill(table.weight_C == 0, 0.0).unflatten(0, (rows, -1)).sum(-1)
-        if self.loss_type not in OF_RANKINGS:
+        if self.loss_type not in LISTWISE_LOSSES:
             return losses_P
         losses_G = self._of_rankings(*map(table.by_ranking, (rewards_SA, table.grade_SA)))
         weight_G = table.ranking_weight_G
@@ -166,7 +166,7 @@ class StepResult:
     """The model's own outputs, of padded rows."""
 
     @property
-    def is_there_P(self) -> torch.Tensor:
+    def present_P(self) -> torch.Tensor:
         """Mask of the real rows of the data, [P]."""
         return self.tokens_S.unflatten(0, (-1, self.table.answers)).sum(-1) > 0
 

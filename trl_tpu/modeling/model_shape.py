@@ -11,11 +11,11 @@ from datasets import Dataset
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from ..data.measure import measure
+from ..data.length_stats import length_stats
 from ..packing.shapes import PairLengths
 from ..parallel.sharding_plan import bare_name
+from .head_spec import HeadSpec
 from .heads import auto_class_of
-from .outputs import Outputs
 
 
 def learned_positions(model: PreTrainedModel) -> int | None:
@@ -94,7 +94,7 @@ def model_without_weights(config: PretrainedConfig, dtype: Any, trust_remote_cod
         dtype: The weights', by torch's name or itself; None for torch's default.
         trust_remote_code: Whether the model may bring its own code.
     """
-    outputs = Outputs.of(config)
+    outputs = HeadSpec.of(config)
     config.num_labels = len(outputs.weights)
     with torch.device("meta"):
         return auto_class_of(config, outputs).from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
@@ -157,7 +157,7 @@ def work_of_a_pair(model: nn.Module, dataset: Any) -> float | None:
         both_ways = getattr(config, "use_bidirectional_attention", False)
         if causal != len(shape.windows) or not kinds <= {"full_attention", "sliding_attention"} or both_ways:
             return None
-        pairs = measure(dataset).lengths
+        pairs = length_stats(dataset).lengths
     except (AttributeError, TypeError, ValueError):  # a user's own config or columns
         return None
     return needed_flops(shape, pairs) / len(pairs) if len(pairs) else None

@@ -20,8 +20,8 @@ from ..packing.pack import pack_unpadded, pad
 from ..packing.planned import pack
 from ..packing.shapes import RowPlan, RowShape
 from .adapters import without_adapters
-from .forward import OURS, MaskRule, PackingImpossible, attend_by, note_scores, run_packed
-from .outputs import find_score_head
+from .forward import OURS, MaskRule, PackingImpossible, attend_by, record_scores, run_packed
+from .head_spec import find_score_head
 from .tree_states import States, call_with_states, carries_states, forget_tree_states, use_tree_states
 
 # relative, between float32 sums in two orders
@@ -162,7 +162,7 @@ def make_packable(model: nn.Module, pad_token_id: int, *, is_unpadded: bool = Tr
         use_tree_masks(base)
     else:
         check_packing_is_exact(model, pad_token_id)
-    note_scores(model)
+    record_scores(model)
 
 
 def use_tree_masks(model: PreTrainedModel) -> None:

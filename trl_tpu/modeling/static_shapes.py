@@ -21,7 +21,7 @@ from ..runtime import PartitionSpec
 from ..runtime.native import einsum, masked_attention
 from .adapters import without_adapters
 from .forward import MaskRule, attend_by, tree_masks
-from .outputs import keep_heads_in_float32, wrap_forward
+from .head_spec import keep_heads_in_float32, wrap_forward
 from .tree_states import carries_states
 
 

@@ -19,7 +19,7 @@ from torch import nn
 
 from ..packing.batch import Tree
 from .forward import PackingImpossible, batch_being_read, reading
-from .outputs import is_wrapped, wrap_forward
+from .head_spec import is_wrapped, wrap_forward
 
 # A layer that calls one of these carries states. Attention layers update keys and values instead.
 _CARRYING = {"update_conv_state", "update_recurrent_state"}

@@ -19,7 +19,7 @@ from ..errors import UserTypeError
 
 Array = TypeVar("Array")  # numpy's while packing, torch's from the collator on
 Kind = Literal["pairs", "rankings", "answers", "steps"]
-JUDGED_ALONE = ("answers", "steps")
+POINTWISE_KINDS = ("answers", "steps")
 """Kinds of rows whose rewards are compared with the constant 0."""
 WEIGHTS = ("weight_C", "ranking_weight_G", "row_weight_P")
 """Fields of `Comparisons` that are 0 in a micro-batch for rows of the data that it does not have."""
@@ -108,7 +108,7 @@ class Comparisons(Arrays, Generic[Array]):
         rewards = rewards_SA.flatten()
 
         def of(number_C: Any) -> torch.Tensor:
-            if self.kind not in JUDGED_ALONE:
+            if self.kind not in POINTWISE_KINDS:
                 return rewards[number_C]
             # no 0 is put before the rewards: TorchTPU 0.2 confuses gradients that are parts of larger ones
             return torch.where(number_C < 0, 0.0, rewards[number_C.clamp(min=0)])
@@ -196,7 +196,7 @@ class Batch(Arrays, Generic[Array]):
     def is_packed(self) -> bool:
         return self.subtree_end_RL is not None
 
-    def is_there_P(self) -> Any:
+    def present_P(self) -> Any:
         """Return which rows of the data are in this micro-batch, [P]."""
         tokens_S: Any = self.tokens_S
         return tokens_S.reshape(-1, self.table.answers).any(-1)
@@ -249,7 +249,7 @@ class Batch(Arrays, Generic[Array]):
         return [found[key] for key in sorted(found)]
 
 
-def apart(inputs: Any) -> tuple[Any, ...]:
+def micro_batches_of(inputs: Any) -> tuple[Any, ...]:
     """Return the parts of a loader's batch that are computed one at a time: micro-batches, or a user's dict whole."""
     return inputs.parts if isinstance(inputs, Batch) else (inputs,)
 

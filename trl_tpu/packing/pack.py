@@ -168,9 +168,9 @@ def pack_unpadded(sequences: Sequences, attention_crossover_length: float = 4096
     tree, size, length, before = -1, 0, 0, 0
     for index in order.tolist():
         added = len(sequences.cut[index])
-        together = size + added - int(prefix_DD[before, index])
-        if tree >= 0 and work(together) < work(size) + work(added):
-            length, size = length + together - size, together
+        on_all_ranks = size + added - int(prefix_DD[before, index])
+        if tree >= 0 and work(on_all_ranks) < work(size) + work(added):
+            length, size = length + on_all_ranks - size, on_all_ranks
         else:
             length, size, tree = length + added, added, tree + 1
         tree_D[index], before = tree, index

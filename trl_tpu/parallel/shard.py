@@ -74,7 +74,7 @@ def mesh_of(model: Any) -> MeshShape | None:
     return MeshShape(config.dp_replicate_size, config.fsdp_size, config.tp_size)
 
 
-def spread_model(model: Any, mesh: MeshShape, runtime: Runtime, device: torch.device) -> ShardReport:
+def shard_model(model: Any, mesh: MeshShape, runtime: Runtime, device: torch.device) -> ShardReport:
     """Give each process its part of ``model``, in place; one that is spread already stays as it is.
 
     All parts are of the model that process 0 has, as with DDP. Adapters are spread like what they adapt.
@@ -215,8 +215,8 @@ def place_model(model: nn.Module, plan: Plan, runtime: Runtime, device: torch.de
                     parameter = module._parameters[leaf]
                     assert parameter is not None
                     weight = runtime.place(parameter.detach(), placements[name].axes, device)
-                    is_there = parameter.device == weight.device
-                    placed[name] = parameter if is_there else nn.Parameter(weight, parameter.requires_grad)
+                    present = parameter.device == weight.device
+                    placed[name] = parameter if present else nn.Parameter(weight, parameter.requires_grad)
         module._parameters.update({leaf: placed[name] for leaf, name in leaves.items()})
         for leaf, buffer in module.named_buffers(recurse=False):
             module._buffers[leaf] = runtime.place(buffer, (None,) * buffer.dim(), device)

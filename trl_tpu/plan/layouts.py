@@ -12,7 +12,7 @@ from typing import Any
 from datasets import Dataset
 
 from ..config.reward_config import RewardConfig
-from ..data.measure import PAIR, has_form, measure
+from ..data.length_stats import PAIR, has_row_format, length_stats
 from ..modeling.adapters import without_adapters
 from ..modeling.model_shape import ModelShape, needed_flops, read_model
 from ..packing.shapes import PairLengths, round_up
@@ -64,8 +64,8 @@ class Layout:
         """The most answers of a prompt, or steps of a solution; None for pairs."""
         if self.tokens is None and (self.args.attributes or self.args.step_separator is not None):
             return 2
-        is_many = self.tokens is not None and not has_form(self.tokens, PAIR)
-        return measure(self.tokens).answers if is_many else None
+        is_many = self.tokens is not None and not has_row_format(self.tokens, PAIR)
+        return length_stats(self.tokens).answers if is_many else None
 
     @cached_property
     def shape(self) -> tuple[int, int]:

@@ -16,11 +16,11 @@ from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerF
 
 from .. import runtime
 from ..config.reward_config import RewardConfig
-from ..data.measure import NO_LABEL, PAIR, RANKING, SOLUTION
+from ..data.length_stats import NO_LABEL, PAIR, RANKING, SOLUTION
 from ..errors import UserError
 from ..experimental.prm import PRMConfig, PRMTrainer
+from ..modeling.head_spec import HeadSpec
 from ..modeling.model_shape import model_without_weights
-from ..modeling.outputs import Outputs
 from ..packing.shapes import RowPlan, RowShape
 from ..trainer.reward_trainer import RewardTrainer
 from .compile import TracedProgram, call_in_child
@@ -127,7 +127,7 @@ def trainer_of(request: StepRequest, model: PreTrainedModel, folder: str) -> Rew
     """
     accumulation = min(2, request.arguments.get("gradient_accumulation_steps", 1))  # all are the same program
     fixed = _FIXED | {"output_dir": folder, "gradient_accumulation_steps": accumulation}
-    of_steps = Outputs.of(request.model).step_separator is not None
+    of_steps = HeadSpec.of(request.model).step_separator is not None
     config, trainer_type = (PRMConfig, PRMTrainer) if of_steps else (RewardConfig, RewardTrainer)
     args = config(**{**request.arguments, **fixed})
     pairs = args.train_batch_size
@@ -151,7 +151,7 @@ def _pairs(request: StepRequest, count: int) -> Dataset:
 
     What packed rows hold does not change their program.
     """
-    answers, outputs = request.answers or 2, Outputs.of(request.model)
+    answers, outputs = request.answers or 2, HeadSpec.of(request.model)
     rows = list[dict[str, Any]]()
     for number in range(count):  # neither pairs nor answers share their first token
         prompt = [2 + number % 2, *[4 + number // 2 % 2] * (1 if request.rows else request.length - 2)]

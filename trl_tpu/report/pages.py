@@ -22,7 +22,7 @@ from transformers import PreTrainedTokenizerBase
 from .. import __version__
 from ..errors import UserError
 from ..evaluation.verdict import BestOfN, LengthBias, Proportion, Verdict
-from ..modeling.outputs import Outputs
+from ..modeling.head_spec import HeadSpec
 from .verdicts import (
     VERDICT_FILE,
     ScoredRows,
@@ -338,7 +338,7 @@ def make_model_card(
     tags: Iterable[str],
     versions: dict[str, str],
     tokenizer: PreTrainedTokenizerBase | None,
-    outputs: Outputs,
+    outputs: HeadSpec,
     **shown: Any,
 ) -> ModelCard:
     """Make a model card with the metadata that the Hub reads.

@@ -17,9 +17,9 @@ from ..data.collate import Labels
 from ..data.rankings import grades_of
 from ..data.solutions import NEUTRAL, are_labels
 from ..errors import UserError
-from ..evaluation.judge import judge_best_of_n, judge_rows, padded
+from ..evaluation.evaluate import evaluate_best_of_n, evaluate_rows, padded
 from ..evaluation.verdict import BestOfN, LengthBias, Proportion, Verdict, check_groups, label_of
-from ..packing.batch import JUDGED_ALONE, Kind
+from ..packing.batch import POINTWISE_KINDS, Kind
 
 VERDICT_FILE = "verdict.json"
 _KINDS: dict[str, type[Verdict] | type[BestOfN]] = {"pairs": Verdict, "best_of_n": BestOfN}
@@ -40,7 +40,7 @@ def sentences_of(verdict: Verdict | BestOfN) -> list[str]:
     else:
         of, lacks = verdict.of, "a reward that is not finite"
         does, exchanged, count = "prefers the chosen answer", "chosen and rejected", f"{verdict.pairs:,} {of}"
-        if of in JUDGED_ALONE:
+        if of in POINTWISE_KINDS:
             does, exchanged, lacks = "tells right from wrong", "the labels", "no finite reward, or no label"
         if verdict.top1_accuracy is not None:
             count = f"comparisons, averaged over {accuracy.count:,} rankings ({verdict.pairs:,} comparisons)"
@@ -392,8 +392,10 @@ def read_scored(path: Path, eval_by: str | None = None) -> ScoredRows:
         check_groups(groups)
     if scored.are_lists:
         ids = [str(row.get("id", "")) for row in scored.rows]
-        return ScoredRows(scored.rows, judge_best_of_n(scored.rewards_NK, scored.labels.grade_PAK[:, 0], ids, groups))
-    return ScoredRows(scored.rows, judge_rows(scored.rewards_NK, scored.labels, scored.tokens_N2, groups))
+        return ScoredRows(
+            scored.rows, evaluate_best_of_n(scored.rewards_NK, scored.labels.grade_PAK[:, 0], ids, groups)
+        )
+    return ScoredRows(scored.rows, evaluate_rows(scored.rewards_NK, scored.labels, scored.tokens_N2, groups))
 
 
 def text_of(dialogue: Any) -> str:

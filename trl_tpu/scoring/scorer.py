@@ -18,9 +18,9 @@ from ..data.collate import BatchCollator, ComparisonRule, LayOut, Part
 from ..errors import UserError
 from ..modeling.adapters import is_peft_model, load_adapted_model
 from ..modeling.forward import PackingImpossible, rewards_of
+from ..modeling.head_spec import HeadSpec, RewardScale, saved_scale
 from ..modeling.load import load_classifier, load_tokenizer
 from ..modeling.model_shape import learned_positions, position_groups
-from ..modeling.outputs import Outputs, RewardScale, saved_scale
 from ..modeling.packability import make_packable
 from ..modeling.static_shapes import fit_to_device
 from ..packing.batch import Batch
@@ -158,7 +158,7 @@ class Scorer:
         self.bf16 = bf16
         self.device = self.runtime.device
         self.tokenizer: Any = load_tokenizer(model_folder, trust_remote_code=trust_remote_code)
-        self.outputs = Outputs.saved(model_folder)
+        self.outputs = HeadSpec.saved(model_folder)
         self.model: Any = _load(model_folder, trust_remote_code, self.outputs).eval()
         self.model.config.get_text_config().use_cache = False  # keys and values of what is read only once
         self.pad_token_id = self._settle_pad_token(model_folder)
@@ -230,7 +230,7 @@ class Scorer:
 
         for members_N, batches_of_members in self._apart(dialogues, batches):
             for batch in batches_of_members:
-                place_N = np.flatnonzero(batch.is_there_P().numpy())  # of a batch that is several micro-batches
+                place_N = np.flatnonzero(batch.present_P().numpy())  # of a batch that is several micro-batches
                 sent = batch.map_tensors(send)
                 with torch.no_grad(), torch.autocast(self.device.type, torch.bfloat16, enabled=self.bf16):
                     rewards_SA = compute(self.model, sent)
@@ -264,7 +264,7 @@ def _rewards_of(model: Any, batch: Batch[torch.Tensor]) -> torch.Tensor:
     return rewards_of(model, batch)[0]
 
 
-def _fingerprint(model: torch.nn.Module, tokenizer: Any, outputs: Outputs) -> str:
+def _fingerprint(model: torch.nn.Module, tokenizer: Any, outputs: HeadSpec) -> str:
     """Return a number for what the rewards depend on: samples of every weight, the tokenizer and what outputs are.
 
     Training moves all weights that it trains, so a few numbers of each tell one checkpoint from the next.
@@ -280,7 +280,7 @@ def _fingerprint(model: torch.nn.Module, tokenizer: Any, outputs: Outputs) -> st
     return digest.hexdigest()
 
 
-def _load(model_folder: str, trust_remote_code: bool, outputs: Outputs) -> Any:
+def _load(model_folder: str, trust_remote_code: bool, outputs: HeadSpec) -> Any:
     code: dict[str, Any] = {"trust_remote_code": trust_remote_code}
     kwargs = code | {"dtype": torch.float32, "num_labels": len(outputs.weights)}
     if find_adapter_config_file(model_folder) is not None:

@@ -25,7 +25,7 @@ import numpy as np
 from ..data import checks
 from ..data.chat_templates import date_written
 from ..data.formats import convert_row
-from ..data.measure import NO_LABEL
+from ..data.length_stats import NO_LABEL
 from ..data.solutions import check_solution, tokenize_solution
 from ..data.tokenize import tokenize_dialogue
 from ..errors import UserError

@@ -17,15 +17,15 @@ from datasets import Dataset
 from transformers import AutoConfig
 
 from trl_tpu.config.reward_config import RewardConfig, help_from_docstring
-from trl_tpu.data.measure import measure
+from trl_tpu.data.length_stats import length_stats
 from trl_tpu.errors import UserError, explaining
 from trl_tpu.experimental.prm import PRMConfig
 from trl_tpu.modeling.adapters import add_adapters, get_peft_config, without_adapters
 from trl_tpu.modeling.build import build_dataset
+from trl_tpu.modeling.head_spec import write_head_spec
 from trl_tpu.modeling.layers import freeze
 from trl_tpu.modeling.load import load_tokenizer, settle_tokenizer
 from trl_tpu.modeling.model_shape import model_without_weights
-from trl_tpu.modeling.outputs import write_outputs
 from trl_tpu.parallel.mesh import MeshShape, parse_mesh, parse_topology
 from trl_tpu.plan import layouts
 from trl_tpu.plan.compile import CompiledProgram, missing
@@ -113,7 +113,7 @@ def main(argv: list[str], compile_one: layouts.Compile | None = None, config: Ma
         raise UserError(reason)
     with tempfile.TemporaryDirectory() as folder:
         model, tokens = read_inputs(script, args, model_args, data, folder)
-    lengths = layouts.typical_pair(args) if tokens is None else measure(tokens).lengths
+    lengths = layouts.typical_pair(args) if tokens is None else length_stats(tokens).lengths
     planned = Layout(model, args, lengths, tokens, topology, mesh, args.remat_policy, args.per_device_train_batch_size)
     depths = layouts.depths_of(without_adapters(model).config, plan_args.all_layers or args.scan_layers)
     given = parser.parse_known_args(argv)[0]  # before `RewardConfig` has read it
@@ -192,7 +192,7 @@ def read_inputs(
     with explaining(f"{name} cannot be loaded as a reward model"):
         config = AutoConfig.from_pretrained(name, **loading)
     dtype = kwargs.get("dtype") or "float32"
-    write_outputs(config, args.attributes or (), args.attribute_weights, args.step_separator)
+    write_head_spec(config, args.attributes or (), args.attribute_weights, args.step_separator)
     dtype = dtype if dtype != "auto" else config.dtype or "float32"
     model = model_without_weights(config, dtype, kwargs["trust_remote_code"])
     tokens = None

@@ -23,7 +23,7 @@ from tqdm import tqdm
 from trl_tpu.config.reward_config import help_from_docstring
 from trl_tpu.data import checks
 from trl_tpu.errors import UserError, UserFileError
-from trl_tpu.evaluation.judge import Evaluation, NothingCompared
+from trl_tpu.evaluation.evaluate import Evaluation, NothingCompared
 from trl_tpu.report.verdicts import LabeledRewards, Table, as_markdown, printable, read_rows
 from trl_tpu.scoring import stream
 from trl_tpu.scoring.scorer import TOKENS_A_PASS, Scorer

@@ -21,12 +21,12 @@ from transformers.utils import CONFIG_NAME
 
 from ..data.collate import Labels
 from ..data.collators import NO_LABEL, TABLE, batch_of_pairs
-from ..evaluation.judge import RewardSums, judge, sums_of, sums_on_host
+from ..evaluation.evaluate import RewardSums, evaluate_rewards, sums_of, sums_on_host
 from ..modeling.adapters import complete_config, is_peft_model
 from ..modeling.forward import read_scores
+from ..modeling.head_spec import BASE_CONFIG, HeadSpec, set_reward_normalization
 from ..modeling.losses import StepResult
-from ..modeling.outputs import BASE_CONFIG, Outputs, set_scale
-from ..packing.batch import Batch, apart, tensors_in
+from ..packing.batch import Batch, micro_batches_of, tensors_in
 from ..report.pages import is_generated, make_model_card, write_verdicts
 from ..runtime import Runtime
 from ..training.device_trainer import DeviceTrainer
@@ -143,7 +143,7 @@ class EvaluatingTrainer(DeviceTrainer):
         prefix = "" if mode == "train" else "eval_"
         logs |= {f"{prefix}{key}": sum(values) / len(values) for key, values in self._metrics[mode].items()}
         self._metrics[mode].clear()
-        set_scale(self.model.config, self.trl_tpu.statistics.scale)
+        set_reward_normalization(self.model.config, self.trl_tpu.statistics.scale)
         super().log(logs, start_time)
 
     def _last_metrics(self) -> dict[str, float]:
@@ -177,7 +177,7 @@ class EvaluatingTrainer(DeviceTrainer):
     def _evaluated_step(self, model: nn.Module, inputs: dict[str, Any]) -> tuple[torch.Tensor, StepResult | None]:
         """Return the loss of a batch, and what was computed of it; None where only the loss is known."""
         inputs = self._prepare_inputs(inputs)
-        for part in apart(inputs):
+        for part in micro_batches_of(inputs):
             self.trl_tpu.recompiles.see(tensors_in(part), evaluates=True)
         with torch.no_grad(), self.compute_loss_context_manager():
             if self._is_own("compute_loss"):
@@ -306,7 +306,7 @@ class EvaluatingTrainer(DeviceTrainer):
             own: Any = inputs.get(TABLE) if isinstance(inputs, Mapping) else None
             is_real_P = torch.ones(rows, dtype=torch.bool, device=self.args.device)
             if isinstance(own, Batch):
-                is_real_P = own.is_there_P()
+                is_real_P = own.present_P()
             found |= {} if loss is None else {"losses": loss.mean().expand(rows)}
             return found, is_real_P
         table = result.table
@@ -316,7 +316,7 @@ class EvaluatingTrainer(DeviceTrainer):
         if loss is not None:
             is_ours = loss.mean() == result.loss.mean()
             found["losses"] = torch.where(is_ours, result.losses_P, loss.mean() * table.row_weight_P)
-        return found, result.is_there_P
+        return found, result.present_P
 
     def _measure(self, found: dict[str, torch.Tensor], prefix: str, dataset: Any) -> dict[str, Any]:
         """Return the metrics of an evaluation of ``dataset``, and keep the verdict on it.
@@ -339,7 +339,7 @@ class EvaluatingTrainer(DeviceTrainer):
         if prefix.startswith("eval"):  # and not a prediction
             ours.statistics.evaluated = scale_of(sums, "the evaluation set")
         rows = self._rows_in_order(dataset, len(rewards_NAK))
-        if (verdict := judge(rewards_NAK, labels, rows, args.eval_by, args.attributes or ())) is not None:
+        if (verdict := evaluate_rewards(rewards_NAK, labels, rows, args.eval_by, args.attributes or ())) is not None:
             verdict = replace(verdict, prompts_in_training=ours.seen.get(id(dataset), ()))
             ours.statistics.verdicts[prefix] = verdict
             own |= verdict.metrics()
@@ -376,7 +376,7 @@ class EvaluatingTrainer(DeviceTrainer):
             tags=[*own_tags, *self._tag_names],
             versions={library: version(library) for library in ("torch", "transformers", "datasets", "tokenizers")},
             tokenizer=self.processing_class,
-            outputs=Outputs.of(self.model.config),
+            outputs=HeadSpec.of(self.model.config),
             scale=self.trl_tpu.statistics.scale,
             date=self.trl_tpu.date,
             args=self.args,

@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase, TrainerCallback, TrainingArgum
 
 from ..config.reward_config import RewardConfig
 from ..data.collators import RewardDataCollatorWithPadding
-from ..data.measure import OLD_KEYS as LEGACY_KEYS
+from ..data.length_stats import OLD_KEYS as LEGACY_KEYS
 from ..errors import UserError
 
 

@@ -24,10 +24,10 @@ from ..config import checks
 from ..config.reward_config import RewardConfig
 from ..data.chat_templates import date_written
 from ..data.collators import DataCollatorForPreference, _tokenize, batches_in
+from ..data.length_stats import COLUMNS, PAIR, row_format_of
 from ..data.loader import prompts_in_training
-from ..data.measure import COLUMNS, PAIR, form_of
 from ..errors import UserTypeError
-from ..evaluation.judge import check_best_metric, check_eval_by
+from ..evaluation.evaluate import check_best_metric, check_eval_by
 from ..modeling.adapters import without_adapters
 from ..modeling.build import (
     build_dataset,
@@ -38,10 +38,10 @@ from ..modeling.build import (
     first_chat,
     in_order_of,
 )
+from ..modeling.head_spec import HeadSpec
 from ..modeling.load import warn_of_unscored_eos
 from ..modeling.losses import Loss, StepResult, batch_loss
 from ..modeling.model_shape import work_of_a_pair
-from ..modeling.outputs import Outputs
 from ..packing.batch import Batch
 from ..packing.shapes import RowPlan
 from ..training.batch_plan import BatchPlan
@@ -182,7 +182,7 @@ class RewardTrainer(checks.AnswersOldNames, EvaluatingTrainer):
             args.device,
             self.accelerator,
             nonfinite_limit=args.nonfinite_limit,
-            attribute_weights=tuple(Outputs.of(without_adapters(built).config).attributes.values()),
+            attribute_weights=tuple(HeadSpec.of(without_adapters(built).config).attributes.values()),
             work_of_a_pair=work_of_a_pair(built, train_rows),
         )
         if type(self)._set_signature_columns_if_needed is Trainer._set_signature_columns_if_needed:
@@ -277,7 +277,7 @@ class RewardTrainer(checks.AnswersOldNames, EvaluatingTrainer):
         if isinstance(dataset, Mapping):
             return {key: self._prepared(each, key) for key, each in dataset.items()}
         prepared = self._prepare_dataset(dataset, self.processing_class, self.args, name)
-        if not self._is_own("_prepare_dataset") and form_of(prepared.column_names or ()) == PAIR:
+        if not self._is_own("_prepare_dataset") and row_format_of(prepared.column_names or ()) == PAIR:
             prepared = build_dataset(prepared, self.model, self.processing_class, self.args, name)
         return prepared
 

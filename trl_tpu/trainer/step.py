@@ -199,7 +199,7 @@ def evaluation_step(state: TrainState, batch: Any) -> dict[str, torch.Tensor]:
         assert result is not None  # the loss is ours
         sums = copy.copy(steps.zero)
         sums.update(result.rewards_SA, result.tokens_S, result.table)
-        metrics = {"loss": loss, **sums.means(), "rewards": result.rewards_by_row, "is_real": result.is_there_P}
+        metrics = {"loss": loss, **sums.means(), "rewards": result.rewards_by_row, "is_real": result.present_P}
         steps.trl_tpu.runtime.step_boundary()
     return metrics
 

@@ -12,7 +12,7 @@ from transformers import DataCollatorForTokenClassification, PreTrainedModel, Pr
 from ..config.reward_config import RewardConfig
 from ..data.collate import BatchCollator, ComparisonRule, Part
 from ..data.collators import DataCollatorForPreference, DictCollator, RewardDataCollatorWithPadding
-from ..data.measure import SOLUTION, has_form, is_prepared, measure
+from ..data.length_stats import SOLUTION, has_row_format, is_prepared, length_stats
 from ..errors import UserError
 from ..modeling.adapters import without_adapters
 from ..modeling.forward import PackingImpossible
@@ -187,7 +187,7 @@ class BatchPlan:
         multiple: Any = self._args.pad_to_multiple_of  # the config has read its text forms
         if self._old_columns:
             return RewardDataCollatorWithPadding(self._tokenizer, pad_to_multiple_of=multiple)
-        if has_form(self._train_dataset, SOLUTION):
+        if has_row_format(self._train_dataset, SOLUTION):
             return DataCollatorForTokenClassification(self._tokenizer, pad_to_multiple_of=multiple)
         return DataCollatorForPreference(self._pad_token_id, multiple)
 
@@ -210,7 +210,7 @@ class BatchPlan:
         if self.packed:
             self._pad_because(self._obstacle_in_code() or own_code_of(self._whole_model))
         args, (index, count) = self._args, self._runtime.batch_part
-        answers = measure(dataset).answers if is_prepared(dataset) else 2  # a stream has pairs
+        answers = length_stats(dataset).answers if is_prepared(dataset) else 2  # a stream has pairs
         rule = ComparisonRule(
             args.ties in TIES,
             args.average_over == "comparisons",

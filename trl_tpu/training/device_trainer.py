@@ -37,7 +37,7 @@ from transformers import PrinterCallback, ProgressCallback, get_scheduler
 from transformers.trainer_utils import has_length
 
 from ..checkpoint.folders import RunFolder
-from ..checkpoint.state_dict import give_weights_on_host
+from ..checkpoint.state_dict import gather_weights_on_save
 from ..config.checks import check_final_rate
 from ..data.loader import (
     WholeStream,
@@ -51,7 +51,7 @@ from ..data.loader import (
 )
 from ..errors import UserError
 from ..modeling.tree_states import recompute_in_same_batch
-from ..packing.batch import Batch, apart, tensors_in
+from ..packing.batch import Batch, micro_batches_of, tensors_in
 from ..parallel import shard
 from ..parallel.mesh import BATCH_AXES
 from ..runtime import choice, current
@@ -190,7 +190,7 @@ class DeviceTrainer(SavingTrainer):
                 )
             args.mesh_shape = own
         if self.args.shards_over_processes:
-            self.shard_report = shard.spread_model(model, self.args.mesh_shape, current(), device)
+            self.shard_report = shard.shard_model(model, self.args.mesh_shape, current(), device)
             return
         plan = shard.plan_model(model, self.args.mesh_shape, self.args.sharding_rules)
         runtime = current()  # transformers' constructor calls this, when nothing of ours is made
@@ -200,7 +200,7 @@ class DeviceTrainer(SavingTrainer):
         if is_spmd:
             shard.keep_activations_split(model, plan, self.shard_report.placements, runtime)
             if runtime.topology().process_count == 1:  # else all would have to ask for them together
-                give_weights_on_host(model, runtime)
+                gather_weights_on_save(model, runtime)
 
     # ---- batches
 
@@ -299,7 +299,7 @@ class DeviceTrainer(SavingTrainer):
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> torch.Tensor:
         """Run one batch, in one or several micro-batches, whose gradients add up and whose losses do."""
-        *accumulated, last = apart(inputs)
+        *accumulated, last = micro_batches_of(inputs)
         for part in accumulated:
             self._tr_loss += self._micro_batch(model, part, num_items_in_batch, updates=self._accumulates)
             self.trl_tpu.runtime.step_boundary()

@@ -9,8 +9,8 @@ from datasets import Dataset
 from transformers import PreTrainedModel
 
 from ..config.reward_config import RewardConfig
+from ..data.length_stats import PAIR, has_row_format, is_prepared, length_stats, length_stats_of_stream
 from ..data.loader import sizes_by_prompt
-from ..data.measure import PAIR, has_form, is_prepared, measure, measure_start
 from ..modeling.adapters import without_adapters
 from ..modeling.model_shape import outgrows_positions
 from ..modeling.packability import own_code_of, reads_padding
@@ -47,11 +47,11 @@ def plan_rows_of(
         UserError: For too short a `row_length`.
     """
     return plan_rows(
-        measure(dataset).lengths.sizes_P if sizes_N is None else sizes_N,
+        length_stats(dataset).lengths.sizes_P if sizes_N is None else sizes_N,
         pairs,
         shards,
         max_shapes=args.max_shapes,
-        shared_prefix=measure(dataset).shared_prefix if isinstance(dataset, Dataset) and not expands else 0,
+        shared_prefix=length_stats(dataset).shared_prefix if isinstance(dataset, Dataset) and not expands else 0,
         attention_crossover_length=attention_crossover_length(hidden_size),
         multiple=multiple,
         row_length=args.row_length,
@@ -111,7 +111,7 @@ class PlannedShapes:
         if not is_packed:
             return
         # an expansion holds two sequences of a row
-        if all(has_form(each, PAIR) or not is_prepared(each) for each in (train_dataset, *evaluated)):
+        if all(has_row_format(each, PAIR) or not is_prepared(each) for each in (train_dataset, *evaluated)):
             self.expands = self._choose_expansion()
         if self.expands:
             self._plans.clear()  # sequences then take more room
@@ -167,7 +167,7 @@ class PlannedShapes:
 
     def _sizes_of_stream(self, stream: Any, pairs: int) -> np.ndarray:
         """Return the sizes of a sample, many times, and of a batch of the longest pairs, which share no token."""
-        self._streamed = self._streamed or measure_start(stream)
+        self._streamed = self._streamed or length_stats_of_stream(stream)
         longest = 2 * (self._args.max_length or 0)
         sizes_N = self._streamed.sizes_P if len(self._streamed) else np.array([longest])
         return np.append(np.resize(sizes_N, _BATCHES * pairs), [longest] * pairs)
@@ -198,7 +198,7 @@ class PlannedShapes:
         if self._keeps_lengths():
             return None
         is_known = isinstance(dataset, Dataset) and len(dataset) > 0
-        longest = int(measure(dataset).lengths.longest_P.max()) if is_known else self._args.max_length
+        longest = int(length_stats(dataset).lengths.longest_P.max()) if is_known else self._args.max_length
         if not longest:
             return None
         if multiple := self._args.pad_to_multiple_of:

@@ -30,14 +30,14 @@ from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME, TRAINING_AR
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import HubStrategy
 
-from ..checkpoint.checkpointer import Checkpointer, CheckpointLoader, Contents, together
-from ..checkpoint.folders import RemoteRun, RunFolder, files_in, fill_aside, is_ours
+from ..checkpoint.checkpointer import CheckpointContents, Checkpointer, CheckpointLoader, on_all_ranks
+from ..checkpoint.folders import RemoteRun, RunFolder, atomic_folder, files_in, is_ours
 from ..checkpoint.state_dict import PROGRESS_FILE, older_weights, optimizer_numbers, whole_weights
 from ..config.reward_config import RewardConfig, is_url, private_folder
 from ..errors import UserError
 from ..modeling.adapters import complete_config, save_adapter_config
+from ..modeling.head_spec import saved_scale, set_reward_normalization
 from ..modeling.losses import Loss, StepResult
-from ..modeling.outputs import saved_scale, set_scale
 from ..parallel.shard import mesh_of, saves_what_it_is_given
 from ..report.pages import add_card
 from ..runtime import current
@@ -192,11 +192,11 @@ class SavingTrainer(Trainer):
         # each host may have a folder of its own
         config = getattr(self.model, "config", None)  # a search makes the model of each trial later
         ours.order["the model"] = all_gather_object(Path(getattr(config, "name_or_path", None) or "").name)[0]
-        together(run.claim, all_gather_object)
+        on_all_ranks(run.claim, all_gather_object)
         checkpoint = ours.checkpoints.find(resume, run, ours.batch_plan.layout, ours.order)
         step = ours.checkpoints.state().global_step
         bases = {each.base_model_name_or_path or "" for each in getattr(self.model, "peft_config", {}).values()} - {""}
-        together(lambda: run.begin(ours.checkpoints.place, step, bases), all_gather_object)
+        on_all_ranks(lambda: run.begin(ours.checkpoints.place, step, bases), all_gather_object)
         return checkpoint
 
     def _begin(self) -> None:
@@ -235,7 +235,7 @@ class SavingTrainer(Trainer):
                     super(SavingTrainer, self).save_model(folder, _internal_call=True)
                 return
             Path(folder).mkdir(parents=True, exist_ok=True)
-            with fill_aside(Path(folder)) as staging:
+            with atomic_folder(Path(folder)) as staging:
                 with saves_what_it_is_given(self.model):
                     if weights is not None:
                         self._save(str(staging), weights)
@@ -252,7 +252,7 @@ class SavingTrainer(Trainer):
                     Path(folder, name).unlink()
 
         # the other hosts wait here, since they may read it next
-        together(write, runtime.all_gather_object)
+        on_all_ranks(write, runtime.all_gather_object)
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
@@ -322,7 +322,7 @@ class SavingTrainer(Trainer):
             logger.error("The best model is LOST, and the last one is in its place: %s.", ours.best_model_lost)
         elif ours.checkpoints.load_weights(self.model, folder):
             ours.statistics.evaluated = saved_scale(folder)
-            set_scale(self.model.config, ours.statistics.scale)
+            set_reward_normalization(self.model.config, ours.statistics.scale)
             logger.info("Loaded the best model, from %s (score: %s).", best, self.state.best_metric)
         else:  # it has no state of ours, but a model's files
             self.state.best_model_checkpoint = folder
@@ -348,14 +348,14 @@ class SavingTrainer(Trainer):
                 raise
             logger.warning("%s has no random numbers of this device, which start anew.", checkpoint)
 
-    def _checkpoint_contents(self, run: RunFolder) -> Contents:
+    def _checkpoint_contents(self, run: RunFolder) -> CheckpointContents:
         """Return the contents of a checkpoint of the current step."""
         state, args = self.state, self.args
         if state.best_global_step:
             best = run.path / f"checkpoint-{state.best_global_step}"
             if best.is_dir() or state.best_global_step == state.global_step:
                 state.best_model_checkpoint = str(best)
-        return Contents(
+        return CheckpointContents(
             name=f"checkpoint-{state.global_step}",
             run=run,
             describe=self._describe_checkpoint,
@@ -375,11 +375,11 @@ class SavingTrainer(Trainer):
         if has_state:
             sums = self.trl_tpu.statistics.state(self._tr_loss) if ours else []
             save = self._save_rng_state if writes or args.world_size > 1 else None  # hosts of a mesh have the writer's
-            own_states = together(lambda: _write_random_states(save, folder), all_gather_object)
+            own_states = on_all_ranks(lambda: _write_random_states(save, folder), all_gather_object)
             if self.trl_tpu.remote is not None and args.world_size > 1:
                 random_states = all_gather_object(own_states)  # the writer uploads them
         if not ours or is_users(self.save_model) or is_users(self._save):
-            together(lambda: self.save_model(path, _internal_call=True), all_gather_object)
+            on_all_ranks(lambda: self.save_model(path, _internal_call=True), all_gather_object)
         else:
             are_gathered = runtime.topology().process_count > 1 and args.save_only_model
             weights = whole_weights(model, runtime, keeps=writes) if are_gathered else {}

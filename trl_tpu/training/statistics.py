@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 
-from ..evaluation.judge import COUNTS, SUMS, RewardSums, sums_of
+from ..evaluation.evaluate import COUNTS, SUMS, RewardSums, sums_of
 from ..evaluation.verdict import Verdict
-from ..modeling.outputs import RewardScale
+from ..modeling.head_spec import RewardScale
 from ..packing.batch import Comparisons
 from ..parallel.mesh import GiB, peak_flops_of
 from ..runtime import Runtime
@@ -328,12 +328,12 @@ def _added(
     """Return the vectors of `StepStatistics` with the rewards of a batch added."""
     pairs, (high, low), steps_4 = counts.split(_PARTS_OF_COUNTS)
     totals, lowest_1, highest_1, loss_1 = sums.split(_PARTS_OF_SUMS)
-    is_there_PK = (tokens_S > 0).unflatten(0, (-1, table.answers))
+    present_PK = (tokens_S > 0).unflatten(0, (-1, table.answers))
     if finite_only:  # all rewards of a row, or none
-        are_finite_PK = torch.isfinite(rewards_SA).all(-1).view(is_there_PK.shape)
-        is_there_PK = is_there_PK & (are_finite_PK | ~is_there_PK).all(-1, keepdim=True)
+        are_finite_PK = torch.isfinite(rewards_SA).all(-1).view(present_PK.shape)
+        present_PK = present_PK & (are_finite_PK | ~present_PK).all(-1, keepdim=True)
     before = pairs[COUNTS.index("answers")], totals[SUMS.index("reward")]
-    added = sums_of(rewards_SA, is_there_PK.flatten(), table, attribute_weights, *before)
+    added = sums_of(rewards_SA, present_PK.flatten(), table, attribute_weights, *before)
     low = low + tokens_S.sum(dtype=torch.int32)
     carry = (low >= _CARRY).int()
     tokens_2 = torch.stack([high + carry, low - carry * _CARRY])

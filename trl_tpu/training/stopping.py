@@ -18,7 +18,7 @@ from accelerate.utils import gather_object
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import DefaultFlowCallback, ExportableState
 
-from ..data.measure import is_prepared, measure
+from ..data.length_stats import is_prepared, length_stats
 from ..errors import NOT_SAVED, UNFINISHED, UserError
 from ..runtime import Runtime, Value
 
@@ -352,7 +352,7 @@ def digest(dataset: Any) -> Any:
         return {name: digest(part) for name, part in dataset.items()}
     if not is_prepared(dataset):
         return None
-    return f"{len(dataset)} pairs ({measure(dataset).checksum:08x})"
+    return f"{len(dataset)} pairs ({length_stats(dataset).checksum:08x})"
 
 
 def _named(hosts: list[int]) -> str:

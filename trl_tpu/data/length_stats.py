@@ -33,7 +33,7 @@ ANSWERS, STEP_ENDS = "answers", "step_ends"
 _ROWS = 1000  # of a table
 
 
-def form_of(columns: Collection[str]) -> tuple[str, ...]:
+def row_format_of(columns: Collection[str]) -> tuple[str, ...]:
     """Return the columns that hold a row's tokens: `PAIR`, `RANKING` or `SOLUTION`; none if it is not tokenized."""
     return next((form for form in (PAIR, RANKING, SOLUTION) if set(form) <= set(columns)), ())
 
@@ -43,7 +43,7 @@ def answers_of(row: Mapping[str, Any]) -> list[Any]:
 
     A row that is no row of a dataset has them in `answers`, and labels by the names that `labels_of` gives them.
     """
-    if (form := form_of(row)) == PAIR:
+    if (form := row_format_of(row)) == PAIR:
         return [row[column] for column in PAIR]
     return [row["input_ids"]] if form == SOLUTION else row["answer_ids" if form == RANKING else ANSWERS]
 
@@ -54,7 +54,7 @@ def labels_of(row: Mapping[str, Any]) -> dict[str, Any]:
     They are `margin` and `chosen_probability` of pairs, if they have them, `grades` of rankings, and of solutions
     `step_ends`, the indices of the tokens at which labeled steps end, and `grades` of these steps.
     """
-    if (form := form_of(row)) != SOLUTION:
+    if (form := row_format_of(row)) != SOLUTION:
         own_names: dict[Any, tuple[str, ...]] = {PAIR: PAIR_LABELS, RANKING: ("grades",)}
         names = own_names.get(form, (*PAIR_LABELS, "grades", STEP_ENDS))
         return {name: row[name] for name in names if name in row}
@@ -80,7 +80,7 @@ def _arrays(lists: pa.ChunkedArray) -> list[Any]:
 
 
 @dataclass(frozen=True)
-class Measured:
+class LengthStats:
     """What batches and a resumed run must know of a prepared dataset; it holds no tokens.
 
     Args:
@@ -96,20 +96,20 @@ class Measured:
     answers: int = 2
 
 
-_MEASURED: WeakKeyDictionary[Dataset, Measured] = WeakKeyDictionary()
+_MEASURED: WeakKeyDictionary[Dataset, LengthStats] = WeakKeyDictionary()
 
 
 def is_prepared(dataset: Any) -> bool:
     """Tell whether a dataset has prepared rows, and all of them."""
-    return isinstance(dataset, Dataset) and bool(form_of(dataset.column_names))
+    return isinstance(dataset, Dataset) and bool(row_format_of(dataset.column_names))
 
 
-def has_form(dataset: Any, form: tuple[str, ...]) -> bool:
+def has_row_format(dataset: Any, form: tuple[str, ...]) -> bool:
     """Tell whether a dataset is tokenized in this form."""
-    return isinstance(dataset, Dataset) and form_of(dataset.column_names) == form
+    return isinstance(dataset, Dataset) and row_format_of(dataset.column_names) == form
 
 
-def measure(dataset: Dataset) -> Measured:
+def length_stats(dataset: Dataset) -> LengthStats:
     """Measure a prepared dataset: once, and a few rows at a time.
 
     Raises:
@@ -118,11 +118,11 @@ def measure(dataset: Dataset) -> Measured:
     if dataset not in _MEASURED:
         if not is_prepared(dataset):
             raise ValueError(f"The dataset is not tokenized; its columns are {dataset.column_names}.")
-        _MEASURED[dataset] = measure_tables(tables_of(dataset))
+        _MEASURED[dataset] = length_stats_of_tables(tables_of(dataset))
     return _MEASURED[dataset]
 
 
-def measure_start(stream: Iterable[Mapping[str, Any]]) -> PairLengths:
+def length_stats_of_stream(stream: Iterable[Mapping[str, Any]]) -> PairLengths:
     """Measure the first 1,000 pairs of a prepared stream, which training reads again from its beginning."""
     lengths = list[tuple[int, int, int]]()
     for chosen, rejected in (map(np.asarray, answers_of(row)) for row in islice(stream, _ROWS)):
@@ -135,11 +135,11 @@ def select(dataset: Dataset, is_kept_N: np.ndarray) -> Dataset:
     """Return the rows that are kept, measured in the tables of all rows: tables of a selection are slow to read."""
     kept = dataset.select(np.flatnonzero(is_kept_N))
     masks = (pa.array(is_kept_N[first : first + _ROWS]) for first in range(0, len(dataset), _ROWS))
-    _MEASURED[kept] = measure_tables(map(pa.Table.filter, tables_of(dataset), masks))
+    _MEASURED[kept] = length_stats_of_tables(map(pa.Table.filter, tables_of(dataset), masks))
     return kept
 
 
-def measure_tables(tables: Iterable[pa.Table]) -> Measured:
+def length_stats_of_tables(tables: Iterable[pa.Table]) -> LengthStats:
     """Measure prepared rows in arrow tables, one after another."""
     parts: list[PairLengths] = []
     shared: list[bytes] = []  # the first tokens of all sequences so far
@@ -160,12 +160,12 @@ def measure_tables(tables: Iterable[pa.Table]) -> Measured:
             text = "".join(f"{labels[label]}," for labels in labels_N)
             checksums[label] = crc32(text.encode(), checksums[label])
     checksum = crc32(repr(sorted(checksums.items())).encode())
-    return Measured(PairLengths.joined(parts), len(b"".join(shared)) // 4, checksum, answers)
+    return LengthStats(PairLengths.joined(parts), len(b"".join(shared)) // 4, checksum, answers)
 
 
 def tables_of(dataset: Dataset) -> Iterator[pa.Table]:
     """Read the token ids and the labels of tokenized rows as arrow tables of many rows."""
-    form = form_of(dataset.column_names)
+    form = row_format_of(dataset.column_names)
     labels = [name for name in PAIR_LABELS if name in dataset.column_names and form == PAIR]
     return dataset.with_format("arrow", columns=[*form, *labels]).iter(batch_size=_ROWS)
 

@@ -11,9 +11,9 @@ import torch
 from datasets import Dataset
 
 from ..data.collate import ComparisonRule, Labels, compare, pairs_of
-from ..data.measure import is_prepared, measure, rows_of
+from ..data.length_stats import is_prepared, length_stats, rows_of
 from ..errors import UserError
-from ..packing.batch import JUDGED_ALONE, Comparisons, Kind
+from ..packing.batch import POINTWISE_KINDS, Comparisons, Kind
 from .verdict import (
     MOST_GROUPS,
     BestOfN,
@@ -107,25 +107,25 @@ def apart_from(mean: Any, answers: Any, reward: Any) -> Any:
 
 def sums_of(
     rewards_SA: torch.Tensor,
-    is_there_S: torch.Tensor,
+    present_S: torch.Tensor,
     table: Comparisons[torch.Tensor],
     weights: Sequence[float] = (),
     answers: Any = 0,
     reward: Any = 0.0,
 ) -> list[torch.Tensor]:
-    """Return `COUNTS`, `SUMS`, and the lowest and highest reward [1], over the rewards that ``is_there_S`` keeps.
+    """Return `COUNTS`, `SUMS`, and the lowest and highest reward [1], over the rewards that ``present_S`` keeps.
 
     Args:
         weights: Of several attributes, whose weighted sums are the rewards.
         answers: Number of earlier rewards. `deviations` is what the new ones add to those from the mean of all.
         reward: Sum of the earlier rewards.
     """
-    is_there_P = is_there_S.unflatten(0, (-1, table.answers)).any(-1)
-    order_G4 = order_of(rewards_SA, table, is_there_P)
+    present_P = present_S.unflatten(0, (-1, table.answers)).any(-1)
+    order_G4 = order_of(rewards_SA, table, present_P)
     weighted = (weight * values_S for weight, values_S in zip(weights, rewards_SA.unbind(-1), strict=True))
     reward_S: Any = sum(weighted) if weights else rewards_SA.squeeze(-1)
-    absent_S = ~is_there_S
-    counts = [each.sum(dtype=torch.int32) for each in (is_there_P, order_G4[:, 3] > 0, is_there_S)]
+    absent_S = ~present_S
+    counts = [each.sum(dtype=torch.int32) for each in (present_P, order_G4[:, 3] > 0, present_S)]
     added = reward_S.masked_fill(absent_S, 0.0).sum()
     mean = (reward + added) / (answers + counts[2]).clamp(min=1)
     deviations = (reward_S - mean).masked_fill(absent_S, 0.0).square().sum() + apart_from(mean, answers, reward)
@@ -134,7 +134,7 @@ def sums_of(
     return [torch.stack(counts), torch.stack([*order_G4[:, :3].sum(0), added, deviations]), lowest_1, highest_1]
 
 
-def order_of(rewards_SA: torch.Tensor, table: Comparisons[torch.Tensor], is_there_P: torch.Tensor) -> torch.Tensor:
+def order_of(rewards_SA: torch.Tensor, table: Comparisons[torch.Tensor], present_P: torch.Tensor) -> torch.Tensor:
     """Return four numbers of each ranking, or of each step, [G, 4].
 
     They are the shares of right comparisons and of ties, the mean margin, and the number of comparisons. A comparison
@@ -142,7 +142,7 @@ def order_of(rewards_SA: torch.Tensor, table: Comparisons[torch.Tensor], is_ther
     """
     better_C, worse_C = table.compared(rewards_SA)
     rankings = len(better_C) if table.kind == "steps" else len(table.ranking_weight_G)
-    decided_PM = (table.probability_C > 0.5).unflatten(0, (len(is_there_P), -1)) & is_there_P[:, None]
+    decided_PM = (table.probability_C > 0.5).unflatten(0, (len(present_P), -1)) & present_P[:, None]
     decided_GM1 = decided_PM.view(rankings, -1, 1)
     value_C3 = torch.stack([better_C > worse_C, better_C == worse_C, better_C - worse_C], dim=-1)
     total_G3 = value_C3.view(rankings, -1, 3).masked_fill(~decided_GM1, 0.0).sum(1)
@@ -164,8 +164,8 @@ def sums_on_host(rewards_NAK: torch.Tensor, labels: Labels, weights: Sequence[fl
     result = RewardSums()
     for part, table in tables_on_host(labels):
         rewards_SA = rewards_NAK[part].double().transpose(1, 2).flatten(0, 1)
-        is_there_S = ~table.grade_SA.isnan().all(-1)
-        result += RewardSums.read(*sums_of(rewards_SA, is_there_S, table, weights))
+        present_S = ~table.grade_SA.isnan().all(-1)
+        result += RewardSums.read(*sums_of(rewards_SA, present_S, table, weights))
     return result
 
 
@@ -180,8 +180,8 @@ def padded(rows: Sequence[Sequence[float]]) -> np.ndarray:
 def _is_finite(rewards_NK: np.ndarray, grade_NK: np.ndarray) -> np.ndarray:
     """Tell which rows have graded answers, each with a reward that is finite in float32: larger sums overflow."""
     within_NK = np.abs(rewards_NK) <= np.finfo(np.float32).max
-    is_there_NK = ~np.isnan(grade_NK)
-    finite_N: np.ndarray = (within_NK | ~is_there_NK).all(axis=1) & is_there_NK.any(axis=1)
+    present_NK = ~np.isnan(grade_NK)
+    finite_N: np.ndarray = (within_NK | ~present_NK).all(axis=1) & present_NK.any(axis=1)
     return finite_N
 
 
@@ -285,7 +285,7 @@ class Evaluation:
             NothingCompared: No row has finite rewards of which one should be higher.
         """
         rankings, right, ties, margin, pairs, top1, tau = self._sums.tolist()
-        of = self._kind if self._kind in JUDGED_ALONE else "pairs"
+        of = self._kind if self._kind in POINTWISE_KINDS else "pairs"
         if not pairs:
             raise NothingCompared(
                 f"None of {self._rows} {of} has two finite rewards of which one is labeled as better, so "
@@ -294,7 +294,7 @@ class Evaluation:
         row_M, better_M, worse_M, longer_M, weight_M, _ = np.concatenate(self._sample).T
         margin_M = better_M - worse_M
         rewards = np.stack([better_M, worse_M], axis=-1).ravel()
-        if of in JUDGED_ALONE:
+        if of in POINTWISE_KINDS:
             rewards = better_M + worse_M  # one of them is the constant 0
         names = sorted(self._group_counts) if len(self._group_counts) <= MOST_GROUPS else []
         groups = {name: proportion(self._group_sums[name], self._group_counts[name]) for name in names}
@@ -318,7 +318,7 @@ class Evaluation:
         )
 
 
-def judge_rows(
+def evaluate_rows(
     rewards_NK: np.ndarray,
     labels: Labels,
     lengths_NK: np.ndarray | None = None,
@@ -330,7 +330,7 @@ def judge_rows(
     return evaluation.verdict()
 
 
-def judge_best_of_n(
+def evaluate_best_of_n(
     rewards_NK: np.ndarray,
     grade_NK: np.ndarray,
     ids: Sequence[str],
@@ -412,7 +412,7 @@ def ties_score(right_NK: np.ndarray, wrong_NK: np.ndarray, ids: Sequence[str]) -
     return float(0.3 * sum(right_shares) + 0.2 * sum(above_spread) + 0.01 * np.mean(beyond_Q))
 
 
-def judge(
+def evaluate_rewards(
     rewards_NAK: torch.Tensor, labels: Labels, dataset: Any, eval_by: str | None, names: Sequence[str]
 ) -> Verdict | None:
     """Return the verdict on the rewards of an evaluation; None, with a warning, if nothing can be compared.
@@ -432,7 +432,7 @@ def judge(
     groups, lengths_NK = list(names) * rows or None, None
     if isinstance(dataset, Dataset) and labels.kind != "steps":
         if is_prepared(dataset) and labels.kind != "answers":
-            lengths = measure(dataset).lengths
+            lengths = length_stats(dataset).lengths
             lengths_NK = (lengths.prefix_P[:, None] + lengths.tails_PK)[:rows].repeat(attributes, axis=0)
         try:
             if eval_by is not None:
@@ -444,7 +444,7 @@ def judge(
     elif eval_by is not None and labels.kind != "steps":
         logger.warning("eval_by=%r is left out: it is not known which row each reward is of.", eval_by)
     try:
-        return judge_rows(rewards_NK, replace(labels, grade_PAK=grade_NK[:, None]), lengths_NK, groups)
+        return evaluate_rows(rewards_NK, replace(labels, grade_PAK=grade_NK[:, None]), lengths_NK, groups)
     except NothingCompared:
         logger.warning(
             "The evaluation has no accuracy: no row has finite rewards of two answers of which one is labeled as "
@@ -508,10 +508,10 @@ def _metrics_of(args: Any, dataset: Any) -> list[str]:
     if is_prepared(dataset):
         most = (args.max_eval_steps or len(dataset)) * args.eval_batch_size * args.world_size
         rows = list(rows_of(dataset.select(range(min(most, len(dataset))))))
-        labels = Labels.of(rows, measure(dataset).answers, len(args.attributes or ()))
+        labels = Labels.of(rows, length_stats(dataset).answers, len(args.attributes or ()))
         dataset = None if args.train_sampling_strategy == "group_by_length" else dataset
     rewards_NAK = torch.zeros(labels.grade_PAK.shape)
-    verdict = judge(rewards_NAK, labels, dataset, args.eval_by, args.attributes or ())
+    verdict = evaluate_rewards(rewards_NAK, labels, dataset, args.eval_by, args.attributes or ())
     measured = [*sums_on_host(rewards_NAK, labels, [1.0] * len(args.attributes or ())).metrics()]
     measured += [] if verdict is None else [*verdict.metrics()]
     counted = ["pairs"] if args.max_eval_steps is not None else []

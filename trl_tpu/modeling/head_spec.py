@@ -76,7 +76,7 @@ def _compute_in_float32(
 
 
 @dataclass(frozen=True)
-class Outputs:
+class HeadSpec:
     """The outputs of a model, and how they make its reward.
 
     Args:
@@ -88,7 +88,7 @@ class Outputs:
     step_separator: str | None = None
 
     @classmethod
-    def of(cls, config: PretrainedConfig | dict[str, Any]) -> "Outputs":
+    def of(cls, config: PretrainedConfig | dict[str, Any]) -> "HeadSpec":
         """Read a model's config."""
         said = config if isinstance(config, dict) else vars(config)
         names = said.get("id2label") or {}
@@ -97,7 +97,7 @@ class Outputs:
         return cls(dict(named), said.get("step_separator"))
 
     @classmethod
-    def saved(cls, model: str | Path) -> "Outputs":
+    def saved(cls, model: str | Path) -> "HeadSpec":
         """Read the config of a model or of adapters, in a folder or at the Hub.
 
         Without a step separator in the config of a process reward model, it is a line break, TRL's default.
@@ -118,10 +118,10 @@ class Outputs:
         return AutoModelForSequenceClassification if self.step_separator is None else AutoModelForTokenClassification
 
 
-ONE_REWARD = Outputs()
+ONE_REWARD = HeadSpec()
 
 
-def write_outputs(
+def write_head_spec(
     config: PretrainedConfig, names: Sequence[str], weights: Sequence[float] | None, step_separator: str | None
 ) -> None:
     """Write the meaning of the outputs into a model's config, replacing that of the model it was made from.
@@ -130,12 +130,12 @@ def write_outputs(
         config: Changed in place.
         names: Names of the attributes; empty without attributes. Outputs that have these names keep their order.
         weights: A weight for each name; None for the config's own, or else equal weights.
-        step_separator: As in `Outputs`.
+        step_separator: As in `HeadSpec`.
 
     Raises:
         UserError: The outputs have other names.
     """
-    before = Outputs.of(config).attributes
+    before = HeadSpec.of(config).attributes
     if all(name.startswith("LABEL_") for name in before):  # transformers' names of what has none
         before = dict(zip(names, before.values(), strict=True)) if len(before) == len(names) else {}
     if before and names and set(before) != set(names):
@@ -154,7 +154,7 @@ def write_outputs(
         config.step_separator = step_separator
 
 
-def fold_attributes(model: PreTrainedModel, outputs: Outputs) -> None:
+def fold_attributes(model: PreTrainedModel, outputs: HeadSpec) -> None:
     """Replace a model's attributes by their weighted sum, one output, for programs that read one reward.
 
     The score head must be linear, as in transformers. Models without attributes keep their weights.
@@ -162,7 +162,7 @@ def fold_attributes(model: PreTrainedModel, outputs: Outputs) -> None:
     Raises:
         UserError: There are attributes, and no `score` head.
     """
-    write_outputs(model.config, (), None, outputs.step_separator)
+    write_head_spec(model.config, (), None, outputs.step_separator)
     if not outputs.attributes:
         return
     if (head := find_score_head(model)) is None:
@@ -197,7 +197,7 @@ class RewardScale:
     of: str = ""
 
 
-def tell_engines(config: PretrainedConfig) -> None:
+def set_inference_metadata(config: PretrainedConfig) -> None:
     """Write inference metadata into a model's config: its one output is the reward, without an activation.
 
     transformers' pipeline and vLLM's `/classify` read ``problem_type``. It does not change training, which passes no
@@ -214,7 +214,7 @@ def tell_engines(config: PretrainedConfig) -> None:
         config.head_dtype = "float32"
 
 
-def set_scale(config: PretrainedConfig, scale: RewardScale | None) -> None:
+def set_reward_normalization(config: PretrainedConfig, scale: RewardScale | None) -> None:
     """Write ``mean`` and ``std`` into a config, for OpenRLHF to normalize rewards; None removes them.
 
     All of the config's attributes are replaced at once: a thread that saves the model may be iterating over them.

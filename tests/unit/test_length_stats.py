@@ -11,14 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenized import dataset_of
 
-from trl_tpu.data.measure import (
+from trl_tpu.data.length_stats import (
     NO_LABEL,
     PAIR,
-    Measured,
+    LengthStats,
     answers_of,
     labels_of,
-    measure,
-    measure_tables,
+    length_stats,
+    length_stats_of_tables,
     read_table,
 )
 
@@ -74,14 +74,14 @@ def test_a_table_of_any_form_is_read_as_its_rows_are(
 def test_pairs_are_measured_once() -> None:
     pairs = [([1, 2, 3], [1, 2, 4, 5]), ([1], [1]), ([6, 1], [7])]
     dataset = dataset_of(pairs * 500)  # read in two parts
-    measured = measure(dataset)
+    measured = length_stats(dataset)
     found = np.column_stack([measured.lengths.prefix_P, measured.lengths.tails_PK])
     assert found.tolist() == [[2, 1, 2], [1, 0, 0], [0, 2, 1]] * 500
     assert measured.lengths.longest_P.tolist() == [4, 1, 2] * 500
-    assert measure(dataset) is measured
-    assert len(measure(dataset.select([])).lengths) == 0
+    assert length_stats(dataset) is measured
+    assert len(length_stats(dataset.select([])).lengths) == 0
     with pytest.raises(ValueError, match="other"):
-        measure(dataset.rename_column("chosen_ids", "other"))
+        length_stats(dataset.rename_column("chosen_ids", "other"))
 
 
 @given(
@@ -90,9 +90,9 @@ def test_pairs_are_measured_once() -> None:
 def test_sizes_the_common_prefix_and_the_checksum_are_those_of_all_tables(prompt: list[int], parts: list[Any]) -> None:
     parts = [[(prompt + one, prompt + other) for one, other in part] for part in parts]
 
-    def measured(parts: list[Any]) -> Measured:
+    def measured(parts: list[Any]) -> LengthStats:
         halves = [dict(zip(PAIR, zip(*part, strict=True), strict=True)) for part in parts]
-        return measure_tables(
+        return length_stats_of_tables(
             pa.table({name: pa.array(ids, TYPES[0]) for name, ids in columns.items()}) for columns in halves
         )
 
@@ -110,7 +110,7 @@ def test_the_checksum_knows_margins_and_their_order() -> None:
     rows = [([1], [2])] * 1500
     margins = [float(index) for index in range(1500)]
     datasets = [dataset_of(rows, margin=order) for order in (margins, margins[::-1], margins)]
-    sums = [measure(each).checksum for each in (*datasets, dataset_of(rows))]
+    sums = [length_stats(each).checksum for each in (*datasets, dataset_of(rows))]
     assert sums[0] == sums[2] and len(set(sums)) == 3
 
 
@@ -131,4 +131,4 @@ def test_the_pairs_of_the_dataset_are_measured_and_no_others(change: str) -> Non
     sizes = [size(row["chosen_ids"], row["rejected_ids"]) for row in dataset]
     common = min(shared(dataset[0]["chosen_ids"], ids) for row in dataset for ids in row.values())
     assert common >= 4
-    assert (measure(dataset).lengths.sizes_P.tolist(), measure(dataset).shared_prefix) == (sizes, common)
+    assert (length_stats(dataset).lengths.sizes_P.tolist(), length_stats(dataset).shared_prefix) == (sizes, common)
