@@ -1,8 +1,8 @@
-"""What all tests share: examples of property tests that are the same in every run, and quick compiles.
+"""Setup shared by all tests: reproducible property tests and quick compilation.
 
-Folders say what a test needs: `unit` nothing but the package, `train` training in plain torch, `xla` one XLA device,
-`xla8` eight of them, `tpu` the TPU's own compiler, `torchtpu` torch's own device for TPUs. `support` has what tests
-use, and the scripts that they start in processes of their own.
+Folders are named for what their tests need: `unit` only the package, `train` training in plain torch, `xla` one XLA
+device, `xla8` eight XLA devices, `tpu` the TPU compiler, `torchtpu` torch's device for TPUs. `support` has helpers and
+the scripts that tests start in subprocesses.
 """
 
 import gc
@@ -10,30 +10,30 @@ import os
 from pathlib import Path
 from typing import Any
 
-import places
 import pytest
+from environment import QUICK_XLA_FLAGS
 from hypothesis import settings
 
-# before torch_xla is imported, here or in a process that a test starts
-os.environ.setdefault("XLA_FLAGS", places.QUICK)
+# must be set before torch_xla is imported, here or in a subprocess
+os.environ.setdefault("XLA_FLAGS", QUICK_XLA_FLAGS)
 
 settings.register_profile("same", derandomize=True, database=None, deadline=None, max_examples=100)
-settings.register_profile("search", deadline=None, max_examples=1000)  # others in every run: `make test-long`
+settings.register_profile("search", deadline=None, max_examples=1000)  # new examples in every run: `make test-long`
 settings.load_profile("same")
 
 
 def pytest_collection_finish() -> None:
-    """What is imported is no garbage, which transformers looks for at every start of training."""
+    """Exclude imported objects from the garbage collection that transformers runs at every start of training."""
     gc.collect()
     gc.freeze()
 
 
-# What fixtures need is imported in them: the process that hands out tests would import torch, too.
+# Fixtures import inside their functions: otherwise the process that distributes tests would import torch, too.
 
 
 @pytest.fixture(scope="session")
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A tiny reward model and its tokenizer, on disk."""
+    """Return the folder of a tiny saved reward model and its tokenizer."""
     import tiny
 
     return tiny.save_tiny(tmp_path_factory.mktemp("model"), tiny.made_up_pairs(200))
@@ -41,7 +41,7 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="session")
 def tokenizer() -> Any:
-    """The tokenizer of tiny models that are made on the spot."""
+    """Return a tokenizer for tiny models created by tests."""
     import tiny
 
     return tiny.tiny_tokenizer(tiny.made_up_pairs(50), vocab_size=300)
@@ -49,7 +49,7 @@ def tokenizer() -> Any:
 
 @pytest.fixture
 def config(tmp_path: Path) -> Any:
-    """Makes a RewardConfig for a global batch of 8 pairs, quiet, in float32."""
+    """Return a function that builds a quiet float32 RewardConfig for a global batch of 8 pairs."""
     from trl_tpu import RewardConfig
     from trl_tpu.runtime import current
 

@@ -1,6 +1,6 @@
 """Reward-model training on PyTorch/XLA, with the API of TRL's RewardTrainer.
 
-Names are imported when they are first used, so that importing the package is quick and touches no device.
+Names are imported on first use: importing the package is fast and touches no device.
 """
 
 import importlib.util
@@ -18,11 +18,11 @@ try:
 except PackageNotFoundError:  # a source tree that is not installed
     __version__ = "0+unknown"
 
-# XLA's compiler writes warnings to stderr, from C++, at every compile. It reads this once, when torch_xla is imported,
-# which transformers does: so it has to be said here.
+# XLA's compiler prints C++ warnings to stderr at every compile. It reads this variable once, on import of torch_xla.
+# transformers imports torch_xla, so set the variable before any import of transformers.
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
-settle()  # the device, since transformers and accelerate choose theirs when they are imported
+settle()  # choose the device now: transformers and accelerate choose theirs on import
 
 _MODULES = {
     "data_utils": ["apply_chat_template", "is_conversational", "maybe_apply_chat_template"],
@@ -38,7 +38,7 @@ _MODULES = {
     "trainer.step": ["TrainState", "evaluation_step", "training_step"],
     "trainer.utils": ["RewardDataCollatorWithPadding", "is_xpu_available"],
 }
-# names that scripts import from where TRL has or had them: see `_OLD_PATHS`
+# names that scripts import from TRL's current or former modules: see `_OLD_PATHS`
 _OLD_NAMES = {"RewardScriptArguments": "scripts.utils", "conversations_formatting_function": "data.chat_templates"}
 _OLD_NAMES |= {"DataCollatorForPreference": "data.collators", "disable_dropout_in_model": "modeling.layers"}
 _OLD_NAMES |= dict.fromkeys(
@@ -51,7 +51,7 @@ __all__ = ["__version__", *sorted(_MODULE_OF)]
 
 
 def _get_public(name: str) -> Any:
-    """Return a name of the public API, here and in the modules at TRL's paths."""
+    """Return a name of the public API, for this package and for the modules at TRL's paths."""
     module = (_MODULE_OF | _OLD_NAMES).get(name)
     if module is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
@@ -70,7 +70,7 @@ def __dir__() -> list[str]:
     return __all__
 
 
-#: Modules that TRL has or had; at each of these paths there is every name of this package.
+#: Paths of TRL's current and former modules. Every public name of this package can be imported from each path.
 _OLD_PATHS = [
     f"{__name__}.{path}"
     for path in (
@@ -82,7 +82,7 @@ _OLD_PATHS = [
 
 
 class _OldPaths:
-    """Finder and loader of the modules at `_OLD_PATHS`."""
+    """Finder and loader for the modules at `_OLD_PATHS`."""
 
     @classmethod
     def find_spec(cls, name: str, *_: Any) -> ModuleSpec | None:
@@ -90,7 +90,7 @@ class _OldPaths:
 
     @staticmethod
     def create_module(spec: ModuleSpec) -> None:
-        """Let the import system make the module."""
+        """Use the import system's default module."""
 
     @staticmethod
     def exec_module(module: ModuleType) -> None:

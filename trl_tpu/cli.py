@@ -1,4 +1,4 @@
-"""The command ``trl-tpu``. Asking it for help imports no torch."""
+"""The command ``trl-tpu``. Its ``--help`` does not import torch."""
 
 import argparse
 import importlib
@@ -14,12 +14,12 @@ from trl_tpu.scripts.config_file import take_config
 
 COMMANDS = {
     "reward": "train a reward model on preference pairs",
-    "prm": "train a process reward model on solutions whose steps are judged",
-    "plan": "compile the training for a TPU that you have not rented: does it fit, how fast can it be",
+    "prm": "train a process reward model on solutions with labeled steps",
+    "plan": "compile a training run for a TPU without having one: does it fit, and how fast can it be",
     "score": "score texts, conversations or pairs with a saved reward model",
-    "report": "a model's verdict and training, in numbers and pictures on a page",
+    "report": "write a page with a model's verdict and training, in numbers and figures",
     "export": "write a checkpoint's model as safetensors",
-    "env": "print the versions and the runtime, for a bug report",
+    "env": "print the versions and the runtime, for bug reports",
 }
 _PACKAGES = (
     "torch",
@@ -32,18 +32,18 @@ _PACKAGES = (
     "safetensors",
     "trl_tpu",
 )
-_WITHOUT_CONFIG = ("export", "report")
+_COMMANDS_WITHOUT_CONFIG = ("export", "report")
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command.
 
     Args:
-        argv: The words after the command's name; ``sys.argv[1:]`` when None.
+        argv: The arguments after ``trl-tpu``; ``sys.argv[1:]`` when None.
 
     Returns:
-        The exit status: 0 for success. Words, files, data or models that are refused end the process with status 2
-        and one line that says why; anything unforeseen is a traceback and status 1.
+        The exit status: 0 for success. Rejected arguments, files, data or models end the process with status 2 and a
+        one-line reason. Unexpected errors give a traceback and status 1.
     """
     argv = sys.argv[1:] if argv is None else argv
     parser = argparse.ArgumentParser(prog="trl-tpu", description="Reward models on TPUs.", allow_abbrev=False)
@@ -58,29 +58,29 @@ def main(argv: list[str] | None = None) -> int:
         argparse.ArgumentParser(prog="trl-tpu env", description=COMMANDS["env"]).parse_args(words)
         print_env()
         return 0
-    if command in ("reward", "prm"):  # which handles what has come by then once it knows its folder
+    if command in ("reward", "prm"):  # SIGTERM stays blocked until the command has installed its handler
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     try:
-        # the file's `env` must be there before anything below is imported
-        config, words = ({}, words) if command in _WITHOUT_CONFIG else take_config(words)
+        # modules imported below read the environment, so export the `env` of the config file first
+        config, words = ({}, words) if command in _COMMANDS_WITHOUT_CONFIG else take_config(words)
         if command == "plan":
             pretend_devices(config, words)
         settle()
         script = importlib.import_module(f"trl_tpu.scripts.{'reward' if command == 'prm' else command}")
         run = script.run_prm if command == "prm" else script.run
-        return run(words) if command in _WITHOUT_CONFIG else run(words, config)
+        return run(words) if command in _COMMANDS_WITHOUT_CONFIG else run(words, config)
     except UserError as error:
-        # a worker process of a data loader puts its traceback before what the error says
+        # errors of data loader workers begin with a traceback; keep only the text after the error's name
         message = str(error).rpartition(f"{type(error).__name__}: ")[2].strip()
-        parser.exit(2, f"\ntrl-tpu {command}: error: {message}\n")  # a progress bar may be open in its line
-    except FloatingPointError as error:  # training has stopped itself, and says where and why
+        parser.exit(2, f"\ntrl-tpu {command}: error: {message}\n")  # the first newline ends a progress bar's line
+    except FloatingPointError as error:  # training stopped itself; the message says where and why
         parser.exit(1, f"\ntrl-tpu {command}: error: {error}\n")
     finally:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
 
 
 def print_env() -> None:
-    """Print the versions of Python and of the packages, and which runtime trains and why, a line each."""
+    """Print the versions of Python and the packages, and the chosen runtime with its reason, one per line."""
     lines = [f"python: {platform.python_version()} ({platform.platform()})"]
     for package in _PACKAGES:
         try:

@@ -1,4 +1,4 @@
-"""TRL's path for functions of `trl_tpu.data`."""
+"""Functions of `trl_tpu.data` at TRL's module path."""
 
 from typing import Any
 
@@ -18,6 +18,6 @@ get_dataset_column_names = column_names
 def _tokenize(
     processing_class: PreTrainedTokenizerBase, input: str | list, *, tools: Any = None, **chat_template_kwargs: Any
 ) -> dict[str, list[int]]:
-    """Tokenize a text as it is, or messages through the chat template."""
+    """Tokenize plain text directly, or messages through the chat template."""
     row = {"tools": tools, "chat_template_kwargs": chat_template_kwargs}
-    return {"input_ids": tokenize_dialogue(input, processing_class, row, "A dialogue")}
+    return {"input_ids": tokenize_dialogue(input, processing_class, row, "A conversation")}

@@ -1,51 +1,49 @@
-"""What a user can put right: settings, files, data and models that cannot work. The message names rule, value and fix.
+"""Errors that users can fix: settings, files, data and models that cannot work. Messages name rule, value and fix.
 
-The command prints these in one line and ends with status 2; every other exception keeps its traceback. They are made
-of one message, so that they come back whole from worker processes.
+The command prints these errors in one line and exits with status 2; all other exceptions keep their traceback. Each
+error takes a single message, so that it survives pickling by worker processes.
 """
 
 import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-#: The exit status of a run that is to be started again to go on: EX_TEMPFAIL of sysexits.h.
+#: Exit status of an unfinished run; starting it again resumes it. EX_TEMPFAIL in sysexits.h.
 UNFINISHED = 75
 
-#: The exit status of a run of which a checkpoint could not be saved: EX_IOERR of sysexits.h.
+#: Exit status of a run that could not save its model or a checkpoint. EX_IOERR in sysexits.h.
 NOT_SAVED = 74
 
-#: The exit status of a run whose best model could not be loaded at its end: EX_CANTCREAT of sysexits.h.
+#: Exit status of a run that could not load its best model at the end. EX_CANTCREAT in sysexits.h.
 BEST_LOST = 73
 
 
 class UserError(ValueError):
-    """Something that the user gave cannot work."""
+    """Settings, files, data or a model from the user cannot work."""
 
 
 class UserTypeError(UserError, TypeError):
-    """As `UserError`, for a value of the wrong type, where TRL's API promises a TypeError."""
+    """A `UserError` for a value of the wrong type; also a TypeError, as in TRL's API."""
 
 
 class UserFileError(UserError, FileNotFoundError):
-    """As `UserError`, for a file, model or dataset that is not where the user says, where TRL raises an OSError."""
+    """A `UserError` for a missing file, model or dataset; also an OSError, as in TRL."""
 
 
 class UserKeyError(UserError, KeyError):
-    """As `UserError`, for a column or split that is not there, where TRL raises a KeyError."""
+    """A `UserError` for a missing column or split; also a KeyError, as in TRL."""
 
-    __str__ = Exception.__str__  # a KeyError's text is a repr
+    __str__ = Exception.__str__  # KeyError prints the repr of its message
 
 
 @contextmanager
-def explaining(
-    fault: str, fix: str = "Correct the name, its files or what `model_init_kwargs` says."
-) -> Iterator[None]:
-    """Raise the errors of libraries, or of a model's own code, as a UserError, of the same kind, after ``fault``."""
+def explaining(fault: str, fix: str = "Correct the name, its files or `model_init_kwargs`.") -> Iterator[None]:
+    """Re-raise errors of libraries and model code as UserError (OSError as UserFileError), starting with ``fault``."""
     try:
         yield
     except UserError:
         raise
     except Exception as error:
-        reason = textwrap.shorten(str(error), 800).rstrip(".")  # some libraries list every model they know
+        reason = textwrap.shorten(str(error), 800).rstrip(".")  # some libraries list all models they support
         kind = UserFileError if isinstance(error, OSError) else UserError
         raise kind(f"{fault}: {type(error).__name__}: {reason}. {fix}") from error

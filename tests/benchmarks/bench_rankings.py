@@ -1,9 +1,9 @@
-"""Rankings beside the same comparisons as pairs, which TRL 1.16 takes: 8 answers to a long prompt, in plain torch.
+"""Rankings compared with the same comparisons as pairs, as TRL 1.16 needs: 8 answers to a long prompt, plain torch.
 
 python -m tests.benchmarks.bench_rankings [--model 128x4] [--runs 3] [--steps 4]
 
-Systems alternate, each on a fresh model, in float32, and a batch is the same comparisons for all: two prompts, or
-their 56 pairs. So losses are the same, too. Quote the ratios. "Planned" rows have shapes as on TPUs, with padding.
+Systems alternate, each on a new model, in float32. A batch has the same comparisons in all systems: two prompts, or
+their 56 pairs, so losses are equal, too. Quote the ratios. "Planned" rows have fixed shapes with padding, as on TPUs.
 """
 
 import random
@@ -18,9 +18,9 @@ from trl_tpu.runtime import Runtime, replace
 
 from . import harness
 
-PROMPT, ANSWER, ANSWERS, PROMPTS_A_BATCH = 512, (24, 40), 8, 2  # tokens; those of an answer are about 32
-COMPARISONS = ANSWERS * (ANSWERS - 1) // 2  # of a prompt
-MOST_TOKENS, MOST_TIME = 1.1, 1 / 15  # that rankings are to take, of the unique tokens and of TRL's time
+PROMPT, ANSWER, ANSWERS, PROMPTS_A_BATCH = 512, (24, 40), 8, 2  # tokens; an answer has about 32
+COMPARISONS = ANSWERS * (ANSWERS - 1) // 2  # per prompt
+MOST_TOKENS, MOST_TIME = 1.1, 1 / 15  # limits for rankings: tokens per unique token, and time relative to TRL's
 TIME, TOKENS = "ms a comparison", "tokens a unique one"
 
 
@@ -28,7 +28,7 @@ SYSTEMS: dict[str, type[Runtime]] = {harness.TRL: Runtime, "rankings": Runtime, 
 
 
 def rankings(count: int) -> Dataset:
-    """Token ids at random, with a full order of each prompt's answers."""
+    """Return prompts of random token ids with fully ordered answers."""
     chooser = random.Random(0)
 
     def ids(length: int) -> list[int]:
@@ -41,7 +41,7 @@ def rankings(count: int) -> Dataset:
 
 
 def as_pairs(ranked: Dataset) -> Dataset:
-    """Every comparison a pair, those of a prompt one after another."""
+    """Return every comparison as a pair; pairs of a prompt are consecutive."""
     pairs = [
         {"chosen_ids": better, "rejected_ids": worse}
         for row in ranked
@@ -72,7 +72,7 @@ def compare(size: str, runs: int, steps: int) -> None:
         model = harness.save_model(folder, size)
         measured = harness.alternate(runs, SYSTEMS, run)
     batch = PROMPTS_A_BATCH * COMPARISONS
-    harness.show_beside_trl(
+    harness.show_compared_with_trl(
         f"{ANSWERS} answers to a prompt of {PROMPT} tokens: model {size}, {steps} steps of {batch} comparisons",
         {TIME: ".2f", TOKENS: ".3f"},
         measured,

@@ -1,9 +1,9 @@
-"""A real model beside TRL 1.16: SmolLM2-135M on pairs of HH-RLHF, in plain torch, float32, gradient checkpointing.
+"""A real model compared with TRL 1.16: SmolLM2-135M on HH-RLHF, plain torch, float32, gradient checkpointing.
 
 python -m tests.benchmarks.bench_real_model [--trained all adapters] [--steps 6] [--runs 2]
 
-Full fine-tuning, and LoRA. Systems alternate, each run in a process of its own, from the same weights and on the same
-pairs in the same order. The weights are those of the extra `[bench]`; without it this says so and measures nothing.
+Full fine-tuning, and LoRA. Systems alternate, each run in a separate process, from the same weights and on the same
+pairs in the same order. The weights come with the extra `[bench]`; without it the benchmark prints a note and exits.
 """
 
 import sys
@@ -22,7 +22,7 @@ LEARNING_RATES = {"all": 2e-5, "adapters": 1e-4}
 
 
 def run(system: str, trained: str, folder: str, steps: str) -> dict[str, Any]:
-    """Train, and return what was measured."""
+    """Train, and return the measurements."""
     from peft import LoraConfig
 
     lora = LoraConfig(task_type="SEQ_CLS", r=16, lora_alpha=32, target_modules="all-linear")
@@ -34,7 +34,7 @@ def run(system: str, trained: str, folder: str, steps: str) -> dict[str, Any]:
     assert len(done.trainer.train_dataset) == len(pairs), "a pair is longer than max_length"
     return {
         "s a pair": done.seconds_a_pair,
-        "tokens a real one": done.tokens() / done.real_tokens(),  # all pairs once: in which order is the same
+        "tokens a real one": done.tokens() / done.real_tokens(),  # every pair once, so the order does not matter
         "GiB": peak_resident_bytes() / 2**30,
         "losses": done.losses,
     }
@@ -44,7 +44,7 @@ def compare(trained: str, folder: str, steps: int, runs: int) -> None:
     measured = harness.alternate(
         runs, SYSTEMS, lambda system: harness.in_a_process("bench_real_model", system, trained, folder, steps)
     )
-    harness.show_beside_trl(
+    harness.show_compared_with_trl(
         f"{smollm2.NAME}, {trained} trained, {steps} steps of {harness.PAIRS_A_BATCH} pairs, medians of {runs} runs",
         {"s a pair": ".2f", "tokens a real one": ".3f", "GiB": ".1f"},
         measured,

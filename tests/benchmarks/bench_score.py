@@ -1,13 +1,13 @@
-"""Time of scoring, against the plain loop: batches of 8 dialogues in the data's order, padded to their longest.
+"""Time of scoring, compared with a plain loop over batches of 8 sequences in order, padded to the longest.
 
 python -m tests.benchmarks.bench_score [--models 64x4 256x6] [--data pairs answers]
 
-A model is its hidden size and its number of layers. "pairs" are those of `bench_time_per_pair`, "answers" are 8 to
-each long prompt, made from a seed. Plain torch, float32. Both sides tokenize, and load nothing. Runs alternate, each
-over the same rows; quote the ratios, from which the machine's own speed cancels out. Rewards are compared, too.
+A model is given by hidden size and number of layers. "pairs" are those of `bench_time_per_pair`, "answers" are 8 per
+long prompt, made up from a seed. Plain torch, float32. Times include tokenization, but not loading. Runs alternate
+over the same rows. Quote the ratios: the machine's speed cancels out. Rewards are compared, too.
 
-The ratio of tokens that both sides compute is what bounds that of times: kernels of matrix products and attention take
-as long for a token on both sides, from 128 tokens a dialogue on also if dialogues are computed one by one.
+The ratio of computed tokens bounds the ratio of times: kernels of matrix products and attention take the same time per
+token on both sides, also for single sequences of at least 128 tokens.
 """
 
 import statistics
@@ -35,7 +35,7 @@ def pairs(count: int) -> list[dict[str, Any]]:
 
 
 def answers(count: int) -> list[dict[str, Any]]:
-    """Long prompts with several answers each, of the words of the pairs."""
+    """Return long prompts with several answers each, made of words of the pairs."""
     words = " ".join(row["chosen"] for row in pairs(400)).split()
     chooser = np.random.default_rng(0)
 
@@ -55,7 +55,7 @@ DATA = {"pairs": pairs, "answers": answers}
 
 
 def dialogues(tokenizer: Any, rows: list[dict[str, Any]]) -> list[list[str]]:
-    """The batches of the plain loop."""
+    """Yield the batches of the plain loop."""
     texts = [
         row.get("prompt", "") + answer + tokenizer.eos_token
         for row in rows
@@ -74,7 +74,7 @@ def plain_loop(model: Any, tokenizer: Any, rows: list[dict[str, Any]]) -> list[f
 
 
 def tokens_ratio(scorer: Scorer, rows: list[dict[str, Any]]) -> float:
-    """The tokens that we compute, over those that the plain loop computes, padding among them."""
+    """Return our number of computed tokens, padding included, relative to that of the plain loop."""
     ids = [scorer.tokenizer(batch)["input_ids"] for batch in dialogues(scorer.tokenizer, rows)]
     plain = sum(len(batch) * max(map(len, batch)) for batch in ids)
     parts = (

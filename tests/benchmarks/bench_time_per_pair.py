@@ -1,11 +1,11 @@
-"""Time per pair of training, against TRL 1.16 in the same process: plain torch, float32, real pairs.
+"""Training time per pair, compared with TRL 1.16 in the same process: plain torch, float32, real pairs.
 
 python -m tests.benchmarks.bench_time_per_pair [--models 64x4 256x6 64x24] [--data real ...]
 
-A model is its hidden size and its number of layers, of Llama's form or of Qwen3.5's.
+A model is given by hidden size and number of layers, with the architecture of Llama or Qwen3.5.
 
-Runs alternate (TRL, packed, padded, TRL, ...), each on a fresh model and the same pairs in the same order, and the
-table shows medians. Quote the ratios: the machine's own speed cancels out of them. Per-step losses stand beside TRL's.
+Runs alternate (TRL, packed, padded, TRL, ...), each on a new model and the same pairs in the same order. The table has
+medians. Quote the ratios: the machine's speed cancels out. Losses per step are compared with TRL's.
 """
 
 import random
@@ -20,12 +20,12 @@ from real_pairs import best_pairs
 from . import harness
 
 RUNS, STEPS = 5, 24
-MODELS = {"64x4": RUNS, "256x6": 3, "64x24": 3, "256x6, qwen3_5": 2}  # runs of each system
+MODELS = {"64x4": RUNS, "256x6": 3, "64x24": 3, "256x6, qwen3_5": 2}  # runs per system
 SYSTEMS: dict[str, dict[str, Any]] = {harness.TRL: {}, "trl_tpu": {}, "trl_tpu, padded": {"packing": False}}
 
 
 def unshared(count: int) -> Dataset:
-    """The same dialogues, each chosen one beside the rejected one of another pair: nothing to share."""
+    """Return the same sequences, each chosen one paired with another pair's rejected one: no shared tokens."""
     pairs = best_pairs(count)
     rejected = list(pairs["rejected"])
     random.Random(0).shuffle(rejected)
@@ -33,7 +33,7 @@ def unshared(count: int) -> Dataset:
 
 
 def one_length(count: int) -> Dataset:
-    """Token ids at random, all dialogues equally long, nothing shared: the least that packing can do."""
+    """Return random token ids of one length without shared tokens: the worst case for packing."""
     chooser = random.Random(0)
     halves = ("chosen_ids", "rejected_ids")
     return Dataset.from_list(
@@ -55,7 +55,7 @@ def compare(size: str, data: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
         model = harness.save_model(folder, size)
         measured = harness.alternate(MODELS.get(size, RUNS), SYSTEMS, run)
-    harness.show_beside_trl(
+    harness.show_compared_with_trl(
         f"{data} pairs: model {size}, {harness.PAIRS_A_BATCH} pairs a batch, {torch.get_num_threads()} threads",
         {"ms a pair": ".1f", "mean loss": ".6f"},
         measured,

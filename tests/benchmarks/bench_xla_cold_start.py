@@ -1,9 +1,9 @@
-"""XLA on the CPU from a cold start, compiles included: our first 100 steps beside TRL 1.16's first 20.
+"""Cold start of XLA on the CPU, compilation included: our first 100 steps compared with TRL 1.16's first 20.
 
 python -m tests.benchmarks.bench_xla_cold_start [--runs 3] [--steps 20 100]
 
-Each run is a process of its own. TRL runs with the only settings under which it starts on torch_xla: no recomputed
-layers, an unfused optimizer, float32. Ours are the defaults, but for the same precision.
+Each run is a separate process. TRL has the only settings with which it starts on torch_xla: no recomputation, an
+unfused optimizer, float32. Ours are the defaults except for the same precision.
 """
 
 import tempfile
@@ -23,12 +23,12 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 
 def run(system: str, model: str, steps: str) -> dict[str, float]:
-    """Train: return seconds from before the trainer is made, compiles and the mean loss of the first 20 steps."""
+    """Train; return seconds since before the trainer is created, compilations, and the mean loss of 20 steps."""
     import torch_xla.debug.metrics as met
 
     settings = {"lr_scheduler_type": "constant", "logging_steps": LOGGED} | SETTINGS[system]
     pairs, seconds = best_pairs(1000), []
-    harness.package_of(system)  # imported before the clock runs
+    harness.package_of(system)  # imported before the clock starts
     with harness.timed(seconds):
         trained = harness.train(system, model, pairs, max_steps=int(steps), **settings)
     return {"seconds": seconds[0], "compiles": met.metric_data("CompileTime")[0], "loss": trained.losses[0]}

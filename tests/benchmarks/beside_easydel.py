@@ -1,14 +1,14 @@
-"""EasyDeL 0.3.0 beside TRL 1.16 and this package: the same model of hidden size 64, the same pairs, the same batches.
+"""EasyDeL 0.3.0 compared with TRL 1.16 and this package: the same model of hidden size 64, pairs and batches.
 
 python -m tests.benchmarks.beside_easydel --python FOLDER/bin/python [--steps 12] [--runs 3]
 
-EasyDeL wants an environment of its own, on JAX's CPU device:
+EasyDeL needs a separate environment, on JAX's CPU device:
 
 python3.11 -m venv FOLDER && FOLDER/bin/pip install easydel==0.3.0 pillow torch
 
-Systems alternate, each run in a process of its own, on 8 pairs a batch in the data's order, of `max_length` 1,024, in
-float32 with AdamW at a constant rate. Seconds are medians over steps that compile nothing: of the clock, and of all
-cores together, which other work on the machine changes little.
+Systems alternate, each run in a separate process, with 8 pairs per batch in the data's order, `max_length` 1,024,
+float32 and AdamW at a constant rate. Seconds are medians over steps without compilation: by the clock, and summed over
+all cores, which other work on the machine changes little.
 """
 
 import json
@@ -34,8 +34,8 @@ SYSTEMS: dict[str, dict[str, str]] = {harness.TRL: {}, "trl_tpu": {}, "trl_tpu, 
 
 
 def run(system: str, folder: str, pairs: str, steps: str) -> dict[str, Any]:
-    """Train by TRL or by this package, and return what was measured."""
-    torch.set_num_threads(1)  # several wait for one another, and use up a core by it
+    """Train with TRL or this package, and return the measurements."""
+    torch.set_num_threads(1)  # several threads would use a core for waiting
     ends: list[tuple[float, float]] = []
     programs: list[int] = []
 
@@ -47,7 +47,7 @@ def run(system: str, folder: str, pairs: str, steps: str) -> dict[str, Any]:
         return (met.metric_data("CompileTime") or [0])[0]
 
     class Timed(TrainerCallback):
-        def on_log(self, *_: Any, **__: Any) -> None:  # every step is logged, which waits for it
+        def on_log(self, *_: Any, **__: Any) -> None:  # logging every step waits for it
             ends.append((time.perf_counter(), time.process_time()))
             programs.append(compiles())
 
@@ -57,12 +57,12 @@ def run(system: str, folder: str, pairs: str, steps: str) -> dict[str, Any]:
         learning_rate=LEARNING_RATE, lr_scheduler_type="constant", gradient_checkpointing=False,
         train_sampling_strategy="sequential",
     )  # fmt: skip
-    # the last log is of the whole run
+    # the last log is a summary
     return {"ends": ends[:-1], "programs": programs[:-1], "tokens": trained.tokens(), "losses": trained.losses}
 
 
 def seconds_a_pair(ends: list[list[float]], programs: list[int]) -> list[float]:
-    """The medians of the clock and of all cores over steps that compile nothing; a step is what follows another."""
+    """Return median seconds of the clock and of all cores per pair, over steps without compilation."""
     usual = [n for n in range(1, len(ends)) if programs[n] == programs[n - 1]]
     return [
         statistics.median(clock[n] - clock[n - 1] for n in usual) / PAIRS_A_BATCH for clock in zip(*ends, strict=True)
@@ -86,7 +86,7 @@ def in_a_process(system: str, python: str, folder: str, pairs: str, steps: int, 
 
 
 def tokenized(model: str, count: int) -> list[dict[str, list[int]]]:
-    """The first pairs that fit into ``MAX_LENGTH``."""
+    """Return the first pairs that fit into ``MAX_LENGTH``."""
     tokenizer = AutoTokenizer.from_pretrained(model)
     pairs = [
         {half: tokenizer(row[half] + tokenizer.eos_token)["input_ids"] for half in ("chosen", "rejected")}
@@ -105,7 +105,7 @@ def compare(python: str, steps: int, runs: int) -> None:
         measured = harness.alternate(
             runs, SYSTEMS, lambda system: in_a_process(system, python, model, str(pairs), steps, real)
         )
-    harness.show_beside_trl(
+    harness.show_compared_with_trl(
         f"hidden size 64, 4 layers, {steps} steps of {PAIRS_A_BATCH} pairs, medians of {runs} runs",
         {"s a pair": ".3f", "of all cores": ".3f", "programs": ".0f", "tokens a real one": ".2f"},
         measured,

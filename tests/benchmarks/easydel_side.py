@@ -1,4 +1,4 @@
-"""EasyDeL's side of `beside_easydel`, which runs it in EasyDeL's own environment and reads the last line it prints.
+"""EasyDeL's part of `beside_easydel.py`, which runs it in EasyDeL's environment and reads its last line of output.
 
 python easydel_side.py FOLDER PAIRS.json STEPS PAIRS_A_BATCH LEARNING_RATE MAX_LENGTH
 """

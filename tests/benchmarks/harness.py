@@ -1,4 +1,4 @@
-"""What benchmarks share: timed training of both systems, alternating runs, processes of their own, and tables."""
+"""Shared code of benchmarks: timed training of both systems, alternating runs, subprocesses, and tables."""
 
 import argparse
 import contextlib
@@ -30,7 +30,7 @@ from trl_tpu.packing.batch import micro_batches_of, tensors_in
 
 TRL, PAIRS_A_BATCH = "TRL 1.16", 8
 XLA = {"USE_TORCH_XLA": "1", "PJRT_DEVICE": "CPU"}
-#: What small models train with: TRL's optimizer, and no recomputed layers.
+#: Settings of small models: TRL's optimizer, and no recomputation.
 SMALL: dict[str, Any] = {"gradient_checkpointing": False, "optim": "adamw_torch_fused"}
 Runs = list[dict[str, Any]]
 
@@ -66,14 +66,14 @@ class Trained:
         return self.seconds / (args.max_steps * args.per_device_train_batch_size)
 
     def tokens(self) -> int:
-        """Return the tokens that the steps, or without a number of steps an epoch, compute, padding among them."""
+        """Return the number of tokens computed in ``steps``, or else in an epoch, padding included."""
         steps = self.trainer.args.max_steps
         batches = islice(self.trainer.get_train_dataloader(), steps if steps > 0 else None)
         parts = [tensors_in(part) for batch in batches for part in micro_batches_of(batch)]
         return sum(part["input_ids_RL" if "input_ids_RL" in part else "input_ids"].numel() for part in parts)
 
     def real_tokens(self) -> int:
-        """Return the tokens of all sequences of the data."""
+        """Return the number of tokens of all sequences in the data."""
         return sum(len(ids) for row in self.trainer.train_dataset for ids in answers_of(row))
 
 
@@ -87,7 +87,7 @@ def timed(seconds: list[float], clock: Callable[[], float] = time.perf_counter) 
 def train(
     system: str, model: str, pairs: Dataset, peft_config: Any = None, callbacks: Any = None, **settings: Any
 ) -> Trained:
-    """Train without printing; only the training loop is timed."""
+    """Train without output; only the training loop is timed."""
     seconds: list[float] = []
     with tempfile.TemporaryDirectory() as folder, open(os.devnull, "w") as quiet, contextlib.redirect_stdout(quiet):
         trainer = package_of(system).RewardTrainer(
@@ -104,9 +104,9 @@ def train(
 
 
 def save_model(folder: str, size: str, pairs: Dataset | None = None) -> str:
-    """Save a model of a size such as 64x4, its hidden size and number of layers, and a tokenizer of the pairs.
+    """Save a model of a size such as 64x4 (hidden size x layers), and a tokenizer trained on the pairs.
 
-    Those of "256x6, qwen3_5" are of Qwen3.5's form: three of four layers are linear attention.
+    "256x6, qwen3_5" has Qwen3.5's architecture: three of four layers are linear attention.
     """
     size, _, family = size.partition(", ")
     hidden, layers = map(int, size.split("x"))
@@ -132,9 +132,9 @@ def save_model(folder: str, size: str, pairs: Dataset | None = None) -> str:
 
 
 def options(run: Callable[..., Any] | None = None, **defaults: Any) -> argparse.Namespace:
-    """Parse the command line: options of these defaults' types, of which a list takes several, a dictionary its keys.
+    """Parse the command line: options have the types of their defaults; lists take several values, dicts their keys.
 
-    In a process that `in_a_process` has started, call ``run``, print its result, and exit.
+    In a process started by `in_a_process`, call ``run``, print its result, and exit.
     """
     parser = argparse.ArgumentParser()
     for name, default in (defaults | {"threads": 2}).items():
@@ -154,19 +154,19 @@ def options(run: Callable[..., Any] | None = None, **defaults: Any) -> argparse.
 
 
 def in_a_process(benchmark: str, *words: Any, **environment: str) -> Any:
-    """Call the ``run`` of a benchmark with these words in a process of its own, and return its result."""
+    """Call the ``run`` of a benchmark with these words in a subprocess, and return its result."""
     command = [sys.executable, "-m", f"tests.benchmarks.{benchmark}", "--run", *map(str, words)]
     return result_of(command, os.environ | environment)
 
 
 def result_of(command: list[str], environment: dict[str, str]) -> Any:
-    """Return what the last line of a command says in JSON."""
+    """Return the JSON in the last line of a command's output."""
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=environment, check=True)
     return json.loads(done.stdout.splitlines()[-1])
 
 
 def alternate(runs: int, systems: Iterable[str], run: Callable[[str], dict[str, Any]]) -> dict[str, Runs]:
-    """Run the systems one after another, several times, so that the machine's own speed cancels out of ratios."""
+    """Run the systems in turn, several times, so that the machine's speed cancels out of ratios."""
     measured: dict[str, Runs] = {system: [] for system in systems}
     for _ in range(runs):
         for system, results in measured.items():
@@ -190,7 +190,7 @@ def ratio(ours: Runs, theirs: Runs, name: str) -> float:
 
 
 def show(title: str, columns: dict[str, str], rows: Iterable[tuple[Any, Iterable[Any]]]) -> None:
-    """Print a table: headings and the formats of their numbers, and each row as soon as it is there."""
+    """Print a table from headings with number formats; each row is printed as soon as it is known."""
     widths = [max(len(heading), 8) + 3 for heading in columns]
     print(f"\n{title}\n{'':18}" + "".join(f"{name:>{width}}" for name, width in zip(columns, widths, strict=True)))
     for name, values in rows:
@@ -198,12 +198,14 @@ def show(title: str, columns: dict[str, str], rows: Iterable[tuple[Any, Iterable
         print(f"{name!s:18}" + "".join(f"{value:>{width}{format_}}" for value, width, format_ in cells), flush=True)
 
 
-def show_beside_trl(title: str, columns: dict[str, str], measured: dict[str, Runs], shares: Iterable[str]) -> None:
-    """Print the medians of runs' numbers by system, some as shares of TRL's, and how far losses are from TRL's.
+def show_compared_with_trl(
+    title: str, columns: dict[str, str], measured: dict[str, Runs], shares: Iterable[str]
+) -> None:
+    """Print medians of the runs' numbers by system, some relative to TRL's, and the differences of losses from TRL's.
 
     Args:
-        columns: Names of numbers in each run, and their formats.
-        shares: The names of numbers after which their shares of TRL's follow, medians over the runs.
+        columns: Names of numbers in each run, with their formats.
+        shares: Names of numbers that are also printed relative to TRL's, as medians over the runs.
     """
     headings = {}
     for name, format_ in columns.items():

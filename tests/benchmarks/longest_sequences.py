@@ -1,9 +1,10 @@
-"""How long sequences may be, by model and TPU slice: the table of `examples/guides/plan.md`.
+"""Maximum sequence lengths by model and TPU slice: the table of `examples/guides/plan.md`.
 
 python -m tests.benchmarks.longest_sequences [--models Qwen3-8B ...] [--slices v6e:2x4 ...] [--lengths 16384 ...]
 
-`trl-tpu plan` compiles each training for the longest sequences that fit, and for twice as long ones, which do not. A
-row holds two sequences that share no token. It takes minutes per compile, in the environment of `make setup-tpu`.
+`trl-tpu plan` compiles each training for the longest sequences that fit, and for sequences twice as long, which do not
+fit. A row holds two sequences without shared tokens. A compilation takes minutes, in the environment of
+`make setup-tpu`.
 """
 
 import re
@@ -16,7 +17,7 @@ from transformers import AutoConfig
 
 from . import harness
 
-# the sizes in the models' published configs
+# sizes from the models' published configs
 MODELS: dict[str, dict[str, Any]] = {
     "Llama-3.2-1B": {"model_type": "llama", "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16,
                      "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64, "vocab_size": 128256,
@@ -35,11 +36,11 @@ LONGEST = {
     ("Qwen3-8B", "v5e:2x4"): (16384, "--use_peft true"),
     ("Qwen3-8B", "v6e:2x4"): (16384, ""),
     ("Qwen3-8B", "v6e:4x4"): (32768, ""),
-}  # and what reaches it besides `SETTINGS`
+}  # lengths and additional settings
 
 
 def verdict(model: str, topology: str, length: int, more: str) -> str:
-    """Return the first line of the verdict of ``trl-tpu plan`` on pairs of sequences of ``length`` tokens."""
+    """Return the first line of the verdict of ``trl-tpu plan`` for sequences of ``length`` tokens."""
     with tempfile.TemporaryDirectory() as folder:
         AutoConfig.for_model(**MODELS[model]).save_pretrained(folder)
         words = f"--model_name_or_path {folder} --topology {topology} {SETTINGS} {more}".split()

@@ -1,14 +1,14 @@
-"""One epoch to the end, by TRL 1.16 and here from the same weights, pairs and seed: what each model is worth.
+"""One full epoch with TRL 1.16 and with this package, from the same weights, pairs and seed: quality of the models.
 
 python -m tests.benchmarks.run_one_epoch --output_dir runs/one_epoch [--model FOLDER] [--table runs.md]
 
-SmolLM2-135M (or the model of a folder) learns those of 1,800 pairs of HH-RLHF that have at most 384 tokens, in plain
-torch, and is judged on the next 512 pairs by `trl_tpu.evaluation`: accuracy with its interval, calibration, and what
-the length alone would reach. Beside the two stand the untrained model and "the shorter answer wins". Both runs' curves
-are in one picture, training.png, and the rows in Markdown, which `--table` appends to the table of runs. In bfloat16
-by autocast, TRL's default. TRL does without gradient checkpointing, which changes no number, and would take it a third
-longer. Takes an hour and a half on two cores, most of it TRL's; a system whose folder is there already is not trained
-again. What a pair takes is the time of all cores, which other work on the machine changes little.
+SmolLM2-135M, or the model of a folder, is trained in plain torch on those of 1,800 HH-RLHF pairs that have at most 384
+tokens, and evaluated on the next 512 pairs by `trl_tpu.evaluation`: accuracy with its interval, calibration, and the
+length-only baseline. The untrained model and the rule "the shorter answer wins" are included. The curves of both runs
+are in one picture, training.png. The Markdown rows can be appended to the table of runs by `--table`. Training uses
+bfloat16 autocast, TRL's default. TRL runs without gradient checkpointing, which would take a third longer and changes
+no number. It takes an hour and a half on two cores, most of it for TRL. A system whose folder exists is not trained
+again. Time per pair is the time of all cores, which other work on the machine changes little.
 """
 
 import argparse
@@ -38,13 +38,13 @@ HEAD = "| " + " | ".join([*COLUMNS, "tokens a real one", "commit"]) + " |\n|---|
 
 
 def split(options: argparse.Namespace) -> tuple[Dataset, Dataset]:
-    """The pairs to train on, and those that are held out."""
+    """Return the training pairs and the held-out pairs."""
     pairs = real_pairs.best_pairs(options.pairs + options.held_out)
     return pairs.select(range(options.pairs)), pairs.select(range(options.pairs, len(pairs)))
 
 
 def run(system: str, model: str, given: str) -> dict[str, Any]:
-    """Train for an epoch, keep the model and the log, and return what was measured."""
+    """Train for an epoch, save the model and the log, and return the measurements."""
     options = argparse.Namespace(**json.loads(given))
     pairs, _ = split(options)
     trained = harness.train(
@@ -64,7 +64,7 @@ def run(system: str, model: str, given: str) -> dict[str, Any]:
 
 
 def settings_of(options: argparse.Namespace) -> dict[str, Any]:
-    """What a trained model depends on."""
+    """Return the settings that a trained model depends on."""
     names = ("pairs", "held_out", "batch", "learning_rate", "seed")
     return {name: getattr(options, name) for name in names} | {"data": real_pairs.SOURCES[-1]}
 
@@ -72,7 +72,7 @@ def settings_of(options: argparse.Namespace) -> dict[str, Any]:
 def row(
     model: str, what: str, scored: Iterable[dict[str, Any]], options: argparse.Namespace, measured: dict[str, Any]
 ) -> str:
-    """A line of the table of runs: what the rewards of held-out pairs are worth."""
+    """Return a line of the table of runs: the quality of rewards on held-out pairs."""
     file = Path(options.output_dir, "scored.jsonl")
     file.write_text("".join(f"{json.dumps(each)}\n" for each in scored))
     verdict: Any = read_scored(file).verdict
@@ -88,14 +88,14 @@ def row(
 
 
 def curves_of(folder: Path, system: str) -> RunHistory:
-    """The loss and the accuracy that a run has logged; throughput, say, is not what is compared here."""
+    """Return the logged loss and accuracy of a run; other values, such as throughput, are not compared here."""
     run = read_run(folder, system)
     names = ("step", "loss", "accuracy")
     return replace(run, records=[{name: log[name] for name in names if name in log} for log in run.records])
 
 
 def shorter_wins(scored: dict[str, Any]) -> dict[str, Any]:
-    """The rule that the shorter answer is the better one; its rewards say nothing of how sure it is."""
+    """Evaluate the rule that the shorter answer is better; its rewards express no confidence."""
     return scored | {f"reward_{half}": -float(scored[f"tokens_{half}"]) for half in ("chosen", "rejected")}
 
 

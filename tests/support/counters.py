@@ -1,4 +1,4 @@
-"""Programs compiled, programs executed and reads from the device, by torch_xla's own metrics."""
+"""Numbers of compiled programs, executions and reads from the device, by torch_xla's metrics."""
 
 from typing import Any, NamedTuple
 
@@ -16,7 +16,7 @@ class Counts(NamedTuple):
 
 
 def count() -> Counts:
-    xm.wait_device_ops()  # executions are counted when they have run
+    xm.wait_device_ops()  # executions count only after they have run
 
     def total(*metrics: str) -> int:
         return sum((met.metric_data(metric) or [0])[0] for metric in metrics)
@@ -25,7 +25,7 @@ def count() -> Counts:
 
 
 class CountAtSteps(TrainerCallback):
-    """Counts when a step begins: the step before has just been executed."""
+    """Counts at the beginning of each step, when the previous step has just been executed."""
 
     def __init__(self) -> None:
         self.at: dict[int, Counts] = {}
@@ -40,7 +40,7 @@ class CountAtSteps(TrainerCallback):
 
 
 class CountSaves(RewardTrainer):
-    """Counts the compiles of each save."""
+    """Counts the compilations of each save."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.compiles_of_saves: list[int] = []

@@ -1,6 +1,6 @@
-"""Models that users have changed, each of which trains in TRL as it is: `python customized_models.py NAME` does.
+"""Models customized by users. `python customized_models.py NAME` trains one with TRL and prints its losses.
 
-They are changed in what they read rewards from: in the class, on the instance, by hooks, heads or learned prompts.
+The computation of rewards is changed in the class, on the instance, or by hooks, heads or learned prompts.
 """
 
 import json
@@ -67,7 +67,7 @@ def deep_head() -> PreTrainedModel:
 
 
 def normalized_head() -> PreTrainedModel:
-    """Its dropout and norm see hidden states of whole rows."""
+    """Return a model with a head that normalizes over the hidden states of a row."""
 
     class Head(nn.Linear):
         def forward(self, states: torch.Tensor) -> torch.Tensor:
@@ -105,15 +105,15 @@ def dynamic_rope() -> PreTrainedModel:
 
 
 def alibi() -> PreTrainedModel:
-    """It counts positions in the row: packed rewards would be silently wrong."""
+    """Return a model that counts positions in the row, so that packed rewards would be silently wrong."""
     torch.manual_seed(0)
     sizes = {"vocab_size": len(TOKENIZER), "hidden_size": 32, "n_layer": 2, "n_head": 4}
     return BloomForSequenceClassification(BloomConfig(**sizes, num_labels=1, pad_token_id=TOKENIZER.pad_token_id))
 
 
-#: Those whose rewards change with the padding of a row.
+#: Models whose rewards depend on the padding of a row.
 READ_PADDING = (normalized_head, prompt_tuning)
-#: Those that are not padded to planned lengths: of the others long dialogues change the positions of all.
+#: Models that are not padded to planned lengths. In the last two, the longest sequence changes all positions.
 KEEP_LENGTHS = (*READ_PADDING, longrope, dynamic_rope)
 SETTINGS: dict[str, Any] = training.QUIET | {"save_strategy": "no", "logging_steps": 1, "max_steps": 3}
 SETTINGS |= {"learning_rate": 1e-3, "gradient_checkpointing": False}

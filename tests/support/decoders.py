@@ -1,4 +1,4 @@
-"""Tiny random decoders of many families in float64, and the padded and packed rewards of pairs by them."""
+"""Tiny random decoders of many families in float64, and their padded and packed rewards of pairs."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -63,14 +63,14 @@ PROMPT = [5, 6, 7, 8, 9, 10, 11]
 KNOWN_PAIRS = [
     (PROMPT + [1, 2, 3, 4], PROMPT + [4, 3]),  # two tails
     (PROMPT + [1, 2, 12], PROMPT + [13]),  # another pair of that prompt
-    (PROMPT, PROMPT + [14, 15, 16]),  # one a prefix of the other
+    (PROMPT, PROMPT + [14, 15, 16]),  # one is a prefix of the other
     ([17, 18, 19], [17, 18, 19]),  # identical
     ([20], [21]),  # single tokens
     ([22] * 9, [23] * 11),  # nothing shared
     ([24, PAD, 25, PAD, PAD], [24, PAD, PAD]),  # the pad token in the text
 ]
 Pairs = Sequence[tuple[list[int], list[int]]]
-# any two dialogues of few ids, which share starts by chance; with a common prompt; equal; of one token
+# pairs of few distinct ids, to share prefixes by chance; pairs with a prompt; equal pairs; single tokens
 _ids = st.integers(1, VOCAB - 1)
 _dialogue = st.lists(st.integers(1, 3), min_size=1, max_size=12)
 _prompt, _tail = st.lists(_ids, min_size=1, max_size=10), st.lists(_ids, max_size=6)
@@ -83,7 +83,7 @@ drawn_pair = st.one_of(
 
 
 def random_decoder(family: str, dtype: torch.dtype = torch.float64, **changes: Any) -> PreTrainedModel:
-    """A random reward model, its weights large enough that attention is far from uniform."""
+    """Return a random reward model with weights large enough that attention is far from uniform."""
     name, settings = FAMILIES[family]
     settings = {**TINY, **settings, **changes}
     implementation = settings.pop("attn_implementation", "sdpa")
@@ -127,7 +127,7 @@ def packed(
 
 
 def gradients(model: nn.Module, rewards_P2: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Every parameter's gradient of a loss in which each reward counts."""
+    """Return the gradients of a loss that depends on every reward."""
     chosen, rejected = rewards_P2.unbind(-1)
     loss = (-logsigmoid(chosen - rejected) + 0.1 * (chosen + rejected) ** 2).mean()
     named = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
@@ -136,7 +136,7 @@ def gradients(model: nn.Module, rewards_P2: torch.Tensor) -> dict[str, torch.Ten
 
 
 class StayInFloat64(TorchFunctionMode):
-    """Norms and routers compute in float32 whatever the model's type is, which would hide errors up to 1e-7."""
+    """Keeps norms and routers in float64: their float32 computation would hide errors up to 1e-7."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})

@@ -1,6 +1,6 @@
-"""Every field of `RewardConfig`: obeyed, refused, or listed in a guide.
+"""Every field of `RewardConfig` is applied, rejected, or listed in a guide.
 
-A field that is in no table here, as one that transformers adds, has to be tried and put into one.
+A field in none of these tables, such as a new one of transformers, must be tested and added to a table.
 """
 
 import dataclasses
@@ -13,7 +13,7 @@ import pytest
 import tiny
 import torch
 import transformers
-from places import EXAMPLES
+from environment import EXAMPLES
 from training import trained
 from transformers import EvalPrediction, TrainerCallback
 
@@ -29,7 +29,7 @@ def _names(text: str) -> set[str]:
     return set(text.split())
 
 
-#: Read by a run that trains, evaluates, saves, loads its best model, resumes in an epoch and predicts.
+#: Read by a run that trains, evaluates, saves, loads its best model, resumes within an epoch and predicts.
 IN_A_RUN = _names("""
     accelerator_config activation_checkpointing activation_checkpointing_kwargs activation_offloading frozen_parameters
     learning_rate_end max_eval_steps truncation_mode adam_beta1 adam_beta2 adam_epsilon
@@ -51,12 +51,12 @@ IN_A_RUN = _names("""
     torch_compile_backend torch_compile_mode torch_empty_cache_steps train_sampling_strategy training_time_limit
     trust_remote_code use_cache use_liger_kernel warmup_steps weight_decay
 """)
-#: Read as the config is made, from which everything else follows.
+#: Read when the config is created.
 AT_THE_START = _names("""
     ddp_backend ddp_timeout deepspeed fp16 fsdp fsdp_config gradient_checkpointing gradient_checkpointing_kwargs mesh
     total_batch_size sharding_plan tf32 torch_compile use_cpu
 """)
-#: Read where there is a Hub, a tracker, a kernel or rows of the kind, in a file of transformers or of ours.
+#: File -> fields that it reads only with a Hub, a tracker, a kernel or certain rows.
 ELSEWHERE = {
     "transformers/trainer.py": (
         "hub_always_push hub_private_repo hub_revision hub_strategy hub_token length_column_name liger_kernel_config"
@@ -80,7 +80,7 @@ LISTED_ON_XLA = _names("""
     dataloader_pin_memory ddp_backend ddp_broadcast_buffers ddp_bucket_cap_mb ddp_find_unused_parameters
     ddp_static_graph ddp_timeout log_on_each_node logging_nan_inf_filter
 """)
-#: What is asked for by settings that are refused, in the words of their tables.
+#: Values of rejected settings, by the keys of their tables.
 ASKED: dict[str, Any] = dict.fromkeys(LIMITS | XLA_LIMITS, True) | {
     "include_for_metrics=inputs": ["loss", "inputs"],
     "eval_do_concat_batches=False": False,
@@ -88,7 +88,7 @@ ASKED: dict[str, Any] = dict.fromkeys(LIMITS | XLA_LIMITS, True) | {
     "fsdp": "full_shard",
     "deepspeed": {"zero_optimization": {"stage": 3}},
     "parallelism_config": {"dp_replicate_size": 2},
-    "torch_compile_backend": "inductor",  # each turns torch_compile on
+    "torch_compile_backend": "inductor",  # also enables torch_compile, like torch_compile_mode
     "torch_compile_mode": "default",
     "include_num_input_tokens_seen": "all",
     "neftune_noise_alpha": 5.0,
@@ -100,19 +100,19 @@ ASKED: dict[str, Any] = dict.fromkeys(LIMITS | XLA_LIMITS, True) | {
     "optim=bit|bnb|ademamix": "paged_adamw_8bit",
     "optim=layerwise|lomo": "adalomo",
 }
-#: Refused whatever value is given, beside the default.
-REFUSED = ["eval_do_concat_batches"]
-REFUSED_ON_XLA = [key.partition("=")[0] for key in XLA_LIMITS]
+#: Rejected with every value except the default.
+REJECTED = ["eval_do_concat_batches"]
+REJECTED_ON_XLA = [key.partition("=")[0] for key in XLA_LIMITS]
 
 
-def check_every_field_is_in_a_class(_: Path) -> None:
-    tables = {*IN_A_RUN, *AT_THE_START, *_names(" ".join(ELSEWHERE.values())), *LISTED, *REFUSED, *REMOVED}
+def check_every_field_is_in_a_table(_: Path) -> None:
+    tables = {*IN_A_RUN, *AT_THE_START, *_names(" ".join(ELSEWHERE.values())), *LISTED, *REJECTED, *REMOVED}
     names = {field.name for field in dataclasses.fields(RewardConfig)}
-    assert names <= tables, f"See what obeys {names - tables}; else refuse them, or list them in the guide."
-    assert tables <= names, f"There is no {tables - names} any more."
+    assert names <= tables, f"Find where {names - tables} are applied; else reject them, or list them in the guide."
+    assert tables <= names, f"These fields do not exist any more: {tables - names}"
 
 
-def check_what_is_read_elsewhere_and_what_is_listed(_: Path) -> None:
+def check_fields_read_elsewhere_and_listed_fields(_: Path) -> None:
     guide = (EXAMPLES / "guides" / "differences_from_trl.md").read_text()
     section = guide.partition("## Settings that change nothing here")[2].partition("\n## ")[0]
     everywhere, on_xla = section.split("On PyTorch/XLA also:")
@@ -127,8 +127,8 @@ def check_what_is_read_elsewhere_and_what_is_listed(_: Path) -> None:
         ] == [], file
 
 
-def check_settings_are_refused(folder: Path) -> None:
-    """With the way out that their table tells."""
+def check_settings_are_rejected(folder: Path) -> None:
+    """The error suggests the alternative in the table."""
     assert ASKED.keys() == (LIMITS | XLA_LIMITS).keys()
     for key, instead in (LIMITS | (XLA_LIMITS if current().is_spmd else {})).items():
         setting = key.partition("=")[0]
@@ -139,11 +139,11 @@ def check_settings_are_refused(folder: Path) -> None:
             RewardConfig(str(folder), activation_checkpointing_kwargs={option: True})
 
 
-# ---- a run, and the arguments of the trainer that takes it
+# ---- a run, and the arguments of its trainer
 
 
 class Recording(RewardConfig):
-    """Notes which settings are read."""
+    """Records the settings that are read."""
 
     read: ClassVar[set[str]] = set()
 
@@ -152,9 +152,9 @@ class Recording(RewardConfig):
         return super().__getattribute__(name)
 
 
-def check_a_run_reads_and_calls(folder: Path) -> None:
+def check_run_reads_settings_and_calls_arguments(folder: Path) -> None:
     on_xla = current().is_spmd
-    skipped = {*REFUSED_ON_XLA, *LISTED_ON_XLA} if on_xla else set()
+    skipped = {*REJECTED_ON_XLA, *LISTED_ON_XLA} if on_xla else set()
     pairs = tiny.made_up_pairs(16)
     tokenizer = tiny.tiny_tokenizer(pairs)
     called: set[str] = set()
@@ -207,8 +207,8 @@ def check_a_run_reads_and_calls(folder: Path) -> None:
 
 
 CHECKS: list[Callable[[Path], None]] = [
-    check_every_field_is_in_a_class,
-    check_what_is_read_elsewhere_and_what_is_listed,
-    check_settings_are_refused,
-    check_a_run_reads_and_calls,
+    check_every_field_is_in_a_table,
+    check_fields_read_elsewhere_and_listed_fields,
+    check_settings_are_rejected,
+    check_run_reads_settings_and_calls_arguments,
 ]

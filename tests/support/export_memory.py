@@ -1,11 +1,11 @@
-"""Export a model of several shards and write how much memory that took: run by a test.
+"""Export a model of several shards and write the memory this took: run by a test.
 
 python tests/support/export_memory.py FOLDER {state,files,merged} [DTYPE]
 
-It exports the checkpoint that `make_checkpoint` has written, in the dtype.
+It exports the checkpoint written by `make_checkpoint` in the given dtype.
 
-The measure is the peak of what the process has allocated, above what it had before. Pages of mapped files are not in
-it: the system takes them back when it needs them.
+The result is the peak of allocated memory above that before the export. Pages of mapped files are not counted: the
+system can drop them when it needs memory.
 """
 
 import json
@@ -14,22 +14,22 @@ import threading
 from pathlib import Path
 from typing import Any
 
-import exports
+import checkpoints
 import peft
 import torch
-from allocator import give_back_at_once, private_bytes
+from environment import private_bytes, return_freed_memory
 from transformers import AutoModelForSequenceClassification, LlamaConfig, PreTrainedModel
 
 from trl_tpu.checkpoint.export import export_checkpoint
 from trl_tpu.checkpoint.state_dict import trained_weights
 
-# 42 million float32 weights: 168 MB, of which the embedding and a layer are a tenth each
-CONFIG: dict[str, Any] = exports.SIZES | {"vocab_size": 8192, "hidden_size": 512, "intermediate_size": 2048}
+# 42 million float32 weights, 168 MB; the embedding and each layer are a tenth
+CONFIG: dict[str, Any] = checkpoints.SIZES | {"vocab_size": 8192, "hidden_size": 512, "intermediate_size": 2048}
 CONFIG |= {"num_hidden_layers": 9, "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 128}
 
 
 class Peak:
-    """Looks at the process's memory every few milliseconds, as a context."""
+    """Context that samples the process's memory every few milliseconds."""
 
     def __enter__(self) -> "Peak":
         self.before = self.most = private_bytes()
@@ -48,7 +48,7 @@ class Peak:
 
 
 def make_checkpoint(folder: Path, way: str) -> Path:
-    """A checkpoint in ``folder``, to be exported by another process, whose memory is measured."""
+    """Write a checkpoint into ``folder`` for an export by another process, whose memory is measured."""
     model: PreTrainedModel = AutoModelForSequenceClassification.from_config(LlamaConfig(**CONFIG))
     if way == "files":
         model.save_pretrained(folder / "c")
@@ -58,15 +58,15 @@ def make_checkpoint(folder: Path, way: str) -> Path:
         read = AutoModelForSequenceClassification.from_pretrained(folder / "base", num_labels=1)
         adapted: Any = peft.get_peft_model(read, peft.LoraConfig(task_type="SEQ_CLS", target_modules="all-linear"))
         adapted.peft_config["default"].save_pretrained(folder / "c")
-        exports.write_state(folder / "c/state", trained_weights(adapted))
+        checkpoints.write_state(folder / "c/state", trained_weights(adapted))
         return folder / "c"
-    return exports.checkpoint_of(model, folder / "c")
+    return checkpoints.checkpoint_of(model, folder / "c")
 
 
 def main(folder: Path, way: str, dtype: torch.dtype | None) -> None:
     out = folder / "out"
-    tiny = exports.checkpoint_of(exports.llama(), folder / "tiny")
-    export_checkpoint(tiny, folder / "tiny_out")  # what the first use imports and allocates is not the weights'
+    tiny = checkpoints.checkpoint_of(checkpoints.llama(), folder / "tiny")
+    export_checkpoint(tiny, folder / "tiny_out")  # imports and allocations of the first use do not count
     with Peak() as peak:
         export_checkpoint(folder / "c", out, max_shard_size="27MB", merge=way == "merged", dtype=dtype)
     sizes = [path.stat().st_size for path in out.glob("*.safetensors")]
@@ -75,5 +75,5 @@ def main(folder: Path, way: str, dtype: torch.dtype | None) -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    give_back_at_once()
+    return_freed_memory()
     main(Path(sys.argv[1]), sys.argv[2], getattr(torch, sys.argv[3]) if sys.argv[3:] else None)

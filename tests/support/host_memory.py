@@ -1,9 +1,9 @@
-"""Read a checkpoint onto the devices of this process and write how much of it the host held: run by a test.
+"""Load a checkpoint onto the devices of this process and write the host memory this took: run by a test.
 
 python tests/support/host_memory.py MODEL OUT {streamed,whole}
 
-"streamed" places weights as they are read; "whole" reads the model to the host first. On virtual devices the shards
-are in the host's memory too, so they are taken off.
+"streamed" places weights while they are read; "whole" reads the model to the host first. Shards of virtual devices are
+also in host memory, so they are subtracted.
 """
 
 import gc
@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 import torch_xla
-from allocator import give_back_at_once, private_bytes
+from environment import private_bytes, return_freed_memory
 from transformers.utils import logging
 
 from trl_tpu.modeling.load import load_model
@@ -24,8 +24,8 @@ from trl_tpu.runtime import PartitionSpec, current
 from trl_tpu.runtime.xla import XlaRuntime
 
 
-class LengthStats(XlaRuntime):
-    """Notes what the host holds beside the devices' shards, before and after each tensor goes."""
+class MemoryRecorder(XlaRuntime):
+    """Records host memory without the devices' shards, before and after the placement of each tensor."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class LengthStats(XlaRuntime):
         return result
 
     def _note(self) -> None:
-        """Note what is held; much more than before only if it still is when transfers have had time to end."""
+        """Record host memory. A large increase counts only if it remains after pending transfers had time to end."""
         most, end = max(self.held, default=0) + 2**20, time.monotonic() + 0.2
         while (held := private_bytes() - self.before - self.placed) > most and time.monotonic() < end:
             time.sleep(0.01)
@@ -56,14 +56,13 @@ class LengthStats(XlaRuntime):
 
 
 def main(model: str, out: str, way: str) -> None:
-    give_back_at_once()
+    return_freed_memory()
     logging.disable_progress_bar()
     mesh = parse_mesh("fsdp=4,tensor=2", current().topology().devices)
-    runtime = LengthStats()
+    runtime = MemoryRecorder()
     runtime.set_mesh(mesh.sizes, mesh.slices)
     device = torch_xla.device()
-    # what the first transfer and the first mark on a device's tensor start or import (jax, if it is installed) is not
-    # the weights'
+    # imports and allocations of the first transfer and the first sharding annotation (jax, if installed) do not count
     placed = runtime.place(torch.zeros(8), (None,), device)
     runtime.place(placed, (None,), device)
     runtime.begin()

@@ -1,8 +1,8 @@
-"""A model hub on the loopback address: the part of the Hugging Face Hub's HTTP API that pushing and loading use.
+"""A model hub on the loopback address: the part of the Hugging Face Hub's HTTP API for pushing and loading.
 
-It keeps every file in memory, takes all uploads as "regular" files inside the commit (no LFS, no Xet), and answers
-writes without the right token with 401. Requests that it does not know get 404 and are kept in `unknown`. A commit
-comes into force at once or not at all, as on the Hub.
+It keeps files in memory, accepts all uploads as "regular" files inside the commit (no LFS, no Xet), and answers writes
+without the right token with 401. Unknown requests get 404 and are recorded in `unknown`. Commits are atomic, as on the
+Hub.
 """
 
 import base64
@@ -25,11 +25,11 @@ _REPO = "(?P<repo>[^/]+/[^/]+)"
 
 @dataclass
 class Hub:
-    """What the server holds: of each repository its files, and the summaries of its commits.
+    """Contents of the server: the files of each repository, and the summaries of all commits.
 
     Args:
-        failures: Parts of paths and statuses. A request to the first one's path gets its status and strikes it out.
-            The client gives up at a 403 and at a 501; it would repeat what got a 500, five times.
+        failures: Pairs of a part of a path and a status. A request whose path has the first pair's part gets its
+            status and removes the pair. The client gives up after 403 and 501, and would retry after 500 five times.
     """
 
     token: str
@@ -41,15 +41,15 @@ class Hub:
 
     @property
     def head(self) -> str:
-        """The revision that all files are at: a fake git hash."""
+        """Return the revision of all files: a fake git hash."""
         return hashlib.sha1(str(len(self.commits)).encode()).hexdigest()
 
     def forget(self) -> None:
-        """Hold nothing, as at the start."""
+        """Delete all contents."""
         for kept in (self.files, self.commits, self.unknown, self.failures):
             kept.clear()
 
-    # ---- answers to requests; each takes the parts of its path and the body, and returns JSON
+    # ---- handlers of requests: each takes the body and named parts of the path, and returns JSON
 
     def create(self, body: bytes) -> dict[str, Any]:
         wanted = json.loads(body)
@@ -58,7 +58,7 @@ class Hub:
         return {"url": f"{self.endpoint}/{repo}", "name": repo, "id": repo}
 
     def validate(self, body: bytes) -> dict[str, Any]:
-        """Reject, as the Hub does, metadata that names local paths where it wants ids of its own."""
+        """Reject metadata with local paths in place of Hub ids, as the Hub does."""
         metadata = ModelCard(json.loads(body)["content"]).data.to_dict()
         assert metadata, "a model card starts with its metadata"
         named = [metadata.get("base_model", []), metadata.get("datasets", [])]
@@ -126,7 +126,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer()
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Quiet."""
+        """Log nothing."""
 
     def _answer(self) -> None:
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
@@ -146,7 +146,7 @@ class _Handler(BaseHTTPRequestHandler):
                 answered = answer(self.hub, body, **match.groupdict())
                 rejected = isinstance(answered, dict) and answered.get("errors")
                 return self._send(400 if rejected else 200, json.dumps(answered).encode())
-        if path != "/api/agent-harnesses":  # which huggingface_hub asks for now and then, by itself
+        if path != "/api/agent-harnesses":  # huggingface_hub sometimes requests it on its own
             self.hub.unknown.append(f"{self.command} {path}")
         return self._send(404, b'{"error": "not here"}')
 
@@ -168,7 +168,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 @contextmanager
 def serve(token: str) -> Iterator[Hub]:
-    """A hub at ``endpoint`` while the context lasts; only who bears ``token`` may write."""
+    """Run a hub at ``endpoint`` during the context; writes need ``token``."""
     hub = Hub(token)
     handler = type("Handler", (_Handler,), {"hub": hub})
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:

@@ -1,11 +1,11 @@
-"""Kill a training process again and again, start it the same way each time, and compare it with an uninterrupted run.
+"""Kill a training process repeatedly, restart it each time, and compare the result with an uninterrupted run.
 
-Run as a script with a folder, a number of kills and RewardConfig's settings as JSON, on the runtime that the
-environment chooses, and with "processes" of them on a mesh; prints how many kills there were, how many hit a save and
-how many runs were resumed from one. Each run is a fork of this process, which has imported everything but touched no
-device. Every third kill waits for a save to begin, every fifth comes before the steps do. Times are counted from the
-second step on: what comes before it, such as compiling, takes as long as other work on the machine makes it. Of
-several processes one is killed, and then the others, as by torchrun.
+The script's arguments are a folder, a number of kills, and settings of RewardConfig as JSON, with "processes" for
+several ranks on a mesh. The environment chooses the runtime. It prints the numbers of kills, of kills during a save
+and of resumed runs. Each run is a fork of this process, which has imported everything but touched no device. Every
+third kill waits for a save to begin, every fifth comes before the first step. Times count from the second step, since
+earlier work such as compilation depends on the machine's load. Of several ranks one is killed first, then the others,
+as torchrun does.
 """
 
 import json
@@ -19,7 +19,7 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
-import apart
+import subprocesses
 import tiny
 import torch
 import torch.distributed.checkpoint as dcp
@@ -34,7 +34,7 @@ STEPS = 12
 
 
 class Marks(TrainerCallback):
-    """Makes a file when the second step has ended, and so, on a device too, the first."""
+    """Creates a file at the end of the second step, when the first one has also finished on a device."""
 
     def __init__(self, mark: Path) -> None:
         self._mark = mark
@@ -47,7 +47,7 @@ class Marks(TrainerCallback):
 
 
 def mark_of(folder: Path) -> Path:
-    """The file that says that the steps have begun."""
+    """Return the file that marks that steps have begun."""
     return folder.parent / f"{folder.name}-steps"
 
 
@@ -64,7 +64,7 @@ def train(model_folder: Path, folder: Path, settings: dict[str, Any]) -> None:
 
 def start(model_folder: Path, folder: Path, settings: dict[str, Any], processes: int) -> list[int]:
     mark_of(folder).unlink(missing_ok=True)
-    port = apart.free_port()
+    port = subprocesses.free_port()
     return [fork(model_folder, folder, settings, rank, processes, port) for rank in range(processes)]
 
 
@@ -73,9 +73,9 @@ def fork(model_folder: Path, folder: Path, settings: dict[str, Any], rank: int, 
         return child
     if processes > 1:
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        apart.become_rank(str(rank), str(processes))
+        subprocesses.become_rank(str(rank), str(processes))
     status = 1
-    torch.set_num_threads(1)  # here: two threads of a fork may not both renew a pool that its parent made
+    torch.set_num_threads(1)  # two threads of a fork must not both recreate a pool of the parent
     try:
         with open(folder.parent / "log.txt", "a", encoding="utf-8") as log:
             os.dup2(log.fileno(), 1)
@@ -101,16 +101,16 @@ def outcome(folder: Path) -> tuple[dict[str, torch.Tensor], list[dict[str, float
 
 
 def times_of(folder: Path, began: float) -> tuple[float, float]:
-    """Seconds until the second step of a run that has just ended, and from there on."""
+    """Return the seconds of a finished run before the end of its second step, and after it."""
     second_step = mark_of(folder).stat().st_mtime
     return second_step - began, time.time() - second_step
 
 
 def wait_or_kill(children: list[int], at: float, after: Path | None, aside: Path, in_a_save: bool) -> tuple[int, bool]:
-    """The first status of children that is not 0, and whether a save was under way at their end.
+    """Return the first nonzero status of children, or 0, and whether a save was in progress at the kill.
 
-    One is killed ``at`` seconds from the start, or from when the file ``after`` is there; or ``in_a_save``, when a
-    save is next under way.
+    One child is killed ``at`` seconds after the start, or after the file ``after`` exists. With ``in_a_save``, the
+    kill also waits for the next save.
     """
     started, began = time.time_ns(), time.monotonic() if after is None else None
     left = set(children)
@@ -131,7 +131,7 @@ def wait_or_kill(children: list[int], at: float, after: Path | None, aside: Path
 
 
 def end(children: set[int], status: int) -> int:
-    """End those that are left, as a launcher does, and return the status."""
+    """Kill the remaining children, as a launcher does, and return the status."""
     for child in children:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
@@ -139,7 +139,7 @@ def end(children: set[int], status: int) -> int:
 
 
 def begun_since(moment: int, aside: Path) -> bool:
-    """Whether a save has begun since, and not ended; one that an earlier kill broke off has left its folder."""
+    """Tell if a save is in progress that began after ``moment``; an older staging folder is from an earlier kill."""
     try:
         return aside.stat().st_mtime_ns > moment
     except FileNotFoundError:
@@ -148,8 +148,8 @@ def begun_since(moment: int, aside: Path) -> bool:
 
 def main(folder: Path, wanted: int, settings: dict[str, Any]) -> None:
     processes = settings.pop("processes", 1)
-    tqdm.monitor_interval = 0  # its thread could hold its lock at a fork, for ever
-    tqdm.set_lock(threading.RLock())  # its own is one for all forks, and one that is killed would keep it
+    tqdm.monitor_interval = 0  # its thread could hold its lock during a fork, and the fork would never get it
+    tqdm.set_lock(threading.RLock())  # the default lock is shared by all forks, and a killed fork would keep it
     model_folder, log = folder / "model", folder / "log.txt"
     tiny.save_tiny(model_folder, tiny.made_up_pairs(16))
     began = time.time()
@@ -171,7 +171,7 @@ def main(folder: Path, wanted: int, settings: dict[str, Any]) -> None:
             status, in_a_save = wait_or_kill(children, at if kills < wanted else inf, after, aside, kills % 3 == 0)
             kills += status == signal.SIGKILL
             saves_hit += in_a_save
-            if is_new and status == 0:  # the first one may have been slow
+            if is_new and status == 0:  # the uninterrupted run may have been slow
                 before, steps = times_of(run, began)
         assert status == 0, log.read_text()[-3000:]
         rounds += 1
@@ -184,8 +184,10 @@ def main(folder: Path, wanted: int, settings: dict[str, Any]) -> None:
 
 
 def report(folder: Path, kills: int, environment: dict[str, str], **settings: Any) -> dict[str, int]:
-    """What this script prints, run in an environment."""
-    process = apart.run("killed_runs.py", str(folder), str(kills), json.dumps(settings), timeout=3000, **environment)
+    """Run this script in an environment and return the counts it prints."""
+    process = subprocesses.run(
+        "killed_runs.py", str(folder), str(kills), json.dumps(settings), timeout=3000, **environment
+    )
     return json.loads(process.stdout.splitlines()[-1])
 
 

@@ -1,4 +1,4 @@
-"""Train tiny models of several families in this process and write what happened: one process for each set of devices.
+"""Train tiny models of several families in this process and write the results: one process per set of devices.
 
 python tests/support/layouts.py OUT [MODEL:MESH:VARIANT ...]
 """
@@ -15,17 +15,16 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-import places
+from environment import QUICK_XLA_FLAGS
 
 DUMPS = Path(tempfile.mkdtemp())
-if os.environ.get("USE_TORCH_XLA") != "0":  # before anything is computed
-    os.environ["XLA_FLAGS"] = f"--xla_dump_to={DUMPS} --xla_dump_hlo_as_text {places.QUICK}"
+if os.environ.get("USE_TORCH_XLA") != "0":  # must be set before any computation
+    os.environ["XLA_FLAGS"] = f"--xla_dump_to={DUMPS} --xla_dump_hlo_as_text {QUICK_XLA_FLAGS}"
 
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
-from families import family  # noqa: E402
-from judgements import FORMS, form_in  # noqa: E402
-from tiny import made_up_pairs, tiny_tokenizer  # noqa: E402
+from label_formats import LABEL_FORMATS, format_in  # noqa: E402
+from tiny import made_up_pairs, tiny_family, tiny_tokenizer  # noqa: E402
 from training import QUIET, untimed  # noqa: E402
 from transformers import TrainerCallback, TrainerState  # noqa: E402
 
@@ -33,9 +32,9 @@ from trl_tpu import RewardTrainer, runtime  # noqa: E402
 from trl_tpu.packing.batch import micro_batches_of, tensors_in  # noqa: E402
 
 STEPS = 6
-PAIRS = 16  # in a step
-LENGTH = 64  # of rows; lengths that fit the data might be multiples of 7
-#: What each word of a variant's name asks for; others are forms of judgement and optimizers.
+PAIRS = 16  # per step
+LENGTH = 64  # row length; lengths planned from the data might be multiples of 7
+#: Settings for each word of a variant's name. Other words are label formats and optimizers.
 WORDS: dict[str, dict[str, Any]] = {
     "padded": {"packing": False, "pad_to_multiple_of": LENGTH},
     "packed": {"packing": True, "row_length": LENGTH},
@@ -47,7 +46,7 @@ WORDS: dict[str, dict[str, Any]] = {
 
 
 class Lion(torch.optim.Optimizer):
-    """A user's own optimizer (https://arxiv.org/abs/2302.06675), of which the trainer knows nothing."""
+    """A user-defined optimizer (https://arxiv.org/abs/2302.06675) that the trainer does not know."""
 
     def __init__(self, params: Any, lr: float, betas: tuple[float, float] = (0.9, 0.99)) -> None:
         super().__init__(params, {"lr": lr, "betas": betas})
@@ -74,7 +73,7 @@ class Watched(RewardTrainer):
         super().__init__(*args, **kwargs)
 
     def reads_padded_rows(self) -> None:
-        """What is overridden only looks on."""
+        """Allow packing: the override only observes."""
 
     def training_step(self, model: Any, inputs: dict[str, Any], num_items_in_batch: Any = None) -> torch.Tensor:
         parts = list(micro_batches_of(inputs))
@@ -87,7 +86,7 @@ class Watched(RewardTrainer):
 
 
 class Counting(TrainerCallback):
-    """How often the device compiled, and how often something was read from it, when each step begins."""
+    """Records the numbers of compilations and of reads from the device at the beginning of each step."""
 
     def __init__(self) -> None:
         self.at: list[tuple[int, int]] = []
@@ -101,7 +100,7 @@ class Counting(TrainerCallback):
 
 
 class Walking(TrainerCallback):
-    """Looks at every tensor at the end of the last step, where layers that run as a loop are held as one."""
+    """Inspects every tensor at the end of the last step, while layers of a loop are stacked."""
 
     trainer: RewardTrainer
 
@@ -114,11 +113,11 @@ class Walking(TrainerCallback):
 
 
 def train(name: str, mesh: str, variant: str, folder: str) -> dict[str, Any]:
-    tokenizer, form = tiny_tokenizer(made_up_pairs(200)["chosen"], vocab_size=320), form_in(variant)
+    tokenizer, form = tiny_tokenizer(made_up_pairs(200)["chosen"], vocab_size=320), format_in(variant)
     settings, words = {"gradient_checkpointing": False} | form.settings, variant.split("+")
     for word in words:
         settings |= WORDS.get(word, {})
-    if "packed" in words and {*FORMS} & {*words}:  # rows have room for several answers
+    if "packed" in words and {*LABEL_FORMATS} & {*words}:  # rows must hold several answers
         settings["row_length"] = 256
     settings |= QUIET | {"mesh": mesh, "max_steps": STEPS, "logging_steps": STEPS // 2, "save_strategy": "no"}
     args = form.config(folder, learning_rate=1e-3, **settings)
@@ -133,7 +132,7 @@ def train(name: str, mesh: str, variant: str, folder: str) -> dict[str, Any]:
     counting, walking = Counting(), Walking()
     rows = form.rows(256 + 24)
     trainer = type("WatchedForm", (Watched, form.trainer), {})(
-        family(name, tokenizer, form.outputs, form.auto),
+        tiny_family(name, tokenizer, form.outputs, form.auto),
         args,
         train_dataset=rows.select(range(256)),
         processing_class=tokenizer,
@@ -142,12 +141,14 @@ def train(name: str, mesh: str, variant: str, folder: str) -> dict[str, Any]:
         callbacks=[counting, walking],
     )
     walking.trainer = trainer
-    # a batch and a half; before training, which lets what no loss sees drift: by how much all rewards are higher
-    evaluated = untimed(trainer.evaluate(rows.select(range(256, 256 + 24)))) if variant.endswith((*FORMS,)) else {}
+    # a batch and a half, before training: training changes the mean reward, which no loss depends on
+    evaluated = (
+        untimed(trainer.evaluate(rows.select(range(256, 256 + 24)))) if variant.endswith((*LABEL_FORMATS,)) else {}
+    )
     started = time.perf_counter()
     trainer.train()
     micro = torch.stack(trainer.trl_tpu.runtime.fetch(trainer.losses)).view(STEPS, -1)
-    scale = args.gradient_accumulation_steps  # the loop divides each micro-batch's loss by it
+    scale = args.gradient_accumulation_steps  # the trainer divides the loss of each micro-batch by it
     return {
         "seconds": time.perf_counter() - started,
         "losses": (micro.sum(1) if scale == micro.shape[1] else micro.mean(1)).tolist(),
@@ -162,7 +163,7 @@ def train(name: str, mesh: str, variant: str, folder: str) -> dict[str, Any]:
 
 
 def tensors_of(trainer: RewardTrainer) -> list[dict[str, Any]]:
-    """Every tensor of model, gradients and optimizer: its bytes, those of its shards, and those that were planned."""
+    """Return the bytes of every tensor of model, gradients and optimizer: unsharded, of its shards, and planned."""
     import torch_xla
     import torch_xla.distributed.spmd as xs
 
@@ -195,7 +196,7 @@ def tensors_of(trainer: RewardTrainer) -> list[dict[str, Any]]:
     return found
 
 
-# ---- the collectives of a compiled program, and over which mesh axes each one goes
+# ---- collectives of a compiled program, and the mesh axes they span
 
 _OPERATION = re.compile(
     r"= (?P<type>.*?) (?P<kind>all-gather|all-reduce|reduce-scatter|all-to-all|collective-permute)(?:-start)?\("
@@ -204,9 +205,9 @@ _ARRAY = re.compile(r"\b(?:pred|[a-z]+\d+)\[([\d,]*)\]")
 
 
 def read_collectives(hlo: str, mesh: Mapping[str, int]) -> Iterator[dict[str, Any]]:
-    """Yield every collective in the text of an optimized HLO module for devices that are numbered along ``mesh``.
+    """Yield the collectives in the text of an optimized HLO module, for devices numbered along ``mesh``.
 
-    Of each: the arrays that it gives each device, and the axes along which its groups reach.
+    Each has the shapes of its results per device and the mesh axes that its groups span.
     """
     for line in hlo.splitlines():
         if found := _OPERATION.search(line):
@@ -217,7 +218,7 @@ def read_collectives(hlo: str, mesh: Mapping[str, int]) -> Iterator[dict[str, An
 
 
 def groups_of(line: str, devices: int) -> np.ndarray:
-    """The devices that take part together, as the rows of an array; of a permutation, who sends to whom."""
+    """Return the groups of devices as rows of an array; for a permutation, pairs of source and target."""
     if listed := re.search(r"(?:replica_groups|source_target_pairs)=\{\{(.*?)\}\}", line):
         return np.array([group.split(",") for group in listed[1].split("},{")], int)
     tiled = re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", line)
@@ -228,14 +229,14 @@ def groups_of(line: str, devices: int) -> np.ndarray:
 
 
 def axes_of(groups_GN: np.ndarray, mesh: Mapping[str, int]) -> list[str]:
-    """The mesh axes along which devices of one group differ."""
+    """Return the mesh axes along which the devices of a group differ."""
     places = np.unravel_index(groups_GN, tuple(mesh.values()))
     crossed = [(place_GN != place_GN[:, :1]).any() for place_GN in places]
     return [axis for axis, is_crossed in zip(mesh, crossed, strict=True) if is_crossed]
 
 
 def collectives(mesh: dict[str, int]) -> list[dict[str, Any]]:
-    """Those of the program, of all compiled since the last call, that has most: the one that computes gradients."""
+    """Return the collectives of the gradient program: the program with most of them since the last call."""
     programs = DUMPS.glob("*after_optimizations.txt")
     found = max((list(read_collectives(path.read_text(), mesh)) for path in programs), key=len, default=[])
     for path in DUMPS.iterdir():
@@ -251,7 +252,7 @@ def main(out: str, *runs: str) -> None:
         try:
             with tempfile.TemporaryDirectory() as folder:
                 results[run] = train(name, mesh, variant, folder)
-        except Exception:  # the test of this run fails with it, and the others go on
+        except Exception:  # only the test of this run fails
             results[run] = {"error": re.sub(r"(?s)^.{20000,}(?=.{4000}$)", "", traceback.format_exc())}
         Path(out).write_text(json.dumps(results))
 

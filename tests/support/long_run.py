@@ -1,10 +1,10 @@
-"""Train for 2,000 steps with evaluations and saves, and see that nothing grows: `make long-run`, or
+"""Train for 2,000 steps with evaluations and saves, and check that resource use stays flat: `make long-run`, or
 
 PJRT_DEVICE=CPU python tests/support/long_run.py [STEPS]
 
-After the first fifth, in which programs are compiled and pools fill up, these are measured every 50 steps: memory of
-the host (RssAnon: what the process has allocated), open file descriptors, threads, and memory maps. Their medians over
-the first and over the last ten measurements are compared. Prints a table; the exit status says whether all is flat.
+After a warm-up of a fifth of the steps, these are measured every 50 steps: allocated host memory (RssAnon), open file
+descriptors, threads, and memory maps. Medians over the first and the last ten measurements are compared. Prints a
+table, and exits with an error if a value grew.
 """
 
 import gc
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import tiny
-from allocator import private_bytes
+from environment import private_bytes
 from transformers import TrainerCallback
 
 from trl_tpu import RewardConfig, RewardTrainer, runtime
@@ -27,7 +27,7 @@ EVERY = 50
 PROCESS = Path("/proc/self")
 
 
-#: What is measured, and by which part of what there was each may have grown after the warm-up.
+#: Functions that measure, and the allowed relative growth after the warm-up.
 MEASURES: dict[str, tuple[Callable[[], float], float]] = {
     "memory (MiB)": (lambda: private_bytes() / 2**20, 0.05),
     "open files": (lambda: len(os.listdir(PROCESS / "fd")), 0),
@@ -39,7 +39,7 @@ MEASURES: dict[str, tuple[Callable[[], float], float]] = {
 
 
 class Measure(TrainerCallback):
-    """What the process holds, every `EVERY` steps."""
+    """Measures the process every `EVERY` steps."""
 
     def __init__(self) -> None:
         self.rows: list[dict[str, float]] = []
@@ -78,8 +78,8 @@ def run(steps: int, folder: str) -> list[dict[str, float]]:
     return measure.rows
 
 
-def judge(rows: list[dict[str, float]]) -> list[str]:
-    """A table row for each measure; what grew too much ends with "GROWS"."""
+def growth_table(rows: list[dict[str, float]]) -> list[str]:
+    """Return a table row per measure, with "GROWS" at the end if it grew too much."""
     settled = rows[len(rows) // 5 :]
     some = min(10, len(settled) // 2)
     lines = [f"{'after warm-up':<14} {'first':>10} {'last':>10} {'growth':>8}"]
@@ -93,7 +93,7 @@ def judge(rows: list[dict[str, float]]) -> list[str]:
 def main(steps: int) -> int:
     with tempfile.TemporaryDirectory() as folder:
         rows = run(steps, folder)
-    lines = judge(rows)
+    lines = growth_table(rows)
     print(f"{steps} steps in {rows[-1]['s']:.0f} s on {runtime.current().topology().description}")
     print("\n".join(lines))
     return int(any(line.endswith("GROWS") for line in lines))

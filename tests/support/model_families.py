@@ -1,4 +1,4 @@
-"""Tries every type of causal language model of transformers, and writes `examples/guides/model_families.md`.
+"""Try every type of causal language model in transformers, and write `examples/guides/model_families.md`.
 
 USE_TORCH_XLA=0 PYTHONPATH=tests/support python tests/support/model_families.py
 """
@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import transformers
-from places import EXAMPLES
+from environment import EXAMPLES
 from recent_families import BASE, EXPERTS, LATENT, MULTIMODAL, SETTINGS, VISION
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import (
@@ -34,12 +34,12 @@ _SMALL: dict[str, Any] = {
     **dict.fromkeys(("n_layer", "n_layers", "num_layers", "encoder_layers", "decoder_layers"), 2),
     **dict.fromkeys(("n_head", "n_heads", "num_heads", "encoder_attention_heads", "decoder_attention_heads"), 4),
 }
-_LARGEST = 30_000_000  # parameters of a model that is still tiny
+_LARGEST = 30_000_000  # parameters of a tiny model, at most
 _OF_ATTENTION = ("num_attention_heads", "num_key_value_heads", "head_dim")
 
 
 def configs_of(kind: str) -> Iterator[dict[str, Any]]:
-    """Yield settings of which one may make a tiny model of a type."""
+    """Yield alternative settings for a tiny model of a type."""
     if kind in MULTIMODAL:
         text, settings = MULTIMODAL[kind], {"vision_config": VISION, "pad_token_id": 0}
         yield settings | {"text_config": BASE | SETTINGS[text] | {"model_type": text}}
@@ -52,14 +52,14 @@ def configs_of(kind: str) -> Iterator[dict[str, Any]]:
 
 
 def try_out(kind: str) -> tuple[str, str]:
-    """Return what a type is, "packed", "padded", "rejected" or "not tried", and why."""
+    """Return "packed", "padded", "rejected" or "not tried" for a type, and the reason."""
     ids, reason = torch.randint(3, 100, (2, 9), generator=torch.Generator().manual_seed(0)), ""
     try:
-        plain = CONFIG_MAPPING[kind]()  # of which attributes that a type lacks are not set
+        plain = CONFIG_MAPPING[kind]()  # without attributes that the type lacks
         auto_class_of(plain, ONE_REWARD)
     except UserError as error:
         return "rejected", str(error).partition(", since ")[2].partition(". ")[0]
-    except Exception:  # a type that has no default
+    except Exception:  # the type has no default config
         pass
     for settings in configs_of(kind):
         try:
@@ -71,7 +71,7 @@ def try_out(kind: str) -> tuple[str, str]:
             torch.manual_seed(0)
             model = auto.from_config(config, dtype=torch.float32)
             model(ids, attention_mask=torch.ones_like(ids)).logits.sum().backward()
-        except Exception as error:  # whatever a config or a model says of settings that are not its own
+        except Exception as error:  # any error of a config or a model with foreign settings
             reason = reason or f"{type(error).__name__}: {error}"
             continue
         try:
@@ -83,14 +83,16 @@ def try_out(kind: str) -> tuple[str, str]:
 
 
 def reason_in_short(reason: str) -> str:
-    """Return the reason without the model's name and its numbers."""
+    """Return a short form of the reason, without names and numbers of the model."""
     for pattern, short in {
         "has no `score` head": "no score head",
-        "transformers' attention interface": "attends by code of its own",
-        "has no attribute|must match|TreeMasks": "makes masks of its own",
-        "window": "a window that no mask shows",
-        "go on from the state": "its scan takes no state",
+        "transformers' attention interface": "attention is the model's own code",
+        "has no attribute|must match|TreeMasks": "the model builds its own masks",
+        "window": "the mask does not show the window",
+        "go on from the state": "the scan accepts no initial state",
         "differ by": "packed rewards differ",
+        "encoder-decoder": "decoder of an encoder-decoder model",
+        "has no attention heads": "no attention heads",
     }.items():
         if re.search(pattern, reason):
             return short
@@ -98,7 +100,7 @@ def reason_in_short(reason: str) -> str:
 
 
 def write(page: Path = PAGE) -> None:
-    """Write the page, whose beginning stays as it is."""
+    """Write the page. Its hand-written part is kept."""
     found = {kind: try_out(kind) for kind in sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)}
     new = {*found} - {*MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES}
 
@@ -115,25 +117,25 @@ def write(page: Path = PAGE) -> None:
 
     text = PAGE.read_text(encoding="utf-8").partition("<!-- written")[0]
     text += f"""<!-- written by tests/support/model_families.py -->
-transformers {transformers.__version__}, {len(found)} types. A * marks those for which transformers has no class.
+transformers {transformers.__version__}, {len(found)} types. A * marks types without a classifier in transformers.
 
-## Packed in plain torch, where a model's own trial agrees
+## Types packed in plain torch, if the trial of the model passes
 
 {names("packed")}
 
-## Padded
+## Types with padded rows
 
 | reason | types |
 |---|---|
 {table("padded")}
 
-## Rejected
+## Rejected types
 
 | reason | types |
 |---|---|
 {table("rejected")}
 
-## Not tried, since no tiny model could be made
+## Types without a trial: no tiny model could be built
 
 {names("not tried")}
 """

@@ -1,4 +1,4 @@
-"""Runs on data of which some pairs hold a token whose embedding is NaN: only their steps are not finite."""
+"""Runs on data in which some pairs have a token with a NaN embedding: only their steps are nonfinite."""
 
 import math
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ POISON = "~"
 
 
 def save_model(folder: Path) -> str:
-    """A tiny model and its tokenizer, in which the poison's embedding is NaN."""
+    """Save a tiny model and its tokenizer; the embedding of the poison token is NaN."""
     tokenizer = tiny.tiny_tokenizer([*tiny.made_up_pairs(200)["chosen"]])
     model = tiny.tiny_model(tokenizer)
     (token,) = tokenizer.encode(POISON)
@@ -27,7 +27,7 @@ def save_model(folder: Path) -> str:
 
 
 def pairs_of(steps: int, poisoned: Sequence[int] = (), left_out: Sequence[int] = (), accumulation: int = 1) -> Dataset:
-    """The pairs of ``steps`` steps, in order; of a poisoned one the fourth holds the poison."""
+    """Return the pairs of ``steps`` steps, in order; the fourth pair of a poisoned step has the poison token."""
     rows: list[dict[str, Any]] = list(tiny.made_up_pairs(steps * accumulation * BATCH))  # type: ignore[arg-type]
     batch = accumulation * BATCH
     for step in poisoned:
@@ -37,7 +37,7 @@ def pairs_of(steps: int, poisoned: Sequence[int] = (), left_out: Sequence[int] =
 
 
 def train(*args: Any, **settings: Any) -> Any:
-    """Train as `make` says; return the trainer."""
+    """Train a trainer built by `make` and return it."""
     return trained(make(*args, **settings))
 
 
@@ -51,7 +51,7 @@ def make(
     dataset: Any = None,
     **settings: Any,
 ) -> Any:
-    """Make a trainer on `pairs_of` these steps, in order, at a constant rate."""
+    """Build a trainer on the pairs of these steps, in order, at a constant learning rate."""
     from trl_tpu import RewardConfig, RewardTrainer
     from trl_tpu.runtime import current
 
@@ -66,7 +66,7 @@ def make(
 
 
 def check_skipped(skipped: Any, without: Any, steps: int) -> None:
-    """See that a run that skipped steps ends as one without them, to the bit, and that it counts and logs alike."""
+    """Check that a run that skipped steps is bitwise equal to one without them, and counts and logs equally."""
     assert differing(skipped, without) == []
     assert (logged(skipped, "nonfinite"), logged(without, "nonfinite")) == ([steps], [0])
     for name in ("loss", "train_loss", "grad_norm"):

@@ -1,14 +1,14 @@
-"""One of two hosts that train together, as far as one machine can.
+"""One of two hosts that train together, as far as possible on one machine.
 
     python tests/support/one_of_two_hosts.py INDEX FOLDER KIND
 
-Each host has a mesh of its own virtual devices, over which the batch is not split; so both compute the same, as hosts
-do, and no network joins their devices. Everything else is as on a pod: their indices, the group in which they meet, a
-folder that both write to. Prints as JSON what this host did.
+Each host has a mesh of its own virtual devices that does not shard the batch, so both compute the same, and no
+network connects their devices. Everything else is as on a pod: host indices, the process group, and a common folder.
+Prints the actions of this host as JSON.
 
-Of KIND "stop in a step" host 1 alone requests to stop between two micro-batches; "SIGTERM" comes to host 1 alone while
-it evaluates; "other data" has host 1 started with other pairs, and "other stream" with a stream of longer ones;
-"resume" goes on from the newest checkpoint, until host 1 alone requests to stop when it has seen the log of step 6.
+KIND "stop in a step": host 1 requests to stop between two micro-batches. "SIGTERM": host 1 gets the signal during an
+evaluation. "other data": host 1 has other pairs; "other stream": a stream of longer pairs. "resume": both resume the
+newest checkpoint, until host 1 requests to stop after the log of step 6.
 """
 
 import json
@@ -31,8 +31,8 @@ from trl_tpu import RewardConfig, RewardTrainer, runtime  # noqa: E402
 from trl_tpu.checkpoint.folders import find_faults  # noqa: E402
 
 
-class Own(TrainerCallback):
-    """What a callback of one host alone requests, and what this host was told to do."""
+class Requests(TrainerCallback):
+    """Requests of a callback on one host only, and a record of this host's logs and saves."""
 
     def __init__(self) -> None:
         self.logged: list[int] = []
@@ -54,7 +54,7 @@ class Own(TrainerCallback):
             self.logged.append(state.global_step)
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        # the other host has written it, and is through
+        # the other host must have written its files completely
         checkpoint = folder / "out" / f"checkpoint-{state.global_step}"
         self.saved.append(len(list((checkpoint / "state").iterdir())) if not find_faults(checkpoint) else 0)
 
@@ -64,18 +64,18 @@ def main() -> None:
     model = save_tiny(folder / f"model{index}", pairs)
     if kind == "other stream":
         pairs = (uneven_pairs(48) if index else pairs).to_iterable_dataset()
-    own = Own()
+    callback = Requests()
     settings: dict[str, Any] = {"per_device_train_batch_size": 4, "max_steps": 8, "logging_steps": 2}
     settings |= {"save_strategy": "steps", "save_steps": 4, "gradient_accumulation_steps": 2, "report_to": "none"}
     settings |= {"eval_strategy": "steps" if kind == "SIGTERM" else "no", "eval_steps": 3, "max_length": 32}
     args = RewardConfig(str(folder / "out"), mesh="tensor=2", gradient_checkpointing=False, **settings)
-    data: dict[str, Any] = {"train_dataset": pairs, "eval_dataset": pairs, "callbacks": [own]}
+    data: dict[str, Any] = {"train_dataset": pairs, "eval_dataset": pairs, "callbacks": [callback]}
     trainer = RewardTrainer(model, args, **data, compute_metrics=lambda prediction: {"host": index})
     trainer.train(resume_from_checkpoint="auto" if kind == "resume" else None)
     trainer.save_model(str(folder / "final"))
     runtime.current().all_gather_object(None)
     steps = trainer.state.global_step
-    found = {"steps": steps, "logged": own.logged, "saved": own.saved, "should_save": args.should_save}
+    found = {"steps": steps, "logged": callback.logged, "saved": callback.saved, "should_save": args.should_save}
     found["whose metrics"] = trainer.evaluate(pairs.select(range(8)))["eval_host"]
     found["rewards"] = [float(value) for value in trainer.predict(pairs).predictions.flatten()[:6]]
     print(json.dumps(found))

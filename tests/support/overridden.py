@@ -1,6 +1,6 @@
-"""Tells which methods of a trainer are called where a subclass overrides them: `python overridden.py PACKAGE FOLDER`.
+"""List the overridden methods of a trainer that a run calls: `python overridden.py PACKAGE FOLDER`.
 
-With a Hub, if the environment names one: pushes to it belong to the run then.
+If the environment names a Hub, the run pushes to it.
 """
 
 import importlib
@@ -16,7 +16,7 @@ from types import FunctionType
 from typing import Any
 
 import tiny
-from places import EXAMPLES
+from environment import EXAMPLES
 from training import QUIET
 from transformers import Trainer
 
@@ -28,10 +28,10 @@ SETTINGS |= {"load_best_model_at_end": True}
 
 
 def overriding(base: type, mark: Callable[[str, bool], None]) -> type:
-    """A subclass that overrides every method by one that leaves its mark and calls that of ``base``.
+    """Return a subclass that overrides every method by one that calls ``mark`` and the method of ``base``.
 
-    The mark is the method's name, and whether it is given a batch. An override of what transformers has, takes what
-    that takes, and nothing else.
+    ``mark`` receives the method's name and whether an argument is a batch. Overrides of transformers' methods accept
+    only transformers' arguments.
     """
 
     def override(name: str, is_static: bool) -> Any:
@@ -56,7 +56,7 @@ def overriding(base: type, mark: Callable[[str, bool], None]) -> type:
 
 
 def run(package: Any, folder: Path, **settings: Any) -> dict[str, Any]:
-    """Which methods are called in each part of a run that has everything in it, which read batches, and the losses."""
+    """Return the methods called in each phase of a complete run, the methods that read batches, and the losses."""
     called: dict[str, set[str]] = defaultdict(set)
     reading: set[str] = set()
     part = "constructor"
@@ -91,14 +91,14 @@ def run(package: Any, folder: Path, **settings: Any) -> dict[str, Any]:
 
 
 def not_called(theirs: dict[str, Any], ours: dict[str, Any]) -> set[str]:
-    """What is called in some part of a run of TRL's trainer, and not in that part of one of ours."""
+    """Return the methods called in a phase with TRL's trainer, but not in that phase with this package's."""
     return {
         name for part, names in theirs["called"].items() for name in set(names) - set(ours["called"].get(part, ()))
     }
 
 
 def listed() -> set[str]:
-    """The methods of which a guide says, with the reason, that they are not called."""
+    """Return the methods that a guide lists as not called."""
     guide = (EXAMPLES / "guides" / "differences_from_trl.md").read_text(encoding="utf-8")
     table = guide.partition("## Overrides that are not called")[2].partition("\n## ")[0]
     return {name for row in re.findall(r"^\| (`.+?) \|", table, re.M) for name in re.findall(r"`(\w+)`", row)}

@@ -1,4 +1,4 @@
-"""Runs the loop of `examples/own_loop.py` beside `RewardTrainer`, in this process: on all devices, and in ranks."""
+"""Compare the loop of `examples/own_loop.py` with `RewardTrainer` in this process, on all devices or as a rank."""
 
 import importlib.util
 from collections.abc import Callable
@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 import tiny
-from places import EXAMPLES
+from environment import EXAMPLES
 from safetensors.torch import load_file
 from training import logged, trained, untimed
 
 from trl_tpu import RewardTrainer, TrainState
 from trl_tpu.runtime import current
 
-#: Two passes, whose last batch is short.
+#: Two epochs with a short last batch.
 SETTINGS: dict[str, Any] = {
     **{"max_steps": 11, "warmup_steps": 2, "logging_steps": 1, "eval_strategy": "steps", "eval_steps": 5},
     **{"center_rewards_coefficient": 0.01, "max_shapes": 2, "learning_rate": 3e-4},
@@ -31,10 +31,10 @@ def example() -> Any:
 
 
 def compare(config: Callable[..., Any], model_folder: str, folder: Path, **settings: Any) -> list[int]:
-    """Hold what the loop logs and saves against the trainer; return how many programs there were at each log.
+    """Compare logs and saved weights of the loop with the trainer's; return the number of programs at each log.
 
-    Tolerance 1e-6: on XLA their steps are other programs, which may add up in another order. The rate is small, since
-    Adam makes whole steps of the rounding in gradients near 0.
+    The tolerance is 1e-6: on XLA their steps are different programs, which may sum in another order. The learning rate
+    is small, since Adam turns rounding of gradients near 0 into full steps.
     """
     data: dict[str, Any] = {"train_dataset": tiny.uneven_pairs(45, margin=True)}
     data["eval_dataset"] = tiny.uneven_pairs(21, seed=1)
@@ -50,7 +50,7 @@ def compare(config: Callable[..., Any], model_folder: str, folder: Path, **setti
     assert [{*each} for each in logs] == [{*each} - {"epoch"} for each in expected]
     for own, reference in zip(logs, expected, strict=True):
         assert own == pytest.approx({name: reference[name] for name in own}, abs=1e-6)
-    if args.process_index:  # the first process saves, and the others need not wait for it
+    if args.process_index:  # only the first process saves
         return compiled
     weights, others = (load_file(folder / name / "model.safetensors") for name in ("own", "trainer"))
     assert weights.keys() == others.keys()

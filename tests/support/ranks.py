@@ -1,7 +1,7 @@
-"""One of COUNT processes of plain torch, or one that leads devices of XLA: ranks.py MODEL FOLDER COUNT [RANK]
+"""One of COUNT processes of plain torch, or a process that leads XLA devices: ranks.py MODEL FOLDER COUNT [RANK]
 
-Each way to train that COUNT processes go is gone with the same pairs in a batch, and what it gave written to FOLDER.
-One process and two also make new weights, of a language model in FOLDER if there is one.
+It trains in every way listed for COUNT processes, with the same pairs per batch, and writes the results to FOLDER. One
+and two processes also create new weights for a language model in FOLDER, if there is one.
 """
 
 import json
@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 from accelerate import PartialState
-from apart import become_rank
 from peft import LoraConfig
+from subprocesses import become_rank
 from training import QUIET, logged, trained
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, TrainerCallback
 from transformers.distributed import DistributedConfig
@@ -23,10 +23,10 @@ from trl_tpu.runtime import Runtime, choice, current, replace
 
 SETTINGS: dict[str, Any] = QUIET | {"max_steps": 8, "total_batch_size": 8, "per_device_eval_batch_size": 1}
 SETTINGS |= {"logging_steps": 1, "learning_rate": 1e-4, "save_strategy": "no", "eval_strategy": "epoch"}
-SETTINGS |= {"max_grad_norm": 0.5}  # below the norms that there are
+SETTINGS |= {"max_grad_norm": 0.5}  # below the actual norms
 LORA: dict[str, Any] = {"task_type": "SEQ_CLS", "r": 4, "target_modules": ["q_proj", "up_proj"]}
-#: What each of several processes does, by its name: how many there are, what one process alone does, and the mesh.
-#: On TorchTPU they are those whose names begin with "planned".
+#: Ways to train by name: number of processes, the equivalent way of one process, and the mesh. TorchTPU uses only
+#: those whose names begin with "planned".
 WAYS: dict[str, tuple[int, str, str | None]] = {
     "fsdp=2": (2, "plain", "fsdp=2"),
     "padded": (2, "padded", "fsdp=2"),
@@ -54,13 +54,13 @@ WAYS: dict[str, tuple[int, str, str | None]] = {
 
 
 class Planning(Runtime):
-    """Plain torch that wants planned shapes, as TorchTPU does."""
+    """Plain torch with planned shapes, like TorchTPU."""
 
     plans_shapes = True
 
 
 class Infinite(TrainerCallback):
-    """Makes a weight of the first process's part infinite for the third step."""
+    """Makes the first process's shard of a weight infinite for the third step."""
 
     def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
         if state.global_step in (2, 3) and args.process_index == 0:
@@ -74,15 +74,15 @@ def train(
     model: str, out: Path, way: str, mesh: str | None = None, loaded_on: DistributedConfig | None = None
 ) -> dict[str, Any]:
     """Train two epochs, whose last batches are short, and evaluate after each."""
-    from judgements import form_in  # imports the trainers, and so takes the devices: not before RANK is known
+    from label_formats import format_in  # imports trainers, which choose the device: RANK must be known
     from recent_families import tiny_classifier
 
-    form = form_in(way)
+    form = format_in(way)
     pairs = form.rows(39)
     train_pairs: Any = pairs.select(range(26))
     settings = SETTINGS | form.settings | {"mesh": mesh, "use_cpu": not current().plans_shapes}
     arguments: dict[str, Any] = {"model": form.model(model), "eval_dataset": pairs.select(range(26, 39))}
-    if way == "accumulated":  # the last batch of an epoch by itself
+    if way == "accumulated":  # an epoch's last batch is an update of its own
         settings |= {"gradient_accumulation_steps": 2, "remat": "dots", "max_steps": 4}
         train_pairs = train_pairs.to_iterable_dataset(num_shards=3)
     settings |= {"packing": False} if "padded" in way else {"bf16": True} if way == "bf16" else {}
@@ -90,7 +90,7 @@ def train(
     if way == "adapters":
         settings |= {"log_grad_norms": True}
         arguments["peft_config"] = LoraConfig(**LORA)
-    if way == "recurrent":  # layers that the backward computes again read the packed rows again
+    if way == "recurrent":  # layers recomputed in the backward read the packed rows again
         settings |= {"remat": "dots"}
         arguments["processing_class"] = tokenizer = AutoTokenizer.from_pretrained(model)
         arguments["model"] = tiny_classifier("qwen3_5_text", vocab_size=len(tokenizer))
@@ -106,8 +106,8 @@ def train(
     }
 
 
-def loop_of_ones_own(model: str, out: Path) -> None:
-    """Hold a loop of one's own against the trainer: each process has all of the model, or a part of it."""
+def compare_own_loop(model: str, out: Path) -> None:
+    """Compare a custom loop with the trainer, on a replicated and on a sharded model."""
     from own_loop import compare
 
     from trl_tpu import RewardConfig
@@ -122,10 +122,10 @@ def loop_of_ones_own(model: str, out: Path) -> None:
 
 
 def new_weights(model: str, out: Path, way: str, mesh: str | None) -> dict[str, Any]:
-    """Return the weights, each whole, that a trainer adds to a language model by its name."""
-    from judgements import form_in
+    """Return the unsharded weights that a trainer adds to a named language model."""
+    from label_formats import format_in
 
-    form = form_in(way)
+    form = format_in(way)
     settings = {"mesh": mesh, "use_cpu": True, "bf16": False, "report_to": "none", "max_steps": 1, "seed": 7}
     peft_config = LoraConfig(**LORA) if way == "adapters" else None
     args = form.config(str(out), **settings | form.settings)
@@ -151,7 +151,7 @@ def main(model: str, folder: Path, count: int) -> None:
         mesh = None if count == 1 else "fsdp=2"
         ways = ("plain", "adapters", "steps")
         if count == 2:
-            loop_of_ones_own(model, folder / "own loop")
+            compare_own_loop(model, folder / "own loop")
         found["new"] = {way: new_weights(str(folder / "causal"), folder / "new" / way, way, mesh) for way in ways}
     if count == 4:
         two_cuts = DistributedConfig(fsdp_size=2, tp_size=2)
@@ -160,9 +160,9 @@ def main(model: str, folder: Path, count: int) -> None:
             try:
                 found[name] = train(model, folder / name, "plain", mesh, loaded_on)
             except UserError as error:
-                found[name] = {"refused": str(error)}
+                found[name] = {"rejected": str(error)}
     (folder / f"{rank} of {count}.json").write_text(json.dumps(found))
-    PartialState().destroy_process_group()  # if there is one
+    PartialState().destroy_process_group()  # if it exists
 
 
 if __name__ == "__main__":
@@ -175,5 +175,5 @@ if __name__ == "__main__":
         for each in ranks:
             become_rank(each, processes)
             if choice().name == "native":
-                os.environ["ACCELERATE_USE_CPU"] = "1"  # where shapes are planned, `use_cpu` is refused
+                os.environ["ACCELERATE_USE_CPU"] = "1"  # `use_cpu` is rejected if shapes are planned
         main(model_folder, Path(out), int(processes))

@@ -1,7 +1,7 @@
-"""Pairs of real lengths: made up from a seed on every machine, and the real ones where their file is.
+"""Pairs of realistic lengths: made up from a seed on every machine, or real ones if their file exists.
 
-Training and packing depend on how long dialogues are and on how much of them a pair shares, not on their words. So the
-made-up pairs draw these from what was measured on the real ones: the 2,312 test pairs of HH-RLHF's harmless-base split
+Training and packing depend on the lengths of sequences and of shared prefixes, not on words. The lengths of made-up
+pairs are drawn from those measured on real ones: the 2,312 test pairs of HH-RLHF's harmless-base split
 (https://arxiv.org/abs/2204.05862), in tokens of an 8,000-token byte-level BPE trained on them.
 """
 
@@ -21,37 +21,37 @@ REAL_FILE = (
 SOURCES = ["made up", "real"] if REAL_FILE.exists() else ["made up"]
 COUNT = 2312
 
-# Tokens at these percentiles: of what a pair shares, and of what is left of the chosen and the rejected dialogue.
+# Tokens at these percentiles: of the shared prefix, of the rest of the chosen sequence, and of the rejected one.
 PERCENTILES = [0, 1, 5, 10, 25, 50, 75, 90, 95, 99, 100]
 LENGTHS = [
     [11, 13, 16, 19, 34, 98, 171, 277, 354, 541, 846],
     [1, 2, 6, 8, 15, 28, 54, 91, 122, 203, 280],
     [1, 2, 6, 9, 18, 36, 67, 113, 149, 260, 580],
 ]
-CORRELATION = 0.25  # of any two of their logarithms
+CORRELATION = 0.25  # between the logarithms of any two of the lengths
 
 
 def real_pairs(count: int = COUNT) -> Dataset:
-    """The first rows of the real data, plain text in "implicit prompt" form."""
+    """Return the first rows of the real data: plain text with an implicit prompt."""
     with gzip.open(REAL_FILE, "rt", encoding="utf-8") as file:
         return Dataset.from_list([json.loads(line) for line, _ in zip(file, range(count), strict=False)])
 
 
 def pairs_from(source: str, count: int = COUNT) -> Dataset:
-    """The first rows of one of ``SOURCES``."""
+    """Return the first rows of one of ``SOURCES``."""
     return real_pairs(count) if source == "real" else made_up_dialogues(count)
 
 
 def best_pairs(count: int = COUNT) -> Dataset:
-    """The first real rows, or made-up ones of their lengths where they are not there: what benchmarks measure."""
+    """Return the first real rows, or made-up rows of their lengths if the file is missing, for benchmarks."""
     return pairs_from(SOURCES[-1], count)
 
 
 def made_up_dialogues(count: int = COUNT, seed: int = 0) -> Dataset:
-    """Pairs of dialogues in made-up words, in the form and the lengths of the real ones.
+    """Return pairs of made-up words in the format and the lengths of the real ones.
 
-    The two dialogues of a pair begin alike and end, each its own length, in other words. The vocabulary is so small
-    that a tokenizer trained on these pairs gives each word one token.
+    The sequences of a pair share a prefix and end with different words and lengths. The vocabulary is small enough
+    that a tokenizer trained on these pairs has one token per word.
     """
     chooser = np.random.default_rng(seed)
     words = [first + second for first in _SYLLABLES for second in _SYLLABLES]
@@ -68,7 +68,7 @@ def made_up_dialogues(count: int = COUNT, seed: int = 0) -> Dataset:
         shared, chosen, rejected = (
             round(np.interp(place, PERCENTILES, lengths)) for place, lengths in zip(places, LENGTHS, strict=True)
         )
-        prefix = f"\n\nHuman:{text(shared - 9)}\n\nAssistant:"  # nine tokens are not drawn
+        prefix = f"\n\nHuman:{text(shared - 9)}\n\nAssistant:"  # nine tokens are fixed
         rows.append({"chosen": prefix + text(chosen), "rejected": prefix + text(rejected)})
     return Dataset.from_list(rows)
 

@@ -1,4 +1,4 @@
-"""Tiny models of the families of 2025 and 2026, by transformers' names of their types."""
+"""Tiny models of the families of 2025 and 2026, by transformers' model types."""
 
 from typing import Any
 
@@ -34,7 +34,7 @@ NEMOTRON = {
     **{"ssm_state_size": 8, "n_groups": 2, "chunk_size": 16, "moe_shared_expert_intermediate_size": 16},
 }
 CONVOLUTIONS = {"layer_types": ["conv", "full_attention"] * 2, "block_auto_adjust_ff_dim": False}
-#: Families with recurrent layers, whose packed rows are exact.
+#: Families with recurrent layers and exact packed rows.
 HYBRIDS: dict[str, dict[str, Any]] = {
     "qwen3_5_text": DELTA,
     "qwen3_next": DELTA | EXPERTS,
@@ -57,7 +57,7 @@ HYBRIDS: dict[str, dict[str, Any]] = {
     },
     "bailing_hybrid": EXPERTS | LATENT | {"layer_group_size": 4},
 }
-#: Other families without a classifier in transformers 5.23.
+#: Other families that have no classifier in transformers 5.23.
 DECODERS: dict[str, dict[str, Any]] = {
     "gemma4_text": {
         **{"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 128, "num_kv_shared_layers": 2},
@@ -84,7 +84,7 @@ DECODERS: dict[str, dict[str, Any]] = {
     "hy_v3": EXPERTS,
 }
 WINDOWS = {"layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 24}
-#: Families with a classifier of their own in transformers.
+#: Families with a classifier in transformers.
 WITH_CLASS: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": 24},
     "ministral3": {},
@@ -107,7 +107,7 @@ OTHERS: dict[str, dict[str, Any]] = {
 
 
 SETTINGS = HYBRIDS | DECODERS | WITH_CLASS | OTHERS
-#: Multimodal types, with those of their language models.
+#: Multimodal types, and the types of their language models.
 MULTIMODAL = {
     **{"gemma3": "gemma3_text", "gemma4": "gemma4_text", "qwen3_5": "qwen3_5_text", "llama4": "llama4_text"},
     **{"qwen3_5_moe": "qwen3_5_moe_text", "mistral3": "ministral3"},
@@ -132,7 +132,7 @@ def tiny_config(family: str, **changes: Any) -> Any:
 
 
 def tiny_classifier(family: str, **changes: Any) -> PreTrainedModel:
-    """A random reward model, with experts in plain torch."""
+    """Return a random reward model, with experts in plain torch."""
     torch.manual_seed(0)
     config = tiny_config(family, **changes)
     config._experts_implementation = "eager"

@@ -1,4 +1,4 @@
-"""Take one step of plain gradient descent under several settings, in this process, and write what it took.
+"""Take one step of plain gradient descent for each of several settings, in this process, and write the results.
 
 python tests/support/remat_programs.py OUT FAMILY:VARIANT:SETTINGS ...     SETTINGS is JSON, of RewardConfig
 """
@@ -9,9 +9,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from families import family
 from layouts import DUMPS
-from tiny import made_up_pairs, tiny_tokenizer
+from tiny import made_up_pairs, tiny_family, tiny_tokenizer
 from training import QUIET
 
 from trl_tpu import RewardConfig, RewardTrainer
@@ -24,7 +23,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 def step(name: str, variant: str, settings: dict[str, Any], folder: str) -> dict[str, Any]:
-    """The loss, the gradients (what a step at rate 1 takes off), and the matrix products of the optimised program."""
+    """Return the loss, the gradients (the change by a step at rate 1), and counts in the optimized program."""
     tokenizer = tiny_tokenizer(made_up_pairs(200)["chosen"], vocab_size=320)
     plain = {"optim": "sgd", "lr_scheduler_type": "constant", "learning_rate": 1.0, "max_grad_norm": 0.0}
     plain |= {"max_steps": 1, "logging_steps": 1, "save_strategy": "no"}
@@ -36,7 +35,7 @@ def step(name: str, variant: str, settings: dict[str, Any], folder: str) -> dict
 
         peft_config = LoraConfig(task_type="SEQ_CLS", r=14, target_modules="all-linear", init_lora_weights=False)
     trainer = RewardTrainer(
-        family(name, tokenizer),
+        tiny_family(name, tokenizer),
         args,
         train_dataset=made_up_pairs(64),
         processing_class=tokenizer,

@@ -1,8 +1,8 @@
-"""Resume a checkpoint where the environment says.
+"""Resume a checkpoint on the devices chosen by the environment.
 
     python tests/support/resume_elsewhere.py MODEL CHECKPOINT FOLDER SETTINGS
 
-Prints as JSON what was logged since, and where the weights ended.
+Prints the logs and the sums of the final weights as JSON.
 """
 
 import json

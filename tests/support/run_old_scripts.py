@@ -1,6 +1,6 @@
-"""What runs the scripts of `old_scripts/`, written after those of TRL and EasyDeL, and what their data is.
+"""Run the scripts of `old_scripts/`, which follow scripts of TRL and EasyDeL, and prepare their data.
 
-Of each only the import line is another. TRL 1.16 runs none of them, but trains on the tokens that they make.
+They differ from the originals in the import line. TRL 1.16 cannot run them, but trains on the same tokens.
 """
 
 import json
@@ -8,10 +8,10 @@ import os
 from pathlib import Path
 from typing import Any
 
-import apart
+import subprocesses
 import tiny
 from datasets import Dataset
-from places import ROOT, SUPPORT
+from environment import ROOT, SUPPORT
 
 CHATML = ("<|im_start|>", "<|im_end|>")
 MODEL, TEXTS, CHATS, TOKENS = "lab/model", "lab/texts", "lab/chats", "lab/tokens"
@@ -21,13 +21,13 @@ FLAGS = {
     **{"learning_rate": "1e-3", "num_train_epochs": "1", "max_length": "512", "evaluation_strategy": "epoch"},
 }
 _OFTEN = {"num_train_epochs": 1, "per_device_train_batch_size": 8, "learning_rate": 1e-3, "warmup_steps": 0}
-#: EasyDeL's defaults: a step is all pairs, and the one log is the mean of ten steps.
+#: EasyDeL's defaults. A step uses all pairs, and the only log is the mean of ten steps.
 _EASYDEL = {
     **{"num_train_epochs": 10, "per_device_train_batch_size": 32, "learning_rate": 5e-5, "warmup_steps": 0},
     **{"weight_decay": 0.01, "max_grad_norm": 0, "lr_scheduler_type": "constant", "logging_steps": 10},
     "center_rewards_coefficient": 0.1,
 }
-#: The words of each script, the data that it trains on, and the settings that it asks for.
+#: Command-line words of each script, its data, and its settings.
 SCRIPTS: dict[str, tuple[list[str], str, dict[str, Any]]] = {
     "training_arguments": ([MODEL, TEXTS, "out", "8"], "texts", _OFTEN),
     "raw_rows": ([word for name, value in FLAGS.items() for word in (f"--{name}", value)], "chats", _OFTEN),
@@ -36,7 +36,7 @@ SCRIPTS: dict[str, tuple[list[str], str, dict[str, Any]]] = {
 
 
 def prepare(folder: Path) -> None:
-    """Save the model without a chat template, whose vocabulary has ChatML's tokens, and 20 pairs in every form."""
+    """Save a model without a chat template, with ChatML's tokens in its vocabulary, and 20 pairs in every format."""
     pairs = tiny.made_up_pairs(20)
     tokenizer = tiny.tiny_tokenizer(pairs, vocab_size=400)
     tokenizer.add_special_tokens({"additional_special_tokens": list(CHATML)})
@@ -58,26 +58,28 @@ def prepare(folder: Path) -> None:
         rows[f"{TOKENS}-{name}"] = ids
     for name, each in rows.items():
         (folder / name).mkdir(parents=True)
-        (folder / name / "model").symlink_to(folder / MODEL)  # where `trajectory` looks for it
+        (folder / name / "model").symlink_to(folder / MODEL)  # the folder that `trajectory.py` reads
         Dataset.from_list(each).to_json(folder / name / ("pairs.jsonl" if TOKENS in name else "train.jsonl"))
 
 
 def losses_of_trl(folder: Path, *scripts: str) -> dict[str, list[float]]:
-    """Train with TRL on the tokens that each script makes, and return the losses that it logs."""
+    """Train with TRL on the tokens of each script, and return the logged losses."""
     out = folder / "trl.json"
     runs = {name: {"max_length": None, "data": f"{TOKENS}-{SCRIPTS[name][1]}", **SCRIPTS[name][2]} for name in scripts}
-    apart.run("trajectory.py", "trl", str(folder), str(out), json.dumps(runs), USE_TORCH_XLA="0")
+    subprocesses.run("trajectory.py", "trl", str(folder), str(out), json.dumps(runs), USE_TORCH_XLA="0")
     logs = json.loads(out.read_text())
     return {name: [log["loss"] for log in logs[name] if "loss" in log] for name in scripts}
 
 
 def losses(folder: Path, out: Path, script: str, words: list[str], **variables: str) -> list[float]:
-    """Run a script in a folder where data and model are, and return the losses that it logged."""
+    """Run a script in a folder with data and model, and return the logged losses."""
     (out / "lab").mkdir(parents=True, exist_ok=True)
     for name in (folder / "lab").iterdir():
         (out / "lab" / name.name).symlink_to(name)
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "PYTHONPATH": f"{ROOT}{os.pathsep}{SUPPORT}"} | variables
-    process = apart.python(str(SUPPORT / "old_scripts" / f"{script}.py"), *words, environment=environment, folder=out)
+    process = subprocesses.python(
+        str(SUPPORT / "old_scripts" / f"{script}.py"), *words, environment=environment, folder=out
+    )
     assert process.returncode == 0, process.stderr[-4000:]
     state = json.loads((out / "out" / "trainer_state.json").read_text())
     return [log["loss"] for log in state["log_history"] if "loss" in log]

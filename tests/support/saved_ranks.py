@@ -1,8 +1,8 @@
-"""One of COUNT processes, or one that leads XLA's devices, that trains, saves and writes what it logged to its folder.
+"""One of COUNT processes, or a process that leads XLA devices: trains, saves and writes its logs to its folder.
 
-saved_ranks.py MODEL SETTINGS [COUNT RANK], where SETTINGS are those of RewardConfig as JSON, and of this program
-"resume", "adapters", "told": the step at which process 1 gets a SIGTERM, and "small": a rank, and how many bytes its
-files can have while step 2 is saved.
+saved_ranks.py MODEL SETTINGS [COUNT RANK]. SETTINGS is JSON for RewardConfig, with additional keys: "resume",
+"adapters", "told" (the step at which process 1 gets a SIGTERM), and "small" (a rank, and the maximum file size in
+bytes while step 2 is saved).
 """
 
 import json
@@ -15,8 +15,8 @@ from typing import Any
 
 import tiny
 import torch
-from apart import become_rank
 from peft import LoraConfig
+from subprocesses import become_rank
 from training import QUIET
 from transformers import TrainerCallback
 
@@ -25,10 +25,10 @@ from trl_tpu.runtime import choice
 
 SETTINGS: dict[str, Any] = QUIET | {"max_steps": 6, "total_batch_size": 8, "logging_steps": 1, "save_steps": 2}
 SETTINGS |= {"learning_rate": 1e-4, "lr_scheduler_type": "constant"}
-SETTINGS |= {"use_cpu": choice().name == "native" and torch.accelerator.is_available()}  # else the config decides
+SETTINGS |= {"use_cpu": choice().name == "native" and torch.accelerator.is_available()}  # otherwise the config decides
 
 
-class Told(TrainerCallback):
+class SendSigterm(TrainerCallback):
     """Sends process 1 a SIGTERM."""
 
     def __init__(self, step: int) -> None:
@@ -40,7 +40,7 @@ class Told(TrainerCallback):
 
 
 class SmallFiles(TrainerCallback):
-    """Has a full disk on one rank while step 2 is saved. Having `on_save`, it lets training wait for the save."""
+    """Simulates a full disk on one rank while step 2 is saved. Its `on_save` makes training wait for the save."""
 
     def __init__(self, rank: int, size: int) -> None:
         self._rank, self._size, self._limits = rank, size, resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -63,7 +63,7 @@ def main(model: str, settings: dict[str, Any]) -> None:
         train_dataset=pairs,
         eval_dataset=pairs.select(range(8)),
         peft_config=LoraConfig(task_type="SEQ_CLS", r=4) if own["adapters"] else None,
-        callbacks=[Told(own["told"])] if own["told"] else [SmallFiles(*own["small"])] if own["small"] else [],
+        callbacks=[SendSigterm(own["told"])] if own["told"] else [SmallFiles(*own["small"])] if own["small"] else [],
     )
     try:
         trainer.train(own["resume"])
@@ -73,7 +73,7 @@ def main(model: str, settings: dict[str, Any]) -> None:
         failed = [Path(place).name for place in trainer.checkpointer.failed]
         found = {"logged": logged, "stopped by": trainer.stopped_by, "failed": failed}
         Path(str(args.output_dir), f"{os.environ.get('RANK', 0)}.json").write_text(json.dumps(found))
-    trainer.end()  # as a script should: threads of a group that is left have aborted a process at its exit
+    trainer.end()  # scripts should do so: threads of an open process group have aborted processes at their exit
 
 
 if __name__ == "__main__":

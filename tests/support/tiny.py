@@ -1,4 +1,4 @@
-"""Tiny models, tokenizers and data for tests: made on the spot, seeded, no hub."""
+"""Tiny models, tokenizers and datasets for tests: created from a seed, without a hub."""
 
 import random
 from collections.abc import Iterator
@@ -9,17 +9,19 @@ import torch
 from datasets import Dataset
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
+    AutoConfig,
     AutoModelForSequenceClassification,
     AutoTokenizer,
     LlamaConfig,
     LlamaForSequenceClassification,
+    PreTrainedModel,
     PreTrainedTokenizerFast,
     set_seed,
 )
 
 
 def made_up_pairs(count: int, seed: int = 0, margin: bool = False) -> Dataset:
-    """Pairs of different lengths, with explicit prompts; the chosen answer counts on, the rejected one does not."""
+    """Return pairs of different lengths with explicit prompts; the chosen answer counts on, the rejected does not."""
     chooser = random.Random(seed)
     rows: list[dict[str, Any]] = []
     for _ in range(count):
@@ -38,7 +40,7 @@ def made_up_pairs(count: int, seed: int = 0, margin: bool = False) -> Dataset:
 
 
 def uneven_pairs(count: int, seed: int = 0, margin: bool = False) -> Dataset:
-    """Made-up pairs of which every fifth is many times as long, so that batches differ in size."""
+    """Return made-up pairs; every fifth is many times longer, so that batches differ in size."""
     rows = made_up_pairs(count, seed, margin).to_list()
     for index, row in enumerate(rows):
         row["prompt"] = f"{index} " + row["prompt"] * (1 + 8 * (index % 5 == 0) + 4 * (index % 9 == 0))
@@ -46,7 +48,7 @@ def uneven_pairs(count: int, seed: int = 0, margin: bool = False) -> Dataset:
 
 
 def made_up_rankings(count: int, most: int = 5, seed: int = 0) -> Dataset:
-    """Prompts with 2 to ``most`` answers that count on, of which the better one counts further before it stops."""
+    """Return prompts with 2 to ``most`` answers; better answers count further before they stop."""
     chooser = random.Random(seed)
 
     def row() -> dict[str, Any]:
@@ -59,7 +61,7 @@ def made_up_rankings(count: int, most: int = 5, seed: int = 0) -> Dataset:
 
 
 def texts_in(data: Any) -> Iterator[str]:
-    """Yield every text of a dataset, or of lists and dictionaries in one another."""
+    """Yield every text of a dataset, or of nested lists and dictionaries."""
     for each in data.values() if isinstance(data, dict) else data:
         if isinstance(each, str):
             yield each
@@ -68,7 +70,7 @@ def texts_in(data: Any) -> Iterator[str]:
 
 
 def tiny_tokenizer(texts: Any, vocab_size: int = 2000) -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer trained on `texts_in` this, with a pad token and a plain chat template."""
+    """Return a byte-level BPE tokenizer trained on all ``texts``, with a pad token and a plain chat template."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -87,7 +89,7 @@ def tiny_tokenizer(texts: Any, vocab_size: int = 2000) -> PreTrainedTokenizerFas
 def tiny_model(
     tokenizer: PreTrainedTokenizerFast, hidden: int = 32, layers: int = 2, **config: Any
 ) -> LlamaForSequenceClassification:
-    """A random Llama reward model whose dimensions 8 devices divide."""
+    """Return a random Llama reward model with dimensions divisible by 8 devices."""
     set_seed(0)
     settings: dict[str, Any] = {
         "vocab_size": len(tokenizer) + -len(tokenizer) % 8,
@@ -105,17 +107,54 @@ def tiny_model(
 
 
 def save_tiny(folder: Path, texts: Any, hidden: int = 32, layers: int = 2, **config: Any) -> str:
-    """A tiny model and its tokenizer in ``folder``, as a hub checkpoint would be."""
+    """Save a tiny model and its tokenizer in ``folder``, like a Hub checkpoint."""
     tokenizer = tiny_tokenizer(texts)
     tiny_model(tokenizer, hidden, layers, **config).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return str(folder)
 
 
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "llama_grouped": {"num_key_value_heads": 4},
+    "qwen3": {},
+    "gemma3_text": {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"]},
+    "qwen3_moe": {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 56},
+    "llama_lora": {},
+}
+
+
+def tiny_family(
+    name: str, tokenizer: PreTrainedTokenizerFast, outputs: int = 1, auto: Any = AutoModelForSequenceClassification
+) -> PreTrainedModel:
+    """Return a random model whose program shows what each array is.
+
+    Every feature dimension is a multiple of 7, also after division over eight devices. The numbers of experts and of
+    tokens in the vocabulary are not, and tests use no number or length of rows that is.
+    """
+    sizes: dict[str, Any] = {
+        "vocab_size": 328,
+        "hidden_size": 56,
+        "intermediate_size": 168,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 8,
+        "head_dim": 14,
+        "max_position_embeddings": 512,
+        "pad_token_id": tokenizer.pad_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "num_labels": outputs,
+    }
+    model_type = name.removesuffix("_lora").removesuffix("_grouped")
+    config = AutoConfig.for_model(model_type, **(sizes | FAMILIES[name]))
+    set_seed(0)
+    return auto.from_config(config)
+
+
 def rewards_alone(folder: Path | str, dialogues: list[Any], dtype: torch.dtype = torch.float32) -> list[float]:
-    """The reference: transformers' own model in plain torch, one dialogue at a time, without padding."""
+    """Return reference rewards: transformers' model in plain torch, one conversation at a time, without padding."""
     model: Any = AutoModelForSequenceClassification.from_pretrained(folder, dtype=dtype).eval()
-    tokenizer = AutoTokenizer.from_pretrained(folder)  # each family has a class of its own
+    tokenizer = AutoTokenizer.from_pretrained(folder)  # families have different tokenizer classes
     rewards = []
     for dialogue in dialogues:
         is_text = isinstance(dialogue, str)

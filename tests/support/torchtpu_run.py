@@ -1,9 +1,9 @@
-"""Train for some steps on TorchTPU in this process, and write what was logged and compiled: run by tests.
+"""Train on TorchTPU in this process, and write logs and numbers of programs: run by tests.
 
 python tests/support/torchtpu_run.py PACKAGE FOLDER OUT RUNS
 
-As trajectory.py, whose RUNS are one each here: what each logged, how many programs had been compiled after each step,
-by torch_tpu's own count, and how many seconds it took.
+The arguments are those of trajectory.py. Each run writes its logs, the number of programs compiled after each step, by
+torch_tpu's own count, and its seconds.
 """
 
 import json
@@ -15,14 +15,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torchtpu_start  # noqa: F401  # before all that looks for a device
+import torchtpu_device  # noqa: F401  # before any library looks for a device
 from datasets import Dataset
 from trajectory import DEFAULTS
 from transformers import TrainerCallback
 
 
 class Programs(TrainerCallback):
-    """Counts the programs that have been compiled after each step."""
+    """Counts the compiled programs after each step."""
 
     def __init__(self) -> None:
         self.after: list[int] = []

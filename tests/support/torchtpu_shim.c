@@ -1,8 +1,8 @@
 // TorchTPU over XLA's CPU plugin, for tests on machines without a TPU.
 //
-// torch_tpu loads the PJRT plugin that TPU_LIBRARY_PATH names. The CPU's has the same C API, but rejects the options
-// that torch_tpu makes its client with. This library hands all else on to the plugin that PJRT_CPU_PLUGIN names, and
-// leaves those options out. torchtpu_check.sh builds it.
+// torch_tpu loads the PJRT plugin named by TPU_LIBRARY_PATH. The CPU plugin has the same C API, but rejects the options
+// with which torch_tpu creates its client. This library forwards all calls to the plugin named by PJRT_CPU_PLUGIN,
+// without those options. torchtpu_check.sh builds it.
 #include <dlfcn.h>
 #include <stdio.h>
 #include <stdlib.h>

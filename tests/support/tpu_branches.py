@@ -1,8 +1,8 @@
-"""Train in bfloat16 where accelerate and transformers believe in a TPU: tpu_branches.py FOLDER
+"""Train in bfloat16 while accelerate and transformers detect a TPU: tpu_branches.py FOLDER
 
-They take other branches there than on XLA's CPU; only their question whether there is a TPU is answered otherwise
-here. The run trains, saves, resumes, evaluates and predicts; what type everything has then is printed as JSON. Asked
-for bfloat16, accelerate itself would store all in it there.
+They take other branches on a TPU than on XLA's CPU, so their check for a TPU is replaced. The run trains, saves,
+resumes, evaluates and predicts, and prints the dtypes of its state as JSON. With bfloat16, accelerate's TPU branch
+would store everything in it.
 """
 
 import json
@@ -43,7 +43,7 @@ from torch.nn.modules.module import register_module_forward_hook  # noqa: E402
 
 from trl_tpu import RewardConfig, RewardTrainer  # noqa: E402
 
-FINE = 1 + 2**-20  # bfloat16 would make it 1
+FINE = 1 + 2**-20  # bfloat16 would round it to 1
 
 
 def kinds(named: Any) -> list[str]:
@@ -51,7 +51,7 @@ def kinds(named: Any) -> list[str]:
 
 
 def keeps_float32(tensor: torch.Tensor) -> bool:
-    """Whether the device stores 32 bits of a parameter's numbers, whatever torch says its type is."""
+    """Tell if the device stores a parameter in 32 bits, whatever dtype torch reports."""
     with torch.no_grad():
         tensor.fill_(FINE)
     torch_xla.sync(wait=True)
@@ -59,7 +59,7 @@ def keeps_float32(tensor: torch.Tensor) -> bool:
 
 
 def types_inside(trainer: RewardTrainer) -> dict[str, str]:
-    """What type things have while a step computes: filled in by the last step that ran."""
+    """Return a dict that each step fills with the dtypes of its computation."""
     found: dict[str, str] = {}
     leaves = {
         module: name.rpartition(".")[2]
@@ -71,16 +71,16 @@ def types_inside(trainer: RewardTrainer) -> dict[str, str]:
         if module in leaves:
             found[leaves[module]] = str(output.dtype)
 
-    # for all modules: a hook on one of the model's would have its batches padded
+    # a global hook: a hook on a module of the model would make batches padded
     register_module_forward_hook(note)
 
-    see = trainer.trl_tpu.statistics.see_loss
+    see = trainer.trl_tpu.statistics.add_loss
 
     def note_and_see(loss: torch.Tensor) -> None:
         found["loss"] = str(loss.dtype)
         see(loss)
 
-    trainer.trl_tpu.statistics.see_loss = note_and_see  # type: ignore[method-assign]
+    trainer.trl_tpu.statistics.add_loss = note_and_see  # type: ignore[method-assign]
     return found
 
 

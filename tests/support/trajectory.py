@@ -1,11 +1,11 @@
-"""Train for some steps in this process and write what was logged: run by tests, one process for each setting.
+"""Train in this process and write the logs: run by tests, one process per setting.
 
 python tests/support/trajectory.py PACKAGE FOLDER OUT RUNS [RANK]
 
-PACKAGE is trl or trl_tpu. RUNS is JSON of names to arguments of RewardConfig and `data`: the folder in FOLDER that has
-a `model` and `pairs.jsonl`; with `six_overrides` the trainer is one that a user has changed. What only one of
-the packages is told is below its name; of TRL's model, what `frozen` finds is frozen. The environment picks the
-runtime and the devices; RANK is that of one of two processes, of which the first writes.
+PACKAGE is trl or trl_tpu. RUNS is JSON: names of runs to arguments of RewardConfig and `data`, the folder in FOLDER
+with a `model` and `pairs.jsonl`. With `six_overrides` the trainer is a user's subclass. Arguments for only one package
+are below its name. `frozen` is a pattern of parameters to freeze in TRL's model. The environment chooses runtime and
+devices. RANK is the rank of one of two processes; the first one writes.
 """
 
 import json
@@ -27,7 +27,7 @@ DEFAULTS = QUIET | {"learning_rate": 3e-4, "warmup_steps": 5, "logging_steps": 1
 
 
 def six_overrides(package: Any) -> type:
-    """A trainer of which a user has overridden six methods; each leaves a trace in what is logged."""
+    """Return a trainer with six overridden methods; each one affects the logs."""
 
     class Own(package.RewardTrainer):  # type: ignore[misc]
         def compute_loss(
@@ -71,7 +71,7 @@ def train(package: str, folder: Path, settings: dict[str, Any]) -> list[dict[str
     own = {name: settings.pop(name, {}) for name in ("trl", "trl_tpu")}
     settings |= own[package]
     frozen = settings.pop("frozen", None)
-    if package == "trl":  # TRL's default optimizer is another kernel
+    if package == "trl":  # TRL's default optimizer is a fused kernel
         settings |= {"optim": "adamw_torch", "use_cpu": True}
     pairs = [json.loads(line) for line in (folder / "pairs.jsonl").read_text(encoding="utf-8").splitlines()]
     trainer_class = six_overrides(module) if settings.pop("six_overrides", False) else module.RewardTrainer
@@ -95,7 +95,7 @@ def main(package: str, folder: str, out: str, runs: str, rank: str = "0") -> Non
     for name, settings in json.loads(runs).items():
         try:
             results[name] = train(package, Path(folder, settings.pop("data")), settings)
-        except Exception:  # the test of this run fails with it, and the others go on
+        except Exception:  # only the test of this run fails
             results[name] = traceback.format_exc()[-4000:]
     if rank == "0":
         Path(out).write_text(json.dumps(results), encoding="utf-8")

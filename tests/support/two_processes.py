@@ -1,8 +1,8 @@
-"""One of two processes of plain torch, or one alone: two_processes.py MODEL FOLDER [RANK]
+"""One of two processes of plain torch, or a single one: two_processes.py MODEL FOLDER [RANK]
 
-With RANK it tells itself what torchrun would tell it. Each way to train is gone with the same pairs in a batch,
-however many processes share it, and what it gave is written to FOLDER. Two processes also train as TRL, are stopped
-and go on.
+With RANK it sets torchrun's environment variables itself. It trains in every way, with the same pairs per batch for
+one or two processes, and writes the results to FOLDER. Two processes also compare with TRL, and are stopped and
+resumed.
 """
 
 import json
@@ -17,11 +17,10 @@ import pytest
 import tiny
 import torch
 import trl
-from apart import become_rank
 from datasets import Dataset
-from judgements import form_in
-from stopping import At, later, sigterm
-from training import QUIET, logged, losses, trained, untimed
+from label_formats import format_in
+from subprocesses import become_rank
+from training import QUIET, At, advance_clock, logged, losses, sigterm, trained, untimed
 from transformers import TrainerCallback
 
 import trl_tpu
@@ -48,8 +47,8 @@ WAYS: dict[str, tuple[Callable[[Dataset], Any], dict[str, Any]]] = {
         {"group_by_prompt": True},
     ),
     "attributes": (lambda rows: rows, {}),
-    "streams": (lambda pairs: pairs.to_iterable_dataset(), {"logging_steps": 2}),  # not at the end of an epoch
-    # files of unequal lengths, which accelerate would deal out; in epochs of other orders
+    "streams": (lambda pairs: pairs.to_iterable_dataset(), {"logging_steps": 2}),  # also logs within epochs
+    # files of unequal lengths, which accelerate would distribute, shuffled in each epoch
     "padded streams": (
         lambda pairs: pairs.to_iterable_dataset(num_shards=3).shuffle(seed=1, buffer_size=5),
         {"packing": False},
@@ -64,9 +63,9 @@ def arguments(package: Any, out: Path, **settings: Any) -> Any:
 
 
 def go(model: str, out: Path, way: str) -> dict[str, Any]:
-    """Train two epochs of three steps and evaluate after each, once more from within one of them; and predict."""
+    """Train two epochs of three steps with evaluations, repeat from a checkpoint within an epoch, and predict."""
     shape, settings = WAYS[way]
-    form = form_in(way)
+    form = format_in(way)
     pairs = form.rows(44)
     train, held_out, test = (shape(pairs.select(rows)) for rows in (range(24), range(24, 37), range(37, 44)))
 
@@ -89,19 +88,19 @@ def go(model: str, out: Path, way: str) -> dict[str, Any]:
 
 
 def of_13_pairs(package: Any, model: str, out: Path) -> list[float]:
-    """Train 13 pairs, of which the last batch of an epoch has too few."""
+    """Train on 13 pairs, so that the last batch of an epoch is short, and return the losses."""
     args = arguments(package, out, save_strategy="no")
     trainer = trained(package.RewardTrainer(model, args, train_dataset=tiny.made_up_pairs(13)))
     return losses(trainer)
 
 
 def after_a_time_limit(model: str, out: Path, told: bool) -> str:
-    """Stop by a time limit, whereupon this process may be told to end; return how training ended."""
+    """Stop by a time limit, optionally followed by a SIGTERM, and return the reason why training ended."""
     args = arguments(trl_tpu, out, training_time_limit="1h", save_strategy="no")
     trainer = RewardTrainer(model, args, train_dataset=tiny.made_up_pairs(24))
     trainer.add_callback(At("on_train_end", 0, sigterm if told else lambda: None))
     with pytest.MonkeyPatch.context() as patch:
-        trainer.add_callback(At("on_step_begin", 1, later(patch, 3600)))
+        trainer.add_callback(At("on_step_begin", 1, advance_clock(patch, 3600)))
         try:
             trainer.train()
         except Unfinished as unfinished:
@@ -118,7 +117,7 @@ def make_trainer(model: str, folder: Path | str, *callbacks: TrainerCallback, **
 
 
 def evaluated(model: str, folder: Path) -> dict[str, float]:
-    """Of 13 pairs, whose last batch one of two processes fills up with others; without times."""
+    """Return metrics without times of 13 pairs; two processes pad the last batch with other pairs."""
     trainer = make_trainer(
         model, folder, center_rewards_coefficient=0.1, per_device_eval_batch_size=4, max_eval_steps=None
     )
@@ -126,22 +125,22 @@ def evaluated(model: str, folder: Path) -> dict[str, float]:
 
 
 def check_a_stop_where_nothing_is_due(model: str, folder: Path, told: bool) -> None:
-    """Both stop at one step, and save it alone; they meet at every step."""
-    agreement._SECONDS_BETWEEN = 0.0
+    """Both processes stop at the same step and save only that step. They vote at every step."""
+    agreement._SECONDS_BETWEEN_VOTES = 0.0
     callbacks = [At("on_step_begin", 1, sigterm)] if told else []
     settings = {"save_strategy": "no", "eval_strategy": "no", "logging_strategy": "no"}
     try:
         make_trainer(model, folder, *callbacks, **settings).train()
-        raise AssertionError("SIGTERM was not heard")
+        raise AssertionError("SIGTERM was ignored")
     except Unfinished as unfinished:
         assert unfinished.checkpoint == str(folder / "checkpoint-2"), unfinished
     assert [path.name for path in folder.glob("checkpoint-*")] == ["checkpoint-2"]
 
 
 def check_a_run_at_a_url(model: str, url: str, first: bool) -> None:
-    """Each process goes on with random numbers of its own, so that all of them are there.
+    """Each process has its own random state, so the checkpoint must hold all of them.
 
-    One process that cannot write its own fails the save of both. When the run is resumed, one downloads for both.
+    A process that cannot write its state fails the save of both. In a resume, one process downloads for both.
     """
     settings: dict[str, Any] = {"save_steps": 1, "eval_strategy": "no"}
     trainer = make_trainer(model, url, max_steps=2, **settings)
@@ -169,24 +168,24 @@ def check_a_run_at_a_url(model: str, url: str, first: bool) -> None:
     assert [Path(each).name for each in downloads] == (["checkpoint-9", "checkpoint-2"] if first else []), downloads
     try:
         make_trainer(model, url, **settings).train(resume_from_checkpoint=f"{url}/checkpoint-7")
-        raise AssertionError("there is no checkpoint-7")
+        raise AssertionError("checkpoint-7 does not exist")
     except (UserError, OSError) as error:
         assert "checkpoint-7" in str(error), error
 
 
 def stopped_and_resumed(model: str, folder: Path, first: bool) -> dict[str, Any]:
-    """Train without a stop; then with one, in the middle between two logs, and go on from the checkpoint.
+    """Train without a stop; then with a stop between two logs, and resume from the checkpoint.
 
-    The other process alone is told to stop, before an evaluation, which is left out.
+    Only the second process gets the SIGTERM. The evaluation after it is skipped.
     """
     whole = trained(make_trainer(model, folder / "whole"))
     stopped = make_trainer(model, folder / "stopped", *([] if first else [At("on_step_begin", 2, sigterm)]))
     try:
         stopped.train()
-        raise AssertionError("SIGTERM was not heard")
+        raise AssertionError("SIGTERM was ignored")
     except Unfinished as unfinished:
         assert unfinished.checkpoint == str(folder / "stopped" / "checkpoint-3"), unfinished
-        assert (folder / "stopped" / "checkpoint-3" / "manifest.json").is_file()  # also where it is not written
+        assert (folder / "stopped" / "checkpoint-3" / "manifest.json").is_file()  # on both ranks
     resumed = trained(make_trainer(model, folder / "stopped"), resume=True)
     equal = all(map(torch.equal, whole.model.parameters(), resumed.model.parameters()))
     after = [log for log in logged(whole) if log["step"] > 3]

@@ -1,4 +1,4 @@
-"""These tests need TorchTPU on XLA's CPU plugin, in the environment that `make torchtpu-check` makes for it."""
+"""These tests need TorchTPU on XLA's CPU plugin, in the environment created by `make torchtpu-check`."""
 
 import os
 from importlib.util import find_spec
@@ -7,7 +7,7 @@ import pytest
 
 IS_THERE = find_spec("torch_tpu") is not None and "PJRT_CPU_PLUGIN" in os.environ
 if IS_THERE:
-    import torchtpu_start  # noqa: F401  # before trl_tpu looks for a device
+    import torchtpu_device  # noqa: F401  # before trl_tpu looks for a device
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

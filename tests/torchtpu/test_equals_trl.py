@@ -1,7 +1,7 @@
-"""On TorchTPU every step's loss is that of plain torch, in few programs, none of which is compiled late.
+"""On TorchTPU the loss of every step equals plain torch's, with few programs, all compiled early.
 
-Losses are held to 1e-6, as on other devices, and statistics to 5e-6: seen are 1.2e-7 and 7e-7, since float32 sums are
-taken in another order, and Adam is its fused kernel here.
+The tolerance is 1e-6 for losses, as on other devices, and 5e-6 for statistics; measured are 1.2e-7 and 7e-7. float32
+sums have another order, and Adam is the fused kernel here.
 """
 
 import json
@@ -9,11 +9,11 @@ import os
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import apart
 import pytest
 import real_pairs
+import subprocesses
 import tiny
-from places import SUPPORT
+from environment import SUPPORT
 
 STEPS, MORE, OF_TRL = 50, 30, 6
 # a schedule that does not depend on the number of steps
@@ -27,7 +27,7 @@ OURS = (
 TRL = (
     "torchtpu_run.py",
     "trl",
-    # TRL's defaults, but for what the CPU plugin lacks: pinned memory, and the kernel that sdpa is on a TPU
+    # TRL's defaults except for features missing in the CPU plugin: pinned memory, and the TPU's sdpa kernel
     {
         "TRL on TorchTPU": DATA
         | {"max_steps": OF_TRL, "dataloader_pin_memory": False}
@@ -38,7 +38,7 @@ TRL = (
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """What each of the runs, in a process for each package and device, has logged and compiled."""
+    """Return the logs and numbers of programs of all runs, with one process per package and device."""
     folder = tmp_path_factory.mktemp("runs")
     pairs = real_pairs.made_up_dialogues(700)
     tiny.save_tiny(folder / "model", [*pairs["chosen"], *pairs["rejected"]])
@@ -47,11 +47,11 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     def run(script: str, package: str, settings: dict[str, Any]) -> dict[str, Any]:
         out = folder / f"{package} {script}.json"
         words = [package, str(folder), str(out), json.dumps(settings)]
-        # what accelerate is told: by hand for TRL, and nothing for plain torch
+        # accelerate's device: set explicitly for TRL on TorchTPU, unset for plain torch
         environment = {name: value for name, value in os.environ.items() if name != "ACCELERATE_TORCH_DEVICE"}
         if (script, package) == ("torchtpu_run.py", "trl"):
             environment["ACCELERATE_TORCH_DEVICE"] = "tpu:0"
-        apart.cold(str(SUPPORT / script), *words, environment=environment)
+        subprocesses.run_without_server(str(SUPPORT / script), *words, environment=environment)
         return json.loads(out.read_text())
 
     with ThreadPoolExecutor(2) as pool:
@@ -76,8 +76,8 @@ def test_thirty_more_steps_compile_nothing(layout: str, runs: dict[str, dict[str
     assert len(after) == STEPS + MORE and after[-1] == after[STEPS - 1] < 100, (after, runs[layout]["batches"])
 
 
-def test_trl_compiles_more_in_a_few_steps(runs: dict[str, dict[str, Any]]) -> None:
-    """A line for the log: what TRL does here, beside it, in a process of its own."""
+def test_trl_compiles_more_programs(runs: dict[str, dict[str, Any]]) -> None:
+    """Print one line per run, for comparison with TRL."""
     trl = runs["TRL on TorchTPU"]
     assert logged(trl, "loss", OF_TRL) == pytest.approx(logged(runs["TRL"], "loss", OF_TRL), rel=0, abs=1e-6)
     for name, run in runs.items():

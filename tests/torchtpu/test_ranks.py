@@ -1,6 +1,7 @@
-"""Several processes on TorchTPU train as one on the CPU does, and resume to the bit.
+"""Two processes on TorchTPU train as one process on the CPU does, and resume bitwise.
 
-The CPU plugin knows one process. So each has one of its own, and collectives go over gloo: see `tpu_dist_on_gloo`.
+The CPU plugin supports one process. Each process therefore has its own, and collectives go over gloo: see
+`torchtpu_device`.
 """
 
 import json
@@ -8,20 +9,20 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import apart
 import pytest
+import subprocesses
 import tiny
-from places import SUPPORT
+from environment import SUPPORT
 
 COUNT = 2
 
 
 def run_all(script: str, *words: str) -> None:
-    """Run a script with these words, and its place behind them, in each of the processes."""
-    meet = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": apart.free_port()}
-    command = (str(SUPPORT / "torchtpu_ranks.py"), script, *words, str(COUNT))
+    """Run a script with these words, the number of processes and the rank, in each process."""
+    meet = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": subprocesses.free_port()}
+    command = (str(SUPPORT / "torchtpu_device.py"), script, *words, str(COUNT))
     with ThreadPoolExecutor(COUNT) as pool:
-        list(pool.map(lambda rank: apart.cold(*command, str(rank), **meet), range(COUNT)))
+        list(pool.map(lambda rank: subprocesses.run_without_server(*command, str(rank), **meet), range(COUNT)))
 
 
 @pytest.fixture(scope="module")
@@ -30,8 +31,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return tiny.save_tiny(tmp_path_factory.mktemp("model"), pairs)
 
 
-def test_processes_give_what_one_gives(model: str, tmp_path: Path) -> None:
-    apart.cold(str(SUPPORT / "ranks.py"), model, str(tmp_path), "1", ACCELERATE_USE_CPU="1")
+def test_processes_equal_one_process(model: str, tmp_path: Path) -> None:
+    subprocesses.run_without_server(str(SUPPORT / "ranks.py"), model, str(tmp_path), "1", ACCELERATE_USE_CPU="1")
     run_all("ranks.py", model, str(tmp_path))
     alone = json.loads((tmp_path / "alone of 1.json").read_text())
     for rank in range(COUNT):
@@ -49,7 +50,7 @@ def logged(run: dict[str, Any], name: str) -> list[float]:
     return [logs[name] for logs in run["logged"] if name in logs]
 
 
-def test_a_resumed_run_is_the_same_to_the_bit(model: str, tmp_path: Path) -> None:
+def test_resumed_run_is_bitwise_equal(model: str, tmp_path: Path) -> None:
     settings = {"output_dir": str(tmp_path / "whole"), "mesh": f"fsdp={COUNT}", "max_steps": 4}
     run_all("saved_ranks.py", model, json.dumps(settings))
     resumed = {"output_dir": str(tmp_path / "resumed"), "resume": str(tmp_path / "whole" / "checkpoint-2")}

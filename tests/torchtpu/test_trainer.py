@@ -1,4 +1,4 @@
-"""What a run on TorchTPU does besides its steps: it reads at logs only, skips, saves, resumes, evaluates, scores."""
+"""Runs on TorchTPU read from the device only at logs, and skip steps, save, resume, evaluate and score."""
 
 import json
 import math
@@ -7,15 +7,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import apart
-import judgements
+import label_formats
 import nonfinite_runs
 import numpy as np
 import pytest
+import subprocesses
 import tiny
 import torch
+from environment import ROOT, SUPPORT
 from peft import LoraConfig
-from places import ROOT, SUPPORT
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from training import QUIET, differing, losses
@@ -53,11 +53,11 @@ def make(model: str, tmp_path: Path) -> Callable[..., RewardTrainer]:
 
 
 def run_on_cpu(*words: str) -> str:
-    """The last word that a process prints which is told to take the CPU."""
-    return apart.cold(*words, ACCELERATE_USE_CPU="1", PYTHONPATH=f"{ROOT}:{SUPPORT}").split()[-1]
+    """Return the last word printed by a process that uses the CPU."""
+    return subprocesses.run_without_server(*words, ACCELERATE_USE_CPU="1", PYTHONPATH=f"{ROOT}:{SUPPORT}").split()[-1]
 
 
-def test_the_device_is_chosen_and_told(make: Callable[..., RewardTrainer]) -> None:
+def test_tpu_is_chosen_and_described(make: Callable[..., RewardTrainer]) -> None:
     assert runtime.choice().name == "torchtpu"
     trainer = make()
     assert trainer.args.device.type == trainer.accelerator.device.type == trainer.model.device.type == "tpu"
@@ -66,11 +66,11 @@ def test_the_device_is_chosen_and_told(make: Callable[..., RewardTrainer]) -> No
     with pytest.raises(UserError, match="ACCELERATE_USE_CPU=1"):
         make(use_cpu=True)
     asked = "from trl_tpu import runtime; print(runtime.choice().name)"
-    assert run_on_cpu("-c", f"import torchtpu_start; {asked}") == "native"
+    assert run_on_cpu("-c", f"import torchtpu_device; {asked}") == "native"
 
 
 class Reads(TorchDispatchMode):
-    """Counts what is read from the device in steps that are not logged, once all is compiled."""
+    """Records reads from the device in steps without a log, after all compilation."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -85,7 +85,7 @@ class Reads(TorchDispatchMode):
 
 
 def _devices(values: Any) -> set[str]:
-    """The devices of tensors; a number is on the host."""
+    """Return the devices of tensors; numbers are on the host."""
     return {
         each.device.type if isinstance(each, torch.Tensor) else "host"
         for each in tree_leaves(values)
@@ -110,14 +110,14 @@ def test_steps_read_nothing_from_the_device(packing: bool, make: Callable[..., R
     assert reads.read == []
 
 
-def test_a_step_that_is_not_finite_is_left_out(tmp_path: Path) -> None:
+def test_nonfinite_step_is_skipped(tmp_path: Path) -> None:
     folder = nonfinite_runs.save_model(tmp_path / "model")
     skipped = nonfinite_runs.train(folder, tmp_path / "run", [0, 3], 6)
     without = nonfinite_runs.train(folder, tmp_path / "run", [], 6, left_out=[0, 3])
     nonfinite_runs.check_skipped(skipped, without, 2)
 
 
-def test_a_resumed_run_is_the_same_to_the_bit(make: Callable[..., RewardTrainer], tmp_path: Path) -> None:
+def test_resumed_run_is_bitwise_equal(make: Callable[..., RewardTrainer], tmp_path: Path) -> None:
     whole = make(save_strategy="steps", save_steps=2)
     whole.train()
     resumed = make(output_dir=str(tmp_path / "again"))
@@ -126,21 +126,23 @@ def test_a_resumed_run_is_the_same_to_the_bit(make: Callable[..., RewardTrainer]
     assert losses(resumed) == losses(whole)
 
 
-@pytest.mark.parametrize("form", judgements.FORMS)
-def test_every_form_of_judgement_trains_as_on_the_cpu(form: str, model: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("form", label_formats.LABEL_FORMATS)
+def test_every_label_format_trains_as_on_the_cpu(form: str, model: str, tmp_path: Path) -> None:
     settings = SETTINGS | {"logging_steps": 2}
-    found = [judgements.losses(form, model, str(tmp_path), packing=packing, **settings) for packing in (True, False)]
-    there = f"judgements.losses({form!r}, {model!r}, {str(tmp_path)!r}, **{settings})"
-    expected = run_on_cpu("-c", f"import judgements; print(*{there}, sep=',')").split(",")
+    found = [
+        label_formats.losses(form, model, str(tmp_path), packing=packing, **settings) for packing in (True, False)
+    ]
+    there = f"label_formats.losses({form!r}, {model!r}, {str(tmp_path)!r}, **{settings})"
+    expected = run_on_cpu("-c", f"import label_formats; print(*{there}, sep=',')").split(",")
     assert len(expected) == 3
     for each in found:
         assert each == pytest.approx(list(map(float, expected)), abs=1e-6)
 
 
-def test_a_checkpoint_goes_to_plain_torch_and_back(
+def test_checkpoint_resumes_in_plain_torch_and_back(
     make: Callable[..., RewardTrainer], model: str, tmp_path: Path
 ) -> None:
-    """Equal to 1e-6, as runs of the two are."""
+    """Losses equal to 1e-6, as in separate runs of the two."""
     data = tiny.made_up_pairs(64)
     whole = make(train_dataset=data, save_strategy="steps", save_steps=2)
     whole.train()
@@ -154,7 +156,7 @@ def test_a_checkpoint_goes_to_plain_torch_and_back(
     assert losses(back) == pytest.approx(losses(whole), rel=0, abs=1e-6)
 
 
-def test_evaluate_predict_score_and_report(
+def test_evaluate_predict_score_and_report_agree(
     make: Callable[..., RewardTrainer], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     trainer = make(eval_strategy="steps", eval_steps=3)
@@ -176,7 +178,7 @@ def test_evaluate_predict_score_and_report(
 
 
 @pytest.mark.parametrize("remat", ["dots", "none"])
-def test_bfloat16_adapters_and_recomputing_train(remat: str, make: Callable[..., RewardTrainer]) -> None:
+def test_bfloat16_adapters_train_with_recomputation(remat: str, make: Callable[..., RewardTrainer]) -> None:
     trainer = make(bf16=True, remat=remat, gradient_accumulation_steps=2, peft_config=LoraConfig(task_type="SEQ_CLS"))
     trainer.train()
     assert all(map(math.isfinite, losses(trainer)))

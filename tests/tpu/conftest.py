@@ -1,4 +1,4 @@
-"""These tests need libtpu and jax, which compile for a TPU without having one."""
+"""These tests need libtpu and jax, which can compile for a TPU without a TPU."""
 
 import pytest
 

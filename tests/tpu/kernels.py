@@ -1,6 +1,6 @@
-"""Compiles attention of expanded rows, forward and backward, by the trainer's kernel for one chip of a topology.
+"""Compile expanded-row attention with the trainer's kernel, forward and backward, for one chip of a topology.
 
-Prints how many kernels the program runs. Arguments: the topology, how many rows, their length.
+Prints the number of kernels in the program. Arguments: topology, number of rows, row length.
 """
 
 import sys
@@ -18,7 +18,7 @@ HEADS, SIZE = 4, 64
 
 
 def gradients(*given: Any) -> Any:
-    """The gradients of queries, keys and values, where the output's are 1."""
+    """Return the gradients of queries, keys and values for output gradients of 1."""
     forward, backward = splash.attention_functions(SIZE**-0.5, None, None, given[0].shape)
     return backward(jnp.ones_like(forward(*given)[0]), *given)
 

@@ -1,4 +1,4 @@
-"""Train two steps for real on virtual devices, with every program written down: ``real_step.py REQUEST FOLDER``."""
+"""Train two real steps on virtual devices and dump every program: ``real_step.py REQUEST FOLDER``."""
 
 import os
 import pickle
@@ -15,9 +15,9 @@ if __name__ == "__main__":
     import torch
 
     from trl_tpu.modeling.head_spec import HeadSpec
-    from trl_tpu.plan.trace import trainer_of
+    from trl_tpu.plan.trace import make_trainer
 
     outputs = HeadSpec.of(request.model)
     request.model.num_labels = len(outputs.weights)
     model = outputs.auto_class.from_config(request.model, dtype=getattr(torch, request.dtype))
-    trainer_of(request, model, folder).train()
+    make_trainer(request, model, folder).train()

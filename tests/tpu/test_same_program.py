@@ -1,4 +1,4 @@
-"""What is traced with placeholders is what a real trainer runs, instruction by instruction."""
+"""The program traced with placeholders equals a real trainer's, instruction by instruction."""
 
 import pickle
 import re
@@ -7,9 +7,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import apart
 import pytest
-from chosen import AT_ONCE, chosen
+import subprocesses
+from subprocesses import PARALLEL_COMPILES, selected_cases
 from transformers import LlamaConfig
 
 from trl_tpu.plan.compile import TracedProgram
@@ -32,7 +32,7 @@ def lora() -> Any:
     return LoraConfig(r=4, task_type="SEQ_CLS", target_modules="all-linear", modules_to_save=["score"])
 
 
-# of each linear layer a matrix of 4 rows before it and one after it; and the score head
+# for each linear layer two matrices of rank 4; and the score head
 TRAINED_BY_ADAPTERS = 2 * 4 * (2 * (64 + 64) + 2 * (64 + 32) + 3 * (64 + 128)) + 64
 
 CASES: dict[str, dict[str, Any]] = {
@@ -49,7 +49,7 @@ CASES: dict[str, dict[str, Any]] = {
         "dtype": "bfloat16",
         "arguments": {"packing": "false", "mesh": "fsdp=2,tensor=2", "remat": "dots"},
     },
-    "adapters, gradients that add up": {
+    "adapters, accumulated gradients": {
         "rows": 4,
         "arguments": {"gradient_accumulation_steps": 2, "remat": "none"},
         "peft": lora,
@@ -77,42 +77,42 @@ Traced, Written = Future[TracedProgram], Future[list[bytes]]
 def programs(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Mapping[str, tuple[Traced, Written]]]:
-    """What is traced, and what a real trainer runs."""
-    with ThreadPoolExecutor(AT_ONCE) as pool:
+    """Return the traced programs and those of a real trainer."""
+    with ThreadPoolExecutor(PARALLEL_COMPILES) as pool:
         yield {
             name: (
                 pool.submit(trace_step, request_of(name)),
-                pool.submit(programs_of_a_real_run, request_of(name), tmp_path_factory.mktemp("run")),
+                pool.submit(real_programs, request_of(name), tmp_path_factory.mktemp("run")),
             )
-            for name in chosen(request, "name")
+            for name in selected_cases(request, "name")
         }
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_traced_program_is_one_of_a_real_trainer(
-    name: str, programs: Mapping[str, tuple[Traced, Written]]
-) -> None:
+def test_traced_program_equals_a_real_trainers(name: str, programs: Mapping[str, tuple[Traced, Written]]) -> None:
     traced, written = (each.result() for each in programs[name])
     real = next((each for each in written if listing(each) == listing(traced.hlo)), None)
     assert real is not None
     assert layouts_of(real) == dict(enumerate(traced.shardings))
     assert donors_of(real) == [number for number, is_donated in enumerate(traced.donated) if is_donated] != []
-    # state that the program does not read: some numbers; with accumulated gradients Adam's moments and the next batch,
-    # 3 arrays [1, 128] of tokens a chip and the table of its comparisons
-    waiting = 2 * 4 * TRAINED_BY_ADAPTERS // CHIPS + 3 * 4 * 128 if "add up" in name else 0
+    # state that the program does not read: scalars; with accumulated gradients also Adam's moments and the next batch,
+    # which is 3 arrays [1, 128] of tokens per chip and its table of comparisons
+    waiting = 2 * 4 * TRAINED_BY_ADAPTERS // CHIPS + 3 * 4 * 128 if "accumulated" in name else 0
     assert waiting <= traced.idle <= waiting + 2048
 
 
-def programs_of_a_real_run(request: StepRequest, folder: Path) -> list[bytes]:
-    """Every program that two steps give to XLA."""
+def real_programs(request: StepRequest, folder: Path) -> list[bytes]:
+    """Return every program passed to XLA in two steps."""
     (folder / "request").write_bytes(pickle.dumps(request))
     devices = {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": str(request.chips), "USE_TORCH_XLA": "1"}
-    apart.cold(str(Path(__file__).with_name("real_step.py")), str(folder / "request"), str(folder / "dump"), **devices)
+    subprocesses.run_without_server(
+        str(Path(__file__).with_name("real_step.py")), str(folder / "request"), str(folder / "dump"), **devices
+    )
     return [module_of(file.read_bytes()) for file in (folder / "dump").glob("*before_optimizations.hlo.pb")]
 
 
 def module_of(message: bytes) -> bytes:
-    """The module in a HloProto: its field 1, of a length that is written in groups of 7 bits."""
+    """Return the module in a HloProto: field 1, whose length is a varint of 7-bit groups."""
     assert message[0] == 0x0A
     length, shift, at = 0, 0, 1
     while True:
@@ -129,15 +129,15 @@ def text_of(module: bytes) -> str:
 
 
 def listing(module: bytes) -> list[str]:
-    """All instructions without names and origins, nor layouts of arguments, of which placeholders have none.
+    """Return all instructions without names, origins and layouts of arguments, which placeholders do not have.
 
-    The first line is left out: that of a real run says more, such as what is donated.
+    The first line is dropped: a real run's has more details, such as donated buffers.
     """
     return [re.sub(r"( parameter\(\d+\)), sharding=.*", r"\1", line) for line in text_of(module).splitlines()[1:]]
 
 
 def layouts_of(module: bytes) -> dict[int, str]:
-    # those of a loop's computations, which are printed where they are called, are indented more
+    # layouts in computations of a loop, which are printed at their call, have more indentation
     entry = text_of(module).partition("\nENTRY ")[2]
     found = re.findall(r"^  \w.* parameter\((\d+)\), sharding=(\{.*?\})$", entry, re.MULTILINE)
     return {int(number): sharding for number, sharding in found}
@@ -148,6 +148,6 @@ def donors_of(module: bytes) -> list[int]:
     return [int(number) for number in re.findall(r"\((\d+), \{\}\)", found[1])] if found else []
 
 
-def test_what_the_trainer_refuses_is_refused_with_its_words() -> None:
+def test_plan_rejects_what_the_trainer_rejects() -> None:
     with pytest.raises(RuntimeError, match="fsdp=3"):
         trace_step(StepRequest(LlamaConfig(**CONFIG), CHIPS, length=128, rows=4, arguments={"mesh": "fsdp=3"}))

@@ -1,6 +1,6 @@
-"""Programs of the trainer are taken by the real TPU compiler, for every kind of chip and the layouts of a mesh.
+"""The real TPU compiler compiles the trainer's programs for every kind of chip and for several meshes.
 
-Their memory is compared with the state that the sharding plan gives a chip, and with what the compiler does with less.
+Their memory is compared with the state per chip in the sharding plan, and with compilations for less memory.
 """
 
 from collections.abc import Iterator, Mapping
@@ -8,8 +8,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import pytest
-from chosen import AT_ONCE, chosen
 from peft import LoraConfig
+from subprocesses import PARALLEL_COMPILES, selected_cases
 from transformers import LlamaConfig
 
 from trl_tpu.modeling.adapters import add_adapters
@@ -42,7 +42,7 @@ SETTINGS: dict[str, tuple[int, dict[str, Any]]] = {
     "loop, tensor parallel": (8, EXPANDED | {"scan_layers": True, "mesh": "fsdp=4,tensor=2"} | ON_HOST),
     "packed, two axes": (256, EXPANDED | {"mesh": "data=4,fsdp=64"}),
 }
-"""How many chips each takes, and arguments of the trainer; "length" is of its rows."""
+"""Number of chips and trainer arguments of each case; "length" is the row length."""
 
 
 def config_of(name: str) -> LlamaConfig:
@@ -66,26 +66,26 @@ def lora() -> Any:
     return LoraConfig(r=8, task_type="SEQ_CLS", target_modules="all-linear", modules_to_save=["score"])
 
 
-class Made(NamedTuple):
+class CompiledCase(NamedTuple):
     traced: TracedProgram
     compiled: CompiledProgram
 
 
-def compile_one(traced: Future[TracedProgram], topology: str) -> Made:
-    return Made(traced.result(), compile_for(traced.result(), topology))
+def compile_one(traced: Future[TracedProgram], topology: str) -> CompiledCase:
+    return CompiledCase(traced.result(), compile_for(traced.result(), topology))
 
 
 @pytest.fixture(scope="module")
-def programs(request: pytest.FixtureRequest) -> Iterator[Mapping[tuple[str, str], Future[Made]]]:
-    """The programs of the cases that are asked for; each is traced once."""
-    asked = chosen(request, "name", "topology")
-    with ThreadPoolExecutor(AT_ONCE) as pool:
+def programs(request: pytest.FixtureRequest) -> Iterator[Mapping[tuple[str, str], Future[CompiledCase]]]:
+    """Return the programs of the selected cases; each is traced once."""
+    asked = selected_cases(request, "name", "topology")
+    with ThreadPoolExecutor(PARALLEL_COMPILES) as pool:
         traced = {name: pool.submit(trace, name) for name in dict.fromkeys(name for name, _ in asked)}
         yield {(name, topology): pool.submit(compile_one, traced[name], topology) for name, topology in asked}
 
 
-def state_of_a_chip(name: str) -> tuple[int, int]:
-    """Bytes of weights and Adam's moments by the sharding plan, and bytes of matrices in bfloat16 before sharding."""
+def state_per_chip(name: str) -> tuple[int, int]:
+    """Return bytes of weights and moments per chip in the sharding plan, and of unsharded matrices in bfloat16."""
     chips, settings = SETTINGS[name]
     model = model_without_weights(config_of(name), "float32")
     if "adapters" in settings:
@@ -100,15 +100,15 @@ def state_of_a_chip(name: str) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize(("name", "topology"), CASES, ids=[f"{name}, {topology}" for name, topology in CASES])
-def test_the_compilers_arguments_are_the_sharded_state_and_are_overwritten(
-    name: str, topology: str, programs: Mapping[tuple[str, str], Future[Made]]
+def test_program_arguments_are_the_sharded_state_and_are_donated(
+    name: str, topology: str, programs: Mapping[tuple[str, str], Future[CompiledCase]]
 ) -> None:
     chips, settings = SETTINGS[name]
-    (traced, compiled), (state, _) = programs[name, topology].result(), state_of_a_chip(name)
-    # the compiler pads small arrays to tiles, so that it may need more; but never the whole of what is split
+    (traced, compiled), (state, _) = programs[name, topology].result(), state_per_chip(name)
+    # the compiler pads small arrays to tiles, so it may need more, but never the unsharded size
     batch = 32 * chips * settings.get("length", LENGTH)
     assert state <= compiled.arguments <= 1.1 * (state + batch) + 4096 * len(traced.shardings)
-    # what changes is overwritten in place; beside it a few numbers are returned, each padded to a tile
+    # updated state is overwritten in place; the other outputs are a few numbers, each padded to a tile
     assert compiled.results < 2**13
     assert compiled.temporary > 0
     assert (b"annotate_device_placement" in traced.hlo) == ("activation_offloading" in settings)
@@ -118,34 +118,34 @@ def test_the_compilers_arguments_are_the_sharded_state_and_are_overwritten(
 @pytest.mark.parametrize(
     ("name", "topology"), [("packed, two axes", "v6e:16x16"), ("loop, tensor parallel", "v6e:2x4")]
 )
-def test_a_chip_receives_weights_twice_and_gradients_once_over_fsdp(
-    name: str, topology: str, programs: Mapping[tuple[str, str], Future[Made]]
+def test_fsdp_receives_weights_twice_and_gradients_once(
+    name: str, topology: str, programs: Mapping[tuple[str, str], Future[CompiledCase]]
 ) -> None:
-    """The compiler counts a loop once, so that nothing is known of a program with loops."""
+    """The compiler counts loops once, so programs with loops are not checked."""
     compiled = programs[name, topology].result().compiled
     if "scan_layers" in SETTINGS[name][1]:
         assert (compiled.flops, compiled.received) == (0, 0)
         return
-    matrices, shards = state_of_a_chip(name)[1], 64
+    matrices, shards = state_per_chip(name)[1], 64
     assert 3 * matrices * (1 - 1 / shards) <= compiled.received <= 2 * 3 * matrices
     assert compiled.flops > 0
 
 
 @pytest.mark.parametrize(("name", "topology"), [("long rows", "v5e:2x2")])
-def test_nothing_grows_with_the_square_of_the_length(
-    name: str, topology: str, programs: Mapping[tuple[str, str], Future[Made]]
+def test_memory_is_not_quadratic_in_the_length(
+    name: str, topology: str, programs: Mapping[tuple[str, str], Future[CompiledCase]]
 ) -> None:
-    """A score of two bytes for each two tokens, of one head."""
+    """The limit is one head's attention scores: two bytes for each pair of tokens."""
     assert programs[name, topology].result().compiled.temporary < 4 * 2 * SETTINGS[name][1]["length"] ** 2
 
 
 @pytest.mark.parametrize(("name", "topology"), [("loop, tensor parallel", "v6e:2x4")])
-def test_a_program_fits_in_what_the_plan_says_and_not_in_less(
-    name: str, topology: str, programs: Mapping[tuple[str, str], Future[Made]], monkeypatch: pytest.MonkeyPatch
+def test_program_fits_the_planned_memory_and_no_less(
+    name: str, topology: str, programs: Mapping[tuple[str, str], Future[CompiledCase]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The statistics that jax hands on say more of temporary memory.
+    """The statistics from jax overestimate temporary memory.
 
-    With hardly enough memory libtpu orders the program otherwise, and may need a little more or less for it.
+    With barely enough memory libtpu reorders the program, which then may need slightly more or less.
     """
     traced, compiled = programs[name, topology].result()
 
@@ -155,4 +155,4 @@ def test_a_program_fits_in_what_the_plan_says_and_not_in_less(
 
     in_memory_of(compiled.arguments + compiled.temporary + compiled.generated_code + 2**20)
     too_little = compiled.arguments + 0.75 * compiled.temporary
-    assert attempt(None, lambda _: in_memory_of(too_little)).refusal.startswith("Used ")  # type: ignore[arg-type]
+    assert attempt(None, lambda _: in_memory_of(too_little)).error.startswith("Used ")  # type: ignore[arg-type]

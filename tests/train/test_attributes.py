@@ -1,4 +1,4 @@
-"""Training on answers that several attributes grade: what is saved gives one number, and keeps their names."""
+"""Training on answers graded by several attributes: the saved model gives one reward and keeps attribute names."""
 
 from pathlib import Path
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import tiny
-from judgements import NAMES, WEIGHTS, graded
+from label_formats import NAMES, WEIGHTS, graded
 from peft import AutoPeftModelForSequenceClassification, LoraConfig
 from training import QUIET
 from transformers import AutoModelForSequenceClassification
@@ -30,7 +30,7 @@ def trained(model: str, out: Path, peft_config: Any = None, data: Any = None, **
     return trainer
 
 
-def test_an_attribute_that_no_row_grades_is_not_trained(model: str, tmp_path: Path) -> None:
+def test_attribute_without_grades_is_not_trained(model: str, tmp_path: Path) -> None:
     before = AutoModelForSequenceClassification.from_pretrained(model).score.weight
     run: Any = trained(model, tmp_path, data=graded(16, missing=("odd",)), weight_decay=0.0)
     changed = [bool((row != old).any()) for row, old in zip(run.model.score.weight, before, strict=True)]
@@ -38,7 +38,7 @@ def test_an_attribute_that_no_row_grades_is_not_trained(model: str, tmp_path: Pa
 
 
 @pytest.mark.parametrize("peft", [None, LoraConfig(task_type="SEQ_CLS", r=2)])
-def test_one_number_comes_out_of_what_is_saved(model: str, tmp_path: Path, peft: Any) -> None:
+def test_saved_model_gives_one_reward(model: str, tmp_path: Path, peft: Any) -> None:
     run = trained(model, tmp_path / "run", peft_config=peft, save_strategy="steps", save_steps=4)
     saved, rows = tmp_path / "run" / "checkpoint-4", list(graded(5, seed=1))
     texts = [row["prompt"] + text for row in rows for text in row["completions"]]
@@ -55,8 +55,8 @@ def test_one_number_comes_out_of_what_is_saved(model: str, tmp_path: Path, peft:
 
 
 @pytest.mark.parametrize("lora", [None, LoraConfig(task_type="SEQ_CLS", r=2, target_modules=["q_proj"])])
-def test_training_that_goes_on_matches_attributes_by_name(model: str, tmp_path: Path, lora: Any) -> None:
-    """Names in another order; saved adapters by their folder and as peft loads them."""
+def test_further_training_matches_attributes_by_name(model: str, tmp_path: Path, lora: Any) -> None:
+    """Names come in another order. Adapters are loaded by their folder and by peft."""
     first = trained(model, tmp_path / "first", peft_config=lora, save_strategy="steps", save_steps=2)
     first.save_model()
     folder, before = str(tmp_path / "first"), first.evaluate()

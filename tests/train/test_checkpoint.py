@@ -1,4 +1,4 @@
-"""A checkpoint is complete or invisible, a damaged one is named and skipped, and nothing in it runs code."""
+"""Checkpoints are complete or invisible, damaged ones are named and skipped, and no file in them runs code."""
 
 import hashlib
 import json
@@ -11,8 +11,8 @@ from typing import Any
 
 import killed_runs
 import pytest
-import saving
-from saving import made_checkpoint
+from checkpoints import write_checkpoint
+from fake_hosts import SingleHost
 
 from trl_tpu.checkpoint.checkpointer import CheckpointLoader
 from trl_tpu.checkpoint.folders import MANIFEST_FILE, RunFolder, find_faults
@@ -22,7 +22,7 @@ from trl_tpu.runtime.native import Runtime
 
 
 def found(output_dir: Path, asked: str | bool = True) -> str | None:
-    loader = CheckpointLoader(Runtime(), saving.Alone(), shares_disk=True)
+    loader = CheckpointLoader(Runtime(), SingleHost(), shares_disk=True)
     return loader.find(asked, RunFolder(output_dir, None, writes=True), "packed", {"seed": 7})
 
 
@@ -42,15 +42,13 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
 
 
 @pytest.mark.parametrize("name", DAMAGES)
-def test_damaged_checkpoint_is_named_and_skipped_for_the_newest_good_one(
-    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_damaged_checkpoint_is_named_and_skipped(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     for step in (2, 9, 10):
-        made_checkpoint(tmp_path, step)
+        write_checkpoint(tmp_path, step)
     damage, fault = DAMAGES[name]
     damage(tmp_path / "checkpoint-10")
     with caplog.at_level(logging.WARNING):
-        assert found(tmp_path) == str(tmp_path / "checkpoint-9")  # by number: 9 comes before 10
+        assert found(tmp_path) == str(tmp_path / "checkpoint-9")  # numeric order: 9 comes before 10
     assert "checkpoint-10" in caplog.text and fault in caplog.text
     assert find_faults(tmp_path / "checkpoint-2") == []
 
@@ -59,9 +57,9 @@ def test_damaged_checkpoint_is_named_and_skipped_for_the_newest_good_one(
     "name",
     ["/dev/zero", "../outside", "inner/../../outside", "link", "inner", "pipe", "loop", "a\0b", "linked/outside"],
 )
-def test_only_regular_files_of_the_folder_are_looked_at(name: str, tmp_path: Path) -> None:
-    """Whatever a manifest names: a device never ends, and the files of others are none of its business."""
-    folder = made_checkpoint(tmp_path, 1)
+def test_only_regular_files_of_the_folder_are_read(name: str, tmp_path: Path) -> None:
+    """A manifest may name endless devices or files outside the checkpoint."""
+    folder = write_checkpoint(tmp_path, 1)
     (tmp_path / "outside").write_bytes(b"")
     (folder / "link").symlink_to(tmp_path / "outside")
     (folder / "linked").symlink_to(tmp_path)
@@ -79,36 +77,36 @@ def test_only_regular_files_of_the_folder_are_looked_at(name: str, tmp_path: Pat
 
 
 def test_links_within_a_checkpoint_are_followed(tmp_path: Path) -> None:
-    folder = made_checkpoint(tmp_path, 1)
+    folder = write_checkpoint(tmp_path, 1)
     (folder / "weights").rename(folder / "moved")
     (folder / "weights").symlink_to("moved")
     (tmp_path / "latest").symlink_to(folder)
     assert find_faults(tmp_path / "latest") == []
 
 
-def test_with_no_good_checkpoint_the_error_names_what_was_found(tmp_path: Path) -> None:
+def test_error_without_a_good_checkpoint_names_the_damaged_ones(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="checkpoint-N"):
         found(tmp_path)
-    os.truncate(made_checkpoint(tmp_path, 4) / "weights", 50)
+    os.truncate(write_checkpoint(tmp_path, 4) / "weights", 50)
     for asked in (True, str(tmp_path / "checkpoint-4")):
         with pytest.raises(UserError, match="checkpoint-4.*weights"):
             found(tmp_path, asked)
 
 
-def test_auto_takes_the_newest_checkpoint_of_this_run_or_starts_fresh_or_stops(tmp_path: Path) -> None:
+def test_auto_resumes_the_newest_checkpoint_starts_or_raises(tmp_path: Path) -> None:
     assert found(tmp_path, "auto") is None
-    made_checkpoint(tmp_path / "_unfinished", 9)  # a save that was killed
+    write_checkpoint(tmp_path / "_unfinished", 9)  # left by a killed save
     assert found(tmp_path, "auto") is None
     shutil.rmtree(tmp_path / "_unfinished")
     for step, seed in ((2, 7), (4, 7), (6, 8)):
         progress = json.dumps({"batches": "packed", "order": {"seed": seed}})
-        (made_checkpoint(tmp_path, step) / PROGRESS_FILE).write_text(progress)
+        (write_checkpoint(tmp_path, step) / PROGRESS_FILE).write_text(progress)
         if seed == 7:
             assert found(tmp_path, "auto") == str(tmp_path / f"checkpoint-{step}")
     with pytest.raises(UserError, match="checkpoint-6.*seed was 8 and is 7"):
         found(tmp_path, "auto")
     os.truncate(tmp_path / "checkpoint-6" / "weights", 50)
-    made_checkpoint(tmp_path, 8)  # of nobody knows whom
+    write_checkpoint(tmp_path, 8)  # without a record of its run
     for newest in ("checkpoint-8", "checkpoint-6"):
         with pytest.raises(UserError, match=newest):
             found(tmp_path, "auto")
@@ -117,13 +115,13 @@ def test_auto_takes_the_newest_checkpoint_of_this_run_or_starts_fresh_or_stops(t
     run.begin(str(tmp_path / "checkpoint-2"), step=2)
     shutil.rmtree(tmp_path / "checkpoint-2")
     run.claim()
-    with pytest.raises(UserError, match="output_dir"):  # what it was resumed from is lost
-        CheckpointLoader(Runtime(), saving.Alone(), shares_disk=True).find("auto", run, "packed", {})
+    with pytest.raises(UserError, match="output_dir"):  # the checkpoint it was resumed from is missing
+        CheckpointLoader(Runtime(), SingleHost(), shares_disk=True).find("auto", run, "packed", {})
     run.release()
 
 
 @pytest.mark.parametrize("kills", [5, pytest.param(40, marks=pytest.mark.long)])
-def test_killed_runs_resume_to_the_bits_of_the_uninterrupted_one(kills: int, tmp_path: Path) -> None:
-    """Weights, moments and logs, after kills at random moments and in saves."""
+def test_killed_runs_resume_bitwise(kills: int, tmp_path: Path) -> None:
+    """Weights, moments and logs are equal after kills at random times and during saves."""
     report = killed_runs.report(tmp_path, kills, {"USE_TORCH_XLA": "0"})
     assert report["kills"] >= kills and report["saves_hit"] >= kills // 5 and report["resumes"] >= kills // 2, report

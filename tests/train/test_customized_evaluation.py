@@ -1,4 +1,4 @@
-"""What a customised trainer evaluates is what transformers' own loop makes of it: the same code in TRL's trainer."""
+"""Customized trainers evaluate as in transformers' loop: the reference is the same subclass of TRL's trainer."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -24,7 +24,7 @@ def rewards_of(model: Any, inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def with_loss(outputs: Callable[[torch.Tensor, torch.Tensor], Any]) -> Callable[[type], type]:
-    """A trainer whose loss is its own, and what it returns beside it."""
+    """Return a subclass with a custom loss that returns the given outputs."""
 
     def compute_loss(self: Any, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
         chosen_P, rejected_P = rewards_of(model, inputs)
@@ -35,7 +35,7 @@ def with_loss(outputs: Callable[[torch.Tensor, torch.Tensor], Any]) -> Callable[
 
 
 def with_predictions(returned: Callable[[Any, Any, Any], Any]) -> Callable[[type], type]:
-    """A trainer whose prediction step is its own."""
+    """Return a subclass with a custom prediction step."""
 
     def prediction_step(self: Any, model: Any, inputs: Any, *_: Any, **__: Any) -> Any:
         with torch.no_grad():
@@ -63,7 +63,7 @@ OUTPUTS: dict[str, Callable[[Any, Any], Any]] = {
 
 
 def with_probabilities(base: type) -> type:
-    """TRL's prediction step up to 0.23, for the outputs of today's loss."""
+    """Return a subclass with the prediction step of TRL up to 0.23, adapted to the current loss outputs."""
 
     class Customized(base):  # type: ignore[misc]
         def prediction_step(self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None) -> Any:
@@ -76,8 +76,8 @@ def with_probabilities(base: type) -> type:
     return Customized
 
 
-def evaluated(package: Any, subclass: Callable[[type], type], folder: Path) -> tuple[dict[str, float], list[Any]]:
-    """The metrics over 11 pairs in batches of 4, and what compute_metrics was called with."""
+def evaluate(package: Any, subclass: Callable[[type], type], folder: Path) -> tuple[dict[str, float], list[Any]]:
+    """Return the metrics over 11 pairs in batches of 4, and the arguments of compute_metrics."""
     seen: list[Any] = []
 
     def compute_metrics(prediction: EvalPrediction) -> dict[str, float]:
@@ -98,9 +98,9 @@ def evaluated(package: Any, subclass: Callable[[type], type], folder: Path) -> t
 
 
 @pytest.mark.parametrize("name", PREDICTIONS)
-def test_a_prediction_step_of_the_users_is_taken_as_transformers_takes_it(name: str, tmp_path: Path) -> None:
+def test_user_prediction_step_is_called_as_by_transformers(name: str, tmp_path: Path) -> None:
     subclass = with_predictions(PREDICTIONS[name])
-    (ours, seen), (theirs, expected) = (evaluated(package, subclass, tmp_path) for package in (trl_tpu, trl))
+    (ours, seen), (theirs, expected) = (evaluate(package, subclass, tmp_path) for package in (trl_tpu, trl))
     assert ours.get("eval_loss") == (pytest.approx(theirs["eval_loss"], abs=1e-6) if "eval_loss" in theirs else None)
     assert len(seen) == len(expected) == ("eval_called" in theirs)
     for one, other in zip(seen, expected, strict=True):
@@ -109,9 +109,9 @@ def test_a_prediction_step_of_the_users_is_taken_as_transformers_takes_it(name: 
 
 
 @pytest.mark.parametrize("name", OUTPUTS)
-def test_a_loss_of_the_users_may_return_anything_beside_it(name: str, tmp_path: Path) -> None:
+def test_user_loss_may_return_any_outputs(name: str, tmp_path: Path) -> None:
     subclass = with_loss(OUTPUTS[name])
-    (ours, seen), (theirs, _) = (evaluated(package, subclass, tmp_path) for package in (trl_tpu, trl))
+    (ours, seen), (theirs, _) = (evaluate(package, subclass, tmp_path) for package in (trl_tpu, trl))
     assert ours["eval_loss"] == pytest.approx(theirs["eval_loss"], abs=1e-6)
     has_rewards = name != "one tensor"
     assert ("eval_accuracy" in ours) == has_rewards == bool(seen)
@@ -121,9 +121,9 @@ def test_a_loss_of_the_users_may_return_anything_beside_it(name: str, tmp_path: 
         assert ours["eval_accuracy"] == pytest.approx((rewards_N2[:, 0] > rewards_N2[:, 1]).mean())
 
 
-def test_rewards_are_what_the_loss_computed_whatever_is_predicted(tmp_path: Path) -> None:
+def test_reward_metrics_come_from_the_loss_not_the_predictions(tmp_path: Path) -> None:
     (plain, rewards), (ours, seen), (theirs, expected) = (
-        evaluated(package, subclass, tmp_path)
+        evaluate(package, subclass, tmp_path)
         for package, subclass in (
             (trl_tpu, lambda base: base),
             (trl_tpu, with_probabilities),
@@ -135,5 +135,5 @@ def test_rewards_are_what_the_loss_computed_whatever_is_predicted(tmp_path: Path
     for name in ("loss", "mean_reward", "margin", "accuracy", "min_reward", "brier"):
         assert ours[f"eval_{name}"] == pytest.approx(plain[f"eval_{name}"], abs=1e-6), name
     assert ours["eval_loss"] == pytest.approx(theirs["eval_loss"], abs=1e-6)
-    unknown, _ = evaluated(trl_tpu, with_predictions(PREDICTIONS["labels"]), tmp_path)
+    unknown, _ = evaluate(trl_tpu, with_predictions(PREDICTIONS["labels"]), tmp_path)
     assert "eval_mean_reward" not in unknown and "eval_mean_reward" in plain

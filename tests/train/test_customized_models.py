@@ -1,6 +1,6 @@
-"""What a user changed in the model is what trains: rows are padded then, and every loss is TRL's with the same model.
+"""A model customized by the user trains with its changes, in padded rows, and every loss equals TRL's.
 
-Tolerance 1e-5 on losses around 0.7: float32 sums in another order over three steps of Adam.
+The tolerance is 1e-5 on losses of about 0.7: float32 sums have another order over three steps of Adam.
 """
 
 import inspect
@@ -33,7 +33,7 @@ CASES: dict[Callable[[], Any], str] = {
 
 
 @pytest.mark.parametrize("make", CASES)
-def test_the_users_model_is_what_trains(make: Callable[[], Any], tmp_path: Path) -> None:
+def test_customized_model_trains_with_trls_losses(make: Callable[[], Any], tmp_path: Path) -> None:
     if make is customized.prefix_tuning and "past_key_values" not in inspect.signature(LlamaModel.forward).parameters:
         pytest.skip("peft looks for past_key_values, which transformers 5.24 calls cache")
     trainer, ours = losses(trl_tpu, make(), tmp_path)
@@ -45,7 +45,7 @@ def test_the_users_model_is_what_trains(make: Callable[[], Any], tmp_path: Path)
     assert reads_padding(make(), customized.TOKENIZER.pad_token_id) == (make in customized.READ_PADDING)
 
 
-def loss_of_its_own(trainer: Any) -> None:
+def custom_loss(trainer: Any) -> None:
     def compute_loss(model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None) -> Any:
         chosen, rejected = model(inputs["input_ids"], inputs["attention_mask"]).logits.squeeze(-1).chunk(2)
         loss = torch.relu(1 - chosen + rejected).mean()
@@ -64,13 +64,13 @@ def collator(trainer: Any) -> None:
     trainer.data_collator = first_swapped
 
 
-@pytest.mark.parametrize("change", [loss_of_its_own, collator])
-def test_what_is_changed_after_construction_holds(change: Callable[[Any], None], tmp_path: Path) -> None:
+@pytest.mark.parametrize("change", [custom_loss, collator])
+def test_changes_after_construction_take_effect(change: Callable[[Any], None], tmp_path: Path) -> None:
     trainer, ours = losses(trl_tpu, customized.plain(), tmp_path, change)
     assert trainer.batch_plan.padded_because is not None
     evaluated = trainer.evaluate(trainer.train_dataset)
     for name, logs in {"num_tokens": trainer.state.log_history[0], "eval_num_tokens": evaluated}.items():
-        assert (name in logs) == (change is collator), "a loss of the user's counts none"
+        assert (name in logs) == (change is collator), "custom losses count no tokens"
     _, reference = losses(trl, customized.plain(), tmp_path, change)
     _, unchanged = losses(trl, customized.plain(), tmp_path)
     assert ours == pytest.approx(reference, abs=1e-5)
@@ -86,7 +86,7 @@ def test_what_is_changed_after_construction_holds(change: Callable[[Any], None],
     ],
     ids=lambda config: config.peft_type.value,
 )
-def test_adapters_that_change_each_token_by_itself_stay_packed(config: Any, tmp_path: Path) -> None:
+def test_adapters_that_act_on_single_tokens_stay_packed(config: Any, tmp_path: Path) -> None:
     packed, ours = losses(trl_tpu, customized.adapted(config), tmp_path)
     assert packed.batch_plan.padded_because is None
     _, padded = losses(trl_tpu, customized.adapted(config), tmp_path, packing=False)

@@ -1,4 +1,4 @@
-"""Trainers that subclasses have changed train as the same code does in TRL."""
+"""Subclassed trainers train like the same subclass of TRL's trainer."""
 
 import inspect
 import sys
@@ -6,8 +6,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import hyperparameter_search
 import pytest
-import search
 import tiny
 import torch
 import trl
@@ -32,7 +32,7 @@ def model() -> Any:
     return tiny.tiny_model(TOKENIZER)
 
 
-def test_token_ids_of_a_subclass_are_checked(tmp_path: Path) -> None:
+def test_token_ids_from_a_subclass_are_checked(tmp_path: Path) -> None:
     class OwnIds(trl_tpu.RewardTrainer):
         def _prepare_dataset(self, dataset: Any, processing_class: Any, args: Any, dataset_name: str) -> Any:
             return Dataset.from_dict({"chosen_ids": [[1, 2]], "rejected_ids": [[1, 10_000]]})
@@ -42,19 +42,17 @@ def test_token_ids_of_a_subclass_are_checked(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("form", ["texts", "messages"])
-def test_trls_own_trainer_trains_and_logs_with_its_imports_changed(
+def test_trls_trainer_source_trains_with_changed_imports(
     form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All that is pasted from it works: what it imports is at the same paths, what it overrides is called."""
+    """Its imports exist at the same paths, and its overrides are called."""
     pasted = ModuleType("pasted")
     monkeypatch.setitem(sys.modules, "pasted", pasted)
     code = inspect.getsource(trl.trainer.reward_trainer)
     exec(code.replace("from ..", "from trl_tpu.").replace("from .", "from trl_tpu.trainer."), vars(pasted))
     data = PAIRS if form == "texts" else PAIRS.map(as_messages)
     assert issubclass(pasted.RewardTrainer, trl_tpu.RewardTrainer)
-    check_logs_are_alike(
-        logs(pasted.RewardTrainer, trl_tpu, data, tmp_path), logs(trl.RewardTrainer, trl, data, tmp_path)
-    )
+    check_equal_logs(logs(pasted.RewardTrainer, trl_tpu, data, tmp_path), logs(trl.RewardTrainer, trl, data, tmp_path))
 
 
 def as_messages(row: dict[str, str]) -> dict[str, list[dict[str, str]]]:
@@ -62,7 +60,7 @@ def as_messages(row: dict[str, str]) -> dict[str, list[dict[str, str]]]:
     return {column: [{"role": role, "content": row[column]}] for column, role in roles.items()}
 
 
-def test_a_class_that_skips_our_constructor_is_told_to_call_it(tmp_path: Path) -> None:
+def test_subclass_that_skips_the_constructor_is_rejected(tmp_path: Path) -> None:
     class Own(trl_tpu.RewardTrainer):
         def __init__(self, **settings: Any) -> None:
             super(trl_tpu.RewardTrainer, self).__init__(**settings)
@@ -71,11 +69,11 @@ def test_a_class_that_skips_our_constructor_is_told_to_call_it(tmp_path: Path) -
         Own(model=model(), args=arguments(trl_tpu, tmp_path), train_dataset=PAIRS).train()
 
 
-OVERRIDABLE = {"reads_padded_rows", "fixed_rows", "use_reward_data_collator"}  # the last is TRL's, up to 0.23
+OVERRIDABLE = {"reads_padded_rows", "fixed_rows", "use_reward_data_collator"}  # the last one is from TRL up to 0.23
 
 
-def test_a_subclass_may_have_attributes_of_any_name(tmp_path: Path) -> None:
-    """Any public name but those of TRL's trainer, `trl_tpu`, and those that mean something here."""
+def test_subclass_may_use_any_attribute_name(tmp_path: Path) -> None:
+    """Every public name is free except those of TRL's trainer, `trl_tpu`, and documented hooks."""
 
     def make(kind: Any, folder: str) -> Any:
         args = arguments(trl_tpu, tmp_path / folder)
@@ -111,14 +109,14 @@ METRICS = ("num_tokens", "min_reward", "mean_reward", "max_reward", "accuracy", 
 
 
 def logs(kind: Any, package: Any, data: Dataset, folder: Path) -> list[dict[str, float]]:
-    """What each of three steps and the evaluation after them logged."""
+    """Return the logs of three steps and of the evaluation after them."""
     trainer = trained(kind(model(), arguments(package, folder), None, data, data, TOKENIZER))
     trainer.evaluate()
     return [entry for entry in trainer.state.log_history if "train_loss" not in entry]
 
 
-def check_logs_are_alike(ours: list[dict[str, float]], theirs: list[dict[str, float]], *own: str) -> None:
-    """Compare every loss and metric but our own."""
+def check_equal_logs(ours: list[dict[str, float]], theirs: list[dict[str, float]], *own: str) -> None:
+    """Compare every loss and metric, except those named in ``own``."""
     for mine, reference in zip(ours, theirs, strict=True):
         named = {name for name in reference if name.removeprefix("eval_").removeprefix("last_") in (*METRICS, "loss")}
         assert len(named) > len(METRICS)
@@ -127,8 +125,8 @@ def check_logs_are_alike(ours: list[dict[str, float]], theirs: list[dict[str, fl
             assert mine[name] == pytest.approx(reference[name], abs=close), name
 
 
-def test_a_subclass_may_rename_columns_and_log_what_it_makes_of_the_last_steps_metrics(tmp_path: Path) -> None:
-    """As it does in TRL: they are there after super()."""
+def test_subclass_may_rename_columns_and_log_derived_metrics(tmp_path: Path) -> None:
+    """As in TRL, the metrics are available after super()."""
 
     def subclass(base: Any) -> type:
         class Own(base):
@@ -148,13 +146,13 @@ def test_a_subclass_may_rename_columns_and_log_what_it_makes_of_the_last_steps_m
     data = PAIRS.rename_columns({"chosen": "better", "rejected": "worse"})
     ours, theirs = (logs(subclass(each.RewardTrainer), each, data, tmp_path) for each in (trl_tpu, trl))
     assert all({f"last_{name}", f"eval_last_{name}"} & reference.keys() for name in METRICS for reference in theirs)
-    # ours are true ones of a log, TRL's averages of batches
-    check_logs_are_alike(ours, theirs, "min_reward", "max_reward", "eval_min_reward", "eval_max_reward")
+    # exact over a log here, averages over batches in TRL
+    check_equal_logs(ours, theirs, "min_reward", "max_reward", "eval_min_reward", "eval_max_reward")
 
 
 @pytest.mark.parametrize("afterwards", [False, True])
-def test_a_search_of_hyperparameters_trains_each_trial_as_by_itself(
+def test_hyperparameter_search_trains_trials_as_separate_runs(
     afterwards: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found, alone = search.losses(tmp_path, monkeypatch, afterwards)
+    found, alone = hyperparameter_search.losses(tmp_path, monkeypatch, afterwards)
     assert found == pytest.approx(alone, abs=1e-6)

@@ -1,4 +1,4 @@
-"""Evaluation and prediction: every pair once, in order; metrics against the model called directly, and the verdict."""
+"""Evaluation and prediction: every pair once and in order, metrics that equal direct model calls, and the verdict."""
 
 import json
 import math
@@ -27,7 +27,7 @@ HALVES = ("chosen", "rejected")
 def make_trainer(
     model: str, out: Path, eval_dataset: Any = None, train: Any = None, kind: Any = RewardTrainer, **given: Any
 ) -> RewardTrainer:
-    """``given`` are settings, and functions of the trainer's."""
+    """Build a trainer; ``given`` holds settings and functions of the trainer."""
     functions = {name: given.pop(name) for name in ["compute_metrics"] if name in given}
     defaults = {"per_device_eval_batch_size": 4, "report_to": "none", "disable_tqdm": True, "save_strategy": "no"}
     train = tiny.made_up_pairs(16) if train is None else train
@@ -35,8 +35,8 @@ def make_trainer(
     return kind(model, args, train_dataset=train, eval_dataset=eval_dataset, **functions)
 
 
-def test_evaluate_and_predict_equal_a_float64_computation_over_all_pairs(model_folder: str, tmp_path: Path) -> None:
-    """Of each dataset under its name. 11 pairs in batches of 4: the short last one weighs as much as its 3 pairs."""
+def test_evaluate_and_predict_equal_a_float64_computation(model_folder: str, tmp_path: Path) -> None:
+    """Several datasets, each under its name. With 11 pairs in batches of 4, the last batch counts for its 3 pairs."""
     sets = {"easy": tiny.made_up_pairs(6, seed=5, margin=True), "hard": tiny.made_up_pairs(11, seed=3, margin=True)}
     trainer = make_trainer(model_folder, tmp_path, sets)
     metrics = trainer.evaluate()
@@ -55,17 +55,17 @@ def test_evaluate_and_predict_equal_a_float64_computation_over_all_pairs(model_f
             "length_only_accuracy": 1.0,
         }
         for key, value in expected.items():
-            assert metrics[f"eval_{name}_{key}"] == pytest.approx(float(value), abs=1e-6), key  # float32 rewards
+            assert metrics[f"eval_{name}_{key}"] == pytest.approx(float(value), abs=1e-6), key  # rewards are float32
         output = trainer.predict(pairs)
         np.testing.assert_allclose(output.predictions, rewards_N2.numpy(), atol=1e-6)
         assert output.label_ids.tolist() == [0] * len(pairs)
         assert output.metrics["test_accuracy"] == metrics[f"eval_{name}_accuracy"]
-    # every rejected answer is the longer one, so there is no accuracy where length cannot help
+    # every rejected answer is longer, so there is no balanced accuracy over lengths
     names = {f"eval_{name}_{key}" for name in sets for key in (*METRICS, "length_only_accuracy")}
     assert {key for key in metrics if key != "epoch" and "preparation_time" not in key} == names
 
 
-def test_batch_eval_metrics_sees_each_batch_once(model_folder: str, tmp_path: Path) -> None:
+def test_batch_eval_metrics_gets_each_batch_once(model_folder: str, tmp_path: Path) -> None:
     sizes: list[int] = []
 
     def count_pairs(prediction: EvalPrediction, compute_result: bool) -> dict[str, float]:
@@ -74,14 +74,14 @@ def test_batch_eval_metrics_sees_each_batch_once(model_folder: str, tmp_path: Pa
 
     trainer = make_trainer(model_folder, tmp_path, compute_metrics=count_pairs, batch_eval_metrics=True)
     pairs = tiny.made_up_pairs(10)
-    for data in (pairs, pairs.to_iterable_dataset()):  # a stream does not know how many it has
+    for data in (pairs, pairs.to_iterable_dataset()):  # the length of a stream is unknown
         sizes.clear()
         metrics = trainer.evaluate(data, metric_key_prefix="held_out")
         assert sizes == [4, 4, 2] and metrics["held_out_pairs"] == 10
         assert all(key.startswith("held_out_") for key in metrics if key != "epoch")
 
 
-def test_only_the_loss_where_that_is_asked_for(model_folder: str, tmp_path: Path) -> None:
+def test_prediction_loss_only_returns_only_the_loss(model_folder: str, tmp_path: Path) -> None:
     def fail(prediction: EvalPrediction) -> dict[str, float]:
         raise AssertionError("compute_metrics got predictions")
 
@@ -97,7 +97,7 @@ LABELS = ["web", "book", None]
 
 
 def labeled(count: int, seed: int = 3) -> Dataset:
-    """Pairs of which every third has the chosen answer longer, with the label of their source."""
+    """Return pairs with the label of their source; every third has a longer chosen answer."""
     rows: Any = tiny.made_up_pairs(count, seed=seed).to_list()
     for number, row in enumerate(rows):
         row["source"] = LABELS[number % 3]
@@ -111,7 +111,7 @@ def mean_loss(prediction: EvalPrediction) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("average_over", ["prompts", "comparisons"])
-def test_the_losses_of_metrics_average_to_the_loss(model_folder: str, tmp_path: Path, average_over: str) -> None:
+def test_losses_passed_to_metrics_average_to_the_loss(model_folder: str, tmp_path: Path, average_over: str) -> None:
     class Doubled(RewardTrainer):
         def compute_loss(self, *args: Any, return_outputs: bool = False, **more: Any) -> Any:
             loss, outputs = super().compute_loss(*args, return_outputs=True, **more)
@@ -124,14 +124,14 @@ def test_the_losses_of_metrics_average_to_the_loss(model_folder: str, tmp_path: 
         assert metrics["eval_mean_of_losses"] == pytest.approx(metrics["eval_loss"], rel=1e-6)
 
 
-def test_batches_move_to_the_host_as_often_as_asked(model_folder: str, tmp_path: Path) -> None:
+def test_eval_accumulation_steps_sets_moves_to_the_host(model_folder: str, tmp_path: Path) -> None:
     found = []
     for steps in (None, 2):
         trainer = make_trainer(model_folder, tmp_path, eval_accumulation_steps=steps)
         moves = {"autospec": True, "side_effect": EvaluatedPairs._move_to_host}
         with patch.object(EvaluatedPairs, "_move_to_host", **moves) as move:
             found.append((trainer.evaluate(tiny.made_up_pairs(19))["eval_loss"], move.call_count))
-    assert found == [(found[0][0], 1), (found[0][0], 3)]  # of 5 batches
+    assert found == [(found[0][0], 1), (found[0][0], 3)]  # moves to the host for 5 batches
 
 
 TIED = tiny.made_up_rankings(5).map(lambda row: {"scores": [1.0] * len(row["scores"])})
@@ -143,7 +143,9 @@ NOTHING_COMPARED: list[tuple[Any, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize("case", NOTHING_COMPARED)
-def test_training_goes_on_after_nothing_was_compared(model_folder: str, tmp_path: Path, case: Any) -> None:
+def test_training_continues_after_an_evaluation_without_comparisons(
+    model_folder: str, tmp_path: Path, case: Any
+) -> None:
     data, settings = case
     schedule: dict[str, Any] = {"max_steps": 2, "eval_strategy": "steps", "eval_steps": 1}
     train = tiny.made_up_rankings(8) if "scores" in data.column_names else None
@@ -169,7 +171,7 @@ NAMED_LOSSES = {"Bradley", "squared error", "Plackett", "Davidson", "Rao and Kup
 
 
 @pytest.mark.parametrize("case", CARDS)
-def test_the_card_states_the_loss_and_truncation(model_folder: str, tmp_path: Path, case: Any) -> None:
+def test_model_card_states_loss_and_truncation(model_folder: str, tmp_path: Path, case: Any) -> None:
     data, settings, stated = case
     make_trainer(model_folder, tmp_path, data, train=data, **settings).create_model_card()
     card = (tmp_path / "README.md").read_text()
@@ -179,7 +181,7 @@ def test_the_card_states_the_loss_and_truncation(model_folder: str, tmp_path: Pa
 
 
 BY_SOURCE = {"eval_accuracy/web": True, "eval_ece": False, "brier": False, "length_controlled_accuracy": True}
-#: Data, settings, metrics that there are, and whether more of them is better; and metrics that there are not.
+#: Data, settings, existing metrics and whether greater values are better; and metrics that do not exist.
 BEST: list[tuple[Any, dict[str, Any], dict[str, bool], list[str]]] = [
     (RANKINGS, {}, {"kendall_tau": True, "eval_top1_accuracy": True, "accuracy": True}, ["nonsense", "accuracy/a"]),
     (labeled(6), {"eval_by": "source"}, BY_SOURCE, ["kendall_tau", "accuracy/typo"]),
@@ -189,7 +191,7 @@ BEST: list[tuple[Any, dict[str, Any], dict[str, bool], list[str]]] = [
 
 
 @pytest.mark.parametrize("case", BEST)
-def test_the_metric_for_the_best_model_is_one_that_is_measured(model_folder: str, tmp_path: Path, case: Any) -> None:
+def test_metric_for_best_model_must_be_measured(model_folder: str, tmp_path: Path, case: Any) -> None:
     data, settings, measured, others = case
 
     def make(name: str) -> RewardTrainer:
@@ -206,15 +208,13 @@ def test_the_metric_for_the_best_model_is_one_that_is_measured(model_folder: str
 
 
 @pytest.mark.parametrize("name", ["wandb", "wandbb", "flyte"])
-def test_a_tracker_that_is_not_installed_is_named_at_once(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_missing_tracker_is_named_before_training(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("trl_tpu.config.checks.get_available_reporting_integrations", lambda: ["tensorboard"])
     with pytest.raises(UserError, match=f"report_to.*names {name},"):
         RewardConfig(str(tmp_path), report_to=["tensorboard", name])
 
 
-def test_an_evaluation_after_training_counts_the_tokens_since_the_last_log(model_folder: str, tmp_path: Path) -> None:
+def test_evaluation_after_training_counts_tokens_since_the_last_log(model_folder: str, tmp_path: Path) -> None:
     counts = []
     for logging_steps in (1, 2):
         trainer = trained(make_trainer(model_folder, tmp_path, max_steps=3, logging_steps=logging_steps))
@@ -239,12 +239,12 @@ def test_evaluation_logs_the_verdict_by_label_and_length(model_folder: str, tmp_
         "mean_accuracy_over_groups": np.mean(of_labels),
         "length_only_accuracy": max((longer_N > 0).mean(), (longer_N < 0).mean()),
         "length_controlled_accuracy": np.mean([each.mean() for each in of_lengths]),
-        "accuracy": right_N.mean(),  # TRL's own stay as they were
+        "accuracy": right_N.mean(),  # TRL's metrics are unchanged
     }
     assert {name: metrics[f"eval_{name}"] for name in expected} == pytest.approx(expected)
 
 
-def test_a_verdict_and_its_pictures_are_beside_the_model_and_in_its_card(model_folder: str, tmp_path: Path) -> None:
+def test_verdict_and_pictures_are_saved_with_the_model_and_its_card(model_folder: str, tmp_path: Path) -> None:
     hostile = labeled(12).map(lambda row: {"source": f"<b>|{row['source']}`"})
     trainer = make_trainer(model_folder, tmp_path, hostile, eval_by="source", train=hostile)
     metrics, prompts = trainer.evaluate(), len(set(hostile["prompt"]))
@@ -260,7 +260,7 @@ def test_a_verdict_and_its_pictures_are_beside_the_model_and_in_its_card(model_f
         assert f"]({name})" in card and (tmp_path / name).read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_checkpoint_has_the_verdict_of_each_dataset_before_it(model_folder: str, tmp_path: Path) -> None:
+def test_checkpoint_has_the_verdict_of_each_dataset(model_folder: str, tmp_path: Path) -> None:
     sets = {"easy one": labeled(6), "hard": labeled(9, seed=6)}
     schedule: dict[str, Any] = {"max_steps": 2, "eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps"}
     trainer = trained(make_trainer(model_folder, tmp_path, sets, save_steps=2, **schedule))
@@ -271,10 +271,10 @@ def test_a_checkpoint_has_the_verdict_of_each_dataset_before_it(model_folder: st
     assert {"eval_hard_ece", "eval_easy one_accuracy_low"} <= logged
     card = (tmp_path / "README.md").read_text()
     assert "### easy one" in card and "### hard" in card
-    assert not list(tmp_path.glob("*.png")), "training does not wait for pictures"
+    assert not list(tmp_path.glob("*.png")), "no pictures during training"
 
 
-def test_a_column_that_cannot_group_is_named_before_anything_is_loaded(tmp_path: Path) -> None:
+def test_unusable_group_column_is_named_before_loading(tmp_path: Path) -> None:
     many = Dataset.from_list([row | {"origin": number} for number, row in enumerate(labeled(201))])
     by_length = {"train_sampling_strategy": "group_by_length", "packing": False}
     cases: list[tuple[Any, str, dict[str, Any]]] = [
@@ -288,7 +288,7 @@ def test_a_column_that_cannot_group_is_named_before_anything_is_loaded(tmp_path:
             make_trainer("no-such-model", tmp_path, eval_dataset, eval_by="origin", **settings)
 
 
-def test_groups_need_a_column_and_our_order(
+def test_groups_need_a_column_and_the_datasets_order(
     model_folder: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     trainer = make_trainer(model_folder, tmp_path, labeled(6), eval_by="source")
@@ -308,7 +308,7 @@ def test_groups_need_a_column_and_our_order(
     assert caplog.text.count("eval_by='source'") > 1
 
 
-def test_rewards_that_are_not_finite_have_no_verdict(model_folder: str, tmp_path: Path) -> None:
+def test_nonfinite_rewards_have_no_verdict(model_folder: str, tmp_path: Path) -> None:
     trainer = make_trainer(model_folder, tmp_path, labeled(4))
     trainer.model.score.weight.data.fill_(math.nan)
     metrics = trainer.evaluate()

@@ -1,4 +1,4 @@
-"""A step whose loss or gradient is not finite leaves no trace but a count, and several in a row stop the run."""
+"""Steps with a nonfinite loss or gradient are skipped and counted, and several in a row stop the run."""
 
 import math
 from collections.abc import Callable
@@ -33,7 +33,7 @@ def make(folder: str, tmp_path: Path) -> Callable[..., RewardTrainer]:
 
 
 class Spoil(TrainerCallback):
-    """Multiplies the score head's gradient by infinity in some steps (0-based); their losses are finite."""
+    """Multiplies the score head's gradient by infinity in the given steps (0-based); their losses stay finite."""
 
     def __init__(self, *steps: int) -> None:
         self.steps = steps
@@ -46,21 +46,21 @@ class Spoil(TrainerCallback):
 @pytest.mark.parametrize(
     ("optim", "packing", "accumulation"), [("adamw_torch", True, 2), ("adamw_torch", False, 1), ("adafactor", True, 1)]
 )
-def test_weights_and_state_are_those_of_a_run_without_the_steps(
+def test_skipped_steps_leave_weights_and_state_unchanged(
     train: Callable[..., RewardTrainer], optim: str, packing: bool, accumulation: int
 ) -> None:
-    """The first and the fourth of 6 steps have one pair each with a NaN in it."""
+    """The first and the fourth of 6 steps have one pair with a NaN."""
     settings = {"packing": packing, "gradient_accumulation_steps": accumulation, "optim": optim}
     skipped = train([0, 3], steps=6, **settings)
     without = train([], steps=6, left_out=[0, 3], **settings)
     runs.check_skipped(skipped, without, 2)
 
 
-def test_an_infinite_gradient_of_a_finite_loss_is_one_too(train: Callable[..., RewardTrainer]) -> None:
+def test_infinite_gradient_of_a_finite_loss_is_skipped(train: Callable[..., RewardTrainer]) -> None:
     runs.check_skipped(train([], steps=4, callbacks=[Spoil(2)]), train([], steps=4, left_out=[2]), 1)
 
 
-def test_a_log_without_a_finite_step_has_no_loss(train: Callable[..., RewardTrainer]) -> None:
+def test_log_without_a_finite_step_has_no_loss(train: Callable[..., RewardTrainer]) -> None:
     trainer = train([1], steps=3, logging_steps=1)
     first, second, third, _ = trainer.state.log_history
     assert [logs["nonfinite"] for logs in (first, second, third)] == [0, 1, 0]
@@ -70,10 +70,10 @@ def test_a_log_without_a_finite_step_has_no_loss(train: Callable[..., RewardTrai
 
 
 @pytest.mark.parametrize("logging_steps", [1, 4, 20])
-def test_three_in_a_row_stop_the_run(make: Callable[..., RewardTrainer], logging_steps: int) -> None:
-    """Steps 2, 4, 5 and 6 of 8: the first of three in a row is step 4, whichever log sees it."""
+def test_three_nonfinite_steps_in_a_row_stop_the_run(make: Callable[..., RewardTrainer], logging_steps: int) -> None:
+    """Steps 2, 4, 5 and 6 of 8 are nonfinite: step 4 is the first of three in a row, whichever log detects them."""
     settings = {"logging_steps": logging_steps, "train_sampling_strategy": "random"}
-    order = make([], 8, **settings)  # learn the order first
+    order = make([], 8, **settings)  # determines the order of the pairs
     rows = [row for batch in order.get_train_dataloader().batch_sampler for row in batch]
     pairs = runs.pairs_of(8).to_list()
     for step in (1, 3, 4, 5):
@@ -86,8 +86,10 @@ def test_three_in_a_row_stop_the_run(make: Callable[..., RewardTrainer], logging
     assert f"step 4 are rows {bad_rows}" in str(error.value)
 
 
-def test_a_resumed_run_counts_on_but_for_after_a_stop(make: Callable[..., RewardTrainer], tmp_path: Path) -> None:
-    """Steps 2 and 3 before the checkpoint and step 4 after it are three in a row; so they are for a resumed run."""
+def test_resumed_run_continues_the_count_except_after_a_stop(
+    make: Callable[..., RewardTrainer], tmp_path: Path
+) -> None:
+    """Steps 2 and 3 before the checkpoint and step 4 after it are three in a row, also for a resumed run."""
     settings = {"save_strategy": "steps", "save_steps": 3, "logging_steps": 4}
     for resume in (None, str(tmp_path / "checkpoint-3")):
         with pytest.raises(FloatingPointError, match="2 to 4,"):
@@ -96,10 +98,10 @@ def test_a_resumed_run_counts_on_but_for_after_a_stop(make: Callable[..., Reward
     assert resumed.state.global_step == 6
 
 
-def test_the_weights_of_the_last_finite_step_are_saved(
+def test_weights_of_the_last_finite_step_are_saved(
     make: Callable[..., RewardTrainer], tmp_path: Path, folder: str
 ) -> None:
-    """With accumulation, where the second micro-batch of each step alone is at fault."""
+    """Also with accumulation and a NaN only in the second micro-batch of each step."""
     settings = {"gradient_accumulation_steps": 2, "save_strategy": "steps", "save_steps": 100, "logging_steps": 1}
     pairs = runs.pairs_of(3, accumulation=2).to_list()
     for step in range(3):
@@ -112,24 +114,24 @@ def test_the_weights_of_the_last_finite_step_are_saved(
         assert torch.equal(one.nan_to_num(7.0), other.nan_to_num(7.0))
 
 
-def test_a_stop_that_could_not_save_says_so(make: Callable[..., RewardTrainer], tmp_path: Path) -> None:
-    (tmp_path / STAGING_FOLDER).write_text("where checkpoints are written first is no folder")
+def test_stop_that_cannot_save_says_so(make: Callable[..., RewardTrainer], tmp_path: Path) -> None:
+    (tmp_path / STAGING_FOLDER).write_text("a file in place of the staging folder")
     trainer = make([0, 1, 2], 4, save_strategy="steps", save_steps=100, logging_steps=1)
     with pytest.raises(FloatingPointError, match="not saved"):
         trainer.train()
 
 
-def test_float16_is_left_alone(train: Callable[..., RewardTrainer]) -> None:
-    """With default limits: infinite gradients come and go there under a loss scale."""
+def test_float16_training_skips_no_steps(train: Callable[..., RewardTrainer]) -> None:
+    """A loss scaler of float16 causes and handles infinite gradients itself. Limits are the defaults."""
     trainer = train([], 6, learning_rate=0.1, callbacks=[Spoil(0, 1, 2, 3)], fp16=True)
     assert trainer.args.nonfinite_limit == 3 and trainer.state.global_step == 6
     assert runs.logged(trainer, "nonfinite") == []
 
 
-def test_adapters_over_float16_weights_are_left_alone(
+def test_adapters_over_float16_weights_skip_no_steps(
     make: Callable[..., RewardTrainer], folder: str, tmp_path: Path
 ) -> None:
-    """They are float32, and what goes through the model to them is not."""
+    """The adapters are float32, but activations are float16."""
     args = make([], 1).args
     peft_config = LoraConfig(task_type="SEQ_CLS", r=2)
     args.model_init_kwargs = {"dtype": "float16"}
@@ -138,14 +140,14 @@ def test_adapters_over_float16_weights_are_left_alone(
     assert not trainer.trl_tpu.statistics.skips_nonfinite
 
 
-def test_0_turns_it_off(train: Callable[..., RewardTrainer]) -> None:
+def test_limit_zero_disables_skipping(train: Callable[..., RewardTrainer]) -> None:
     trainer = train([0], 3, nonfinite_limit=0)
     assert trainer.state.global_step == 3
     assert state_of(trainer)["score.weight"].isnan().all()  # as in TRL
     assert runs.logged(trainer, "nonfinite") == []
 
 
-def test_finite_runs_are_the_same_to_the_bit(train: Callable[..., RewardTrainer]) -> None:
+def test_finite_runs_are_bitwise_equal_with_and_without_limit(train: Callable[..., RewardTrainer]) -> None:
     settings = {"lr_scheduler_type": "linear", "logging_steps": 1}
     on, off = (train([], steps=5, nonfinite_limit=limit, **settings) for limit in (3, 0))
     assert differing(on, off) == []

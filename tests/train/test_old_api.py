@@ -1,6 +1,6 @@
-"""Scripts written for TRL up to 0.23 run with only their import changed, and get the right numbers.
+"""Scripts for TRL up to 0.23 run with a changed import and give the right numbers.
 
-The reference is the Hugging Face model itself, called on one dialogue at a time, without padding.
+The reference is the Hugging Face model, called on one sequence at a time, without padding.
 """
 
 import copy
@@ -27,8 +27,8 @@ pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 HALVES = ("chosen", "rejected")
 
 
-class Old(NamedTuple):
-    """What an old script has in its hands before it makes a trainer: 12 pairs with margins, in text and in tokens."""
+class OldScript(NamedTuple):
+    """Objects of an old script before it creates a trainer: 12 pairs with margins, as text and as tokens."""
 
     model: Any
     tokenizer: Any
@@ -37,7 +37,7 @@ class Old(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def made() -> Old:
+def made() -> OldScript:
     pairs = tiny.made_up_pairs(12, margin=True)
     raw = pairs.map(lambda row: {half: row["prompt"] + row[half] for half in HALVES}, remove_columns="prompt")
     tokenizer = tiny.tiny_tokenizer(raw, vocab_size=400)
@@ -46,12 +46,12 @@ def made() -> Old:
         halves = {half: tokenizer(row[half]) for half in HALVES}
         return {f"{key}_{half}": halves[half][key] for half in HALVES for key in ("input_ids", "attention_mask")}
 
-    return Old(tiny.tiny_model(tokenizer), tokenizer, raw, raw.map(preprocess))
+    return OldScript(tiny.tiny_model(tokenizer), tokenizer, raw, raw.map(preprocess))
 
 
 @pytest.fixture
-def old(made: Old) -> Old:
-    """Fresh copies, since a trainer writes into its model."""
+def old(made: OldScript) -> OldScript:
+    """Return copies, since a trainer changes its model."""
     return made._replace(model=copy.deepcopy(made.model), tokenizer=copy.deepcopy(made.tokenizer))
 
 
@@ -64,15 +64,15 @@ def config(folder: Path, **settings: Any) -> RewardConfig:
 
 
 def rewards_alone(model: Any, pairs: Dataset) -> torch.Tensor:
-    """Rewards [N, 2] in float64, each dialogue in a forward of its own."""
+    """Return rewards [N, 2] in float64, each sequence in a separate forward."""
     exact = copy.deepcopy(model).double().eval()
     with torch.no_grad():
         rewards = [[exact(torch.tensor([row[f"input_ids_{half}"]])).logits.item() for half in HALVES] for row in pairs]
     return torch.tensor(rewards, dtype=torch.float64)
 
 
-def losses_of_today(old: Old, folder: Path, steps: int) -> list[float]:
-    """Of full batches of the same tokens in today's columns; that they are TRL's is in `test_numbers_equal_trl`."""
+def current_losses(old: OldScript, folder: Path, steps: int) -> list[float]:
+    """Return the losses on the same tokens in current columns; `test_numbers_equal_trl.py` compares them with TRL."""
     tokens = old.pairs.map(lambda row: {f"{half}_ids": row[f"input_ids_{half}"] for half in HALVES})
     pairs = tokens.select_columns(["chosen_ids", "rejected_ids", "margin"])
     args, model = config(folder, max_steps=steps, **FULL_BATCH), copy.deepcopy(old.model)
@@ -83,7 +83,7 @@ def losses_of_today(old: Old, folder: Path, steps: int) -> list[float]:
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_padding_changes_no_prediction_and_probabilities_count(old: Old, tmp_path: Path, side: str) -> None:
+def test_padding_changes_no_prediction_and_probabilities_count(old: OldScript, tmp_path: Path, side: str) -> None:
     old.tokenizer.padding_side = side
     args, collate = config(tmp_path), RewardDataCollatorWithPadding(old.tokenizer, pad_to_multiple_of=32)
     trainer = RewardTrainer(old.model, args, collate, old.pairs, tokenizer=old.tokenizer)
@@ -94,9 +94,9 @@ def test_padding_changes_no_prediction_and_probabilities_count(old: Old, tmp_pat
     assert trainer.evaluate(pairs)["eval_loss"] == pytest.approx(expected.item(), abs=1e-6)
 
 
-def test_an_old_script_trains_as_one_of_today(old: Old, tmp_path: Path) -> None:
-    """With margins each in a list of one, as scripts of then had them."""
-    expected = losses_of_today(old, tmp_path, steps=3)
+def test_old_script_trains_like_a_current_one(old: OldScript, tmp_path: Path) -> None:
+    """Margins are lists of one number, as in old scripts."""
+    expected = current_losses(old, tmp_path, steps=3)
     pairs = old.pairs.map(lambda row: {"margin": [row["margin"]]})
     trainer = RewardTrainer(
         model=old.model,
@@ -110,12 +110,12 @@ def test_an_old_script_trains_as_one_of_today(old: Old, tmp_path: Path) -> None:
     chosen_N, rejected_N = rewards_alone(trainer.model, old.pairs).T
     metrics, margins = trainer.evaluate(), chosen_N - rejected_N - torch.tensor(old.pairs["margin"][:])
     assert metrics["eval_accuracy"] == pytest.approx((chosen_N > rejected_N).double().mean().item())
-    # the loss of an evaluation in batches of 5, 5 and 2 pairs is the mean over the 12 pairs
+    # batches of 5, 5 and 2 pairs: the evaluation loss is the mean over all 12 pairs
     assert metrics["eval_loss"] == pytest.approx(-logsigmoid(margins).mean().item(), abs=1e-5)
 
 
-def test_model_init_starts_each_training_anew_also_of_a_stream(old: Old, tmp_path: Path) -> None:
-    expected = losses_of_today(old, tmp_path, steps=2)
+def test_model_init_restarts_each_training_also_on_streams(old: OldScript, tmp_path: Path) -> None:
+    expected = current_losses(old, tmp_path, steps=2)
     args, stream = config(tmp_path, max_steps=2, **FULL_BATCH), old.pairs.to_iterable_dataset()
     given = {"args": args, "tokenizer": old.tokenizer, "train_dataset": stream}
     trainer = RewardTrainer(model_init=lambda: copy.deepcopy(old.model), **given)
@@ -124,14 +124,14 @@ def test_model_init_starts_each_training_anew_also_of_a_stream(old: Old, tmp_pat
         assert losses(trainer) == pytest.approx(expected, abs=1e-5)
 
 
-def test_a_plain_training_arguments_keeps_all_its_settings(old: Old, tmp_path: Path) -> None:
+def test_plain_training_arguments_keep_all_settings(old: OldScript, tmp_path: Path) -> None:
     @dataclass
     class ScriptTrainingArguments(TrainingArguments):
         their_own: str = "kept"
 
     args = ScriptTrainingArguments(str(tmp_path), max_steps=2, seed=7, their_own="mine", **OFTEN, **FULL_BATCH)
     before = copy.deepcopy(args.to_dict())
-    expected = losses_of_today(old, tmp_path, steps=2)
+    expected = current_losses(old, tmp_path, steps=2)
     trainer = trained(RewardTrainer(model=old.model, args=args, tokenizer=old.tokenizer, train_dataset=old.pairs))
     assert losses(trainer) == pytest.approx(expected, abs=1e-5)
     assert args.to_dict() == before
@@ -142,7 +142,7 @@ def test_a_plain_training_arguments_keeps_all_its_settings(old: Old, tmp_path: P
     assert (trainer.args.optim, trainer.args.max_length) == ("adamw_torch", None)
 
 
-def test_max_length_of_the_trainer_leaves_long_pairs_out(old: Old, tmp_path: Path) -> None:
+def test_trainer_max_length_drops_long_pairs(old: OldScript, tmp_path: Path) -> None:
     lengths = [max(len(row[f"input_ids_{half}"]) for half in HALVES) for row in old.pairs]
     args, limit = config(tmp_path), int(np.median(lengths))
     kept = sum(length <= limit for length in lengths)
@@ -150,10 +150,10 @@ def test_max_length_of_the_trainer_leaves_long_pairs_out(old: Old, tmp_path: Pat
         collate = RewardDataCollatorWithPadding(old.tokenizer)
         trainer = RewardTrainer(old.model, args, collate, pairs, tokenizer=old.tokenizer, max_length=limit)
         assert len(trainer.train_dataset) == kept < 12
-    assert args.max_length == 1024  # the caller's config is the caller's
+    assert args.max_length == 1024  # the caller's config is not changed
 
 
-def test_accuracy_leaves_ties_out_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
+def test_accuracy_excludes_ties_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     predictions = np.array([[0.5, 0.5], [0.9, 0.1], [0.2, 0.8], [0.7, 0.3]])
     assert compute_accuracy(EvalPrediction(predictions, np.zeros(4)))["accuracy"] == pytest.approx(2 / 3)
     assert "1 out of 4" in caplog.text
@@ -163,7 +163,7 @@ def test_accuracy_leaves_ties_out_and_says_so(caplog: pytest.LogCaptureFixture) 
 
 
 @pytest.mark.filterwarnings("default::FutureWarning")
-def test_every_old_name_warns(old: Old, tmp_path: Path) -> None:
+def test_every_old_name_warns(old: OldScript, tmp_path: Path) -> None:
     with pytest.warns(FutureWarning) as caught:
         args = RewardConfig(str(tmp_path), bf16=False, report_to="none", evaluation_strategy="steps", eval_steps=5)
         given = {"train_dataset": old.pairs, "eval_dataset": old.pairs}
@@ -176,7 +176,7 @@ def test_every_old_name_warns(old: Old, tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("error::FutureWarning")
-def test_todays_spelling_does_not_warn_nor_does_a_loss_that_names_old_columns(old: Old, tmp_path: Path) -> None:
+def test_current_names_and_losses_on_old_columns_do_not_warn(old: OldScript, tmp_path: Path) -> None:
     class Either(RewardTrainer):
         def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
             assert "input_ids_chosen" not in inputs
@@ -199,14 +199,14 @@ TAKEN: list[tuple[str, Any, str, Any]] = [
 
 
 @pytest.mark.parametrize(("old_name", "value", "today", "becomes"), TAKEN)
-def test_arguments_of_then_are_taken(old_name: str, value: Any, today: str, becomes: Any, tmp_path: Path) -> None:
+def test_old_arguments_are_accepted(old_name: str, value: Any, today: str, becomes: Any, tmp_path: Path) -> None:
     with pytest.warns(FutureWarning, match=f"`{old_name}` is deprecated"):
         args = RewardConfig(str(tmp_path / "out"), bf16=False, report_to="none", **{old_name: value})
     assert getattr(args, today) == becomes
     assert args.push_to_hub_token is None
 
 
-def test_a_dict_configures_adapters(old: Old, tmp_path: Path) -> None:
+def test_adapters_can_be_configured_by_a_dict(old: OldScript, tmp_path: Path) -> None:
     given = {"train_dataset": old.raw, "processing_class": old.tokenizer}
     with pytest.raises(UserError, match="peft_config.*rank"):
         RewardTrainer(old.model, config(tmp_path), peft_config={"rank": 2}, **given)
@@ -215,12 +215,12 @@ def test_a_dict_configures_adapters(old: Old, tmp_path: Path) -> None:
     assert (made.peft_type, made.task_type, made.r) == ("LORA", "SEQ_CLS", 2)
 
 
-def test_an_argument_that_asks_for_what_is_gone_is_refused(tmp_path: Path) -> None:
+def test_argument_for_a_removed_feature_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="fsdp_min_num_params"):
         RewardConfig(str(tmp_path), bf16=False, report_to="none", fsdp_min_num_params=10)
 
 
-def test_an_evaluation_strategy_that_is_set_later_counts(old: Old, tmp_path: Path) -> None:
+def test_evaluation_strategy_set_later_takes_effect(old: OldScript, tmp_path: Path) -> None:
     args = config(tmp_path)
     args.evaluation_strategy, args.of_the_script = "epoch", 1
     trainer = RewardTrainer(old.model, args, None, old.raw, old.raw, processing_class=old.tokenizer)
@@ -228,7 +228,7 @@ def test_an_evaluation_strategy_that_is_set_later_counts(old: Old, tmp_path: Pat
     assert trainer.args.of_the_script == 1  # a callback may read it
 
 
-def test_model_init_may_stand_where_trl_once_had_it(old: Old, tmp_path: Path) -> None:
+def test_model_init_may_be_passed_at_its_old_position(old: OldScript, tmp_path: Path) -> None:
     arguments = (None, config(tmp_path, max_steps=1), None, old.pairs, None, old.tokenizer)
     trainer = RewardTrainer(*arguments, lambda: copy.deepcopy(old.model), None, [PrinterCallback()])
     assert trainer.model_init is not None and trainer.compute_metrics is None
@@ -241,7 +241,7 @@ def test_model_init_may_stand_where_trl_once_had_it(old: Old, tmp_path: Path) ->
     assert adapted.model.get_base_model() is old.model
 
 
-def test_bad_arguments_and_data_stop_before_training(old: Old, tmp_path: Path) -> None:
+def test_bad_arguments_and_data_are_rejected_before_training(old: OldScript, tmp_path: Path) -> None:
     for message, pairs, more in (
         ("only `processing_class`", old.pairs, {"processing_class": old.tokenizer}),
         ("attention_mask_rejected", old.pairs.remove_columns("attention_mask_rejected"), {}),

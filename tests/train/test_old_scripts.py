@@ -1,6 +1,6 @@
-"""Scripts of TRL since 0.5, their import changed, and EasyDeL's translated, train with TRL 1.16's losses.
+"""Scripts for TRL since 0.5 with a changed import, and a translated EasyDeL script, train with TRL 1.16's losses.
 
-Tolerance 1e-5: float32 sums in another order over three steps.
+The tolerance is 1e-5: float32 sums have another order over three steps.
 """
 
 from pathlib import Path
@@ -18,12 +18,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def expected(folder: Path) -> dict[str, list[float]]:
-    """What TRL itself logs on each data."""
+    """Return the losses that TRL logs on the data of each script."""
     return old.losses_of_trl(folder, *old.SCRIPTS)
 
 
 @pytest.mark.parametrize("script", old.SCRIPTS)
-def test_an_old_script_trains(script: str, folder: Path, expected: dict[str, list[float]], tmp_path: Path) -> None:
+def test_old_script_trains_with_trls_losses(
+    script: str, folder: Path, expected: dict[str, list[float]], tmp_path: Path
+) -> None:
     losses = old.losses(folder, tmp_path, script, old.SCRIPTS[script][0])
     assert len(losses) == (1 if script == "easydel" else 3)
     assert losses == pytest.approx(expected[script], abs=1e-5)

@@ -1,4 +1,4 @@
-"""Training changes nothing for another model in the process: attention of ours is under names of its own."""
+"""Training does not affect other models in the process: this package's attention has its own names."""
 
 import copy
 import json
@@ -16,11 +16,11 @@ from trl_tpu import RewardConfig, RewardTrainer
 from trl_tpu.modeling.forward import OURS
 
 REGISTRIES = ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS
-OF_TRANSFORMERS = [dict(registry) for registry in REGISTRIES]  # before anything is trained
+OF_TRANSFORMERS = [dict(registry) for registry in REGISTRIES]  # before any training
 
 
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
-def test_another_model_of_the_same_class_never_goes_through_ours(
+def test_other_models_never_run_our_attention(
     implementation: str, tokenizer: PreTrainedTokenizerFast, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     judge = tiny.tiny_model(tokenizer, layers=3, attn_implementation=implementation).eval()
@@ -42,7 +42,7 @@ def test_another_model_of_the_same_class_never_goes_through_ours(
     with torch.no_grad():
         assert torch.equal(judge(**batch).logits, before) and not called
         trained(**batch)
-        assert called  # so what is watched is what ours goes through
+        assert called  # the watched functions are those that our model calls
         saved = str(tmp_path / "saved")
         trainer.save_model(saved)
         assert OURS not in json.dumps(json.loads(Path(saved, "config.json").read_text(encoding="utf-8")))

@@ -1,4 +1,4 @@
-"""A training loop of one's own, from the public step functions, is the trainer's in plain torch."""
+"""A custom training loop with the public step functions equals the trainer in plain torch."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -15,17 +15,17 @@ from trl_tpu import RewardTrainer, TrainState, evaluation_step, training_step
 from trl_tpu.errors import UserError
 
 
-def test_its_losses_rates_and_weights_are_the_trainers(
+def test_own_loop_has_the_trainers_losses_rates_and_weights(
     config: Callable[..., Any], model_folder: str, tmp_path: Path
 ) -> None:
-    """Six batches an epoch, of which each update takes four or the last two."""
+    """An epoch has six batches. An update takes four of them or the last two."""
     settings = {"gradient_accumulation_steps": 4, "optim_state_dtype": "bfloat16", "log_grad_norms": True}
     compiled = own_loop.compare(config, model_folder, tmp_path, **settings)
-    assert set(compiled) == {None}  # nothing compiles
+    assert set(compiled) == {None}  # plain torch compiles nothing
 
 
 def test_steps_return_the_metrics_of_their_batches(config: Callable[..., Any], model_folder: str) -> None:
-    """With adapters, and a step that is not finite, which changes no weight."""
+    """With adapters, and with a nonfinite step, which changes no weight."""
     data: dict[str, Any] = {"train_dataset": tiny.made_up_pairs(24), "eval_dataset": tiny.made_up_pairs(13, seed=1)}
     data["peft_config"] = LoraConfig(task_type="SEQ_CLS", r=4, target_modules=["q_proj"])
     settings = {"max_steps": 5, "logging_steps": 1, "gradient_accumulation_steps": 2}
@@ -58,7 +58,7 @@ def test_steps_return_the_metrics_of_their_batches(config: Callable[..., Any], m
     [{"save_strategy": "steps"}, {"eval_strategy": "epoch"}, {"logging_steps": 0.1}, {"logging_strategy": "epoch"}],
     ids=str,
 )
-def test_the_example_rejects_what_it_does_not_do(config: Callable[..., Any], setting: dict[str, Any]) -> None:
+def test_example_rejects_unsupported_settings(config: Callable[..., Any], setting: dict[str, Any]) -> None:
     with pytest.raises(SystemExit, match=f"--{next(iter(setting))}"):
         own_loop.example().check(config(**setting))
 
@@ -72,6 +72,8 @@ def test_the_example_rejects_what_it_does_not_do(config: Callable[..., Any], set
     ],
     ids=str,
 )
-def test_a_state_rejects_settings_of_the_trainers_loop(config: Callable[..., Any], setting: dict[str, Any]) -> None:
+def test_train_state_rejects_settings_of_the_trainers_loop(
+    config: Callable[..., Any], setting: dict[str, Any]
+) -> None:
     with pytest.raises(UserError, match=next(iter(setting))):
         TrainState("no model is loaded", config(**setting), tiny.made_up_pairs(8))

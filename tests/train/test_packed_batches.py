@@ -1,4 +1,4 @@
-"""Packed batches in plain torch, in one tight row or fixed rows of several micro-batches, train as padded do."""
+"""Packed batches in plain torch, in tight rows or in fixed rows of several micro-batches, train like padded ones."""
 
 from pathlib import Path
 from typing import Any
@@ -20,10 +20,10 @@ LAYOUTS = ("tight", "micro-batches")
 
 
 class Recorder(RewardTrainer):
-    """Keeps the token ids of the batches that it trains on; whether they are packed is not its affair."""
+    """Records the token ids of its training batches, packed or padded."""
 
     def reads_padded_rows(self) -> None:
-        """What is overridden only looks on."""
+        """Allow packing: the override only observes."""
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
         self.__dict__.setdefault("seen", []).append([part.input_ids_RL.tolist() for part in inputs.parts])
@@ -33,7 +33,7 @@ class Recorder(RewardTrainer):
 class FixedRows(Recorder):
     fixed_rows = RowPlan(
         (RowShape(1, 48),), (RowShape(1, 64),)
-    )  # so short that most batches take several micro-batches
+    )  # short, so that most batches need several micro-batches
 
 
 def make_trainer(
@@ -57,10 +57,10 @@ def make_trainer(
     ],
     ids=["plain", "margin and centering", "accumulation", "workers"],
 )
-def test_training_equals_that_on_padded_rows(
+def test_packed_training_equals_padded_training(
     settings: dict[str, Any], tokenizer: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:
-    """22 pairs in batches of 4, the last of an epoch short; every log, from losses to numbers of tokens."""
+    """22 pairs in batches of 4 with a short last batch. All logged values are compared, also numbers of tokens."""
     logs = []
     for layout, packing in (("tight", False), ("tight", True), ("micro-batches", True)):
         more = {"packing": packing, "per_device_train_batch_size": 4} | settings
@@ -71,20 +71,20 @@ def test_training_equals_that_on_padded_rows(
         logs.append(logged(trainer))
     for packed in logs[1:]:
         for ours, padded in zip(packed, logs[0], strict=True):
-            # float32, and Adam makes whole steps of the rounding in gradients near 0
+            # float32; Adam turns rounding of gradients near 0 into full steps
             assert ours == pytest.approx(padded, rel=2e-4, abs=2e-5), padded["step"]
 
 
 @pytest.mark.parametrize("settings", [{}, {"center_rewards_coefficient": 0.1}], ids=["margin", "margin and centering"])
-def test_evaluation_and_predictions_equal_those_on_padded_rows(
+def test_packed_evaluation_equals_padded_evaluation(
     settings: dict[str, Any], tokenizer: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:
-    """13 pairs in batches of 5, in the dataset's order, each pair once; against padding and against one pair alone."""
+    """13 pairs in batches of 5, each once in the dataset's order; compared with padded rows and with single pairs."""
     held_out = tiny.made_up_pairs(13, seed=1, margin=True)
     settings = settings | {"per_device_eval_batch_size": 5}
     reference = make_trainer(tokenizer, tmp_path, packing=False, **settings)
     padded, padded_N2 = untimed(reference.evaluate(held_out)), reference.predict(held_out).predictions
-    assert len({tuple(rewards) for rewards in padded_N2.round(5).tolist()}) > 6  # else any order would do
+    assert len({tuple(rewards) for rewards in padded_N2.round(5).tolist()}) > 6  # else any order would match
     for layout in LAYOUTS:
         trainer = make_trainer(tokenizer, tmp_path, layout, packing=True, **settings)
         assert untimed(trainer.evaluate(held_out)) == pytest.approx(padded, abs=1e-6)
@@ -98,10 +98,10 @@ def test_evaluation_and_predictions_equal_those_on_padded_rows(
 
 
 @pytest.mark.parametrize(("layout", "grouped"), [("tight", True), ("micro-batches", False)])
-def test_a_resumed_run_packs_the_same_batches(
+def test_resumed_run_packs_the_same_batches(
     layout: str, grouped: bool, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:
-    """From the middle of the second epoch: the rest of it and the third, to the bit."""
+    """The resumed run starts within the second epoch and trains through the third, with bitwise equal weights."""
     settings = {"save_strategy": "steps", "save_steps": 8, "max_steps": 16, "per_device_train_batch_size": 4}
     settings |= {"group_by_prompt": grouped}
     whole, resumed = (make_trainer(tokenizer, tmp_path, layout, **settings) for _ in range(2))
@@ -109,12 +109,12 @@ def test_a_resumed_run_packs_the_same_batches(
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-8"))
     assert len(whole.__dict__["seen"]) == 16
     assert whole.__dict__["seen"][8:] == resumed.__dict__["seen"]
-    assert len({str(batch) for batch in whole.__dict__["seen"]}) == 16  # each epoch has an order of its own
+    assert len({str(batch) for batch in whole.__dict__["seen"]}) == 16  # each epoch has a different order
     assert losses(whole) == losses(resumed) and differing(whole, resumed) == []
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_an_epoch_trains_on_every_pair_once(layout: str, tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+def test_epoch_trains_on_every_pair_once(layout: str, tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
     pairs = tiny.made_up_pairs(22, seed=5)
     trainer = make_trainer(tokenizer, tmp_path, layout, data=pairs, packing=True, max_steps=-1, num_train_epochs=2)
     trainer.train()
@@ -123,7 +123,7 @@ def test_an_epoch_trains_on_every_pair_once(layout: str, tokenizer: PreTrainedTo
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_script_may_call_the_loss_and_the_prediction_with_a_loaders_batch(
+def test_loss_and_prediction_accept_a_batch_of_the_loader(
     layout: str, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:
     found, gradients = [], []

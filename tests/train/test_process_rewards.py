@@ -1,4 +1,4 @@
-"""Process rewards: packed, padded and transformers' own token classification give the same numbers."""
+"""Process rewards: packed rows, padded rows and transformers' token classification give equal numbers."""
 
 import json
 import random
@@ -12,7 +12,7 @@ import tiny
 import torch
 import transformers
 from datasets import Dataset
-from judgements import BATCH, by_transformers, load, save_model, settings, solutions
+from label_formats import BATCH, by_transformers, load, save_model, settings, solutions
 from peft import AutoPeftModelForTokenClassification, LoraConfig, TaskType
 from training import logged, losses, trained
 from transformers import AutoTokenizer, DataCollatorForTokenClassification
@@ -31,12 +31,12 @@ HEAD = "base_model.model.score.modules_to_save.default.weight"
 
 
 class FixedRows(PRMTrainer):
-    fixed_rows = RowPlan((RowShape(1, 96),), (RowShape(1, 128),))  # of which most batches take several
+    fixed_rows = RowPlan((RowShape(1, 96),), (RowShape(1, 128),))  # most batches need several
 
 
 class OwnLoss(PRMTrainer):
     def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
-        outputs = model(**inputs)  # with labels, and so with a loss
+        outputs = model(**inputs)  # the inputs have labels, so the outputs have a loss
         return (outputs.loss, outputs) if return_outputs else outputs.loss
 
 
@@ -47,7 +47,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture
 def make(model: str, tmp_path: Path) -> Make:
-    """Makes a trainer of rows, with these settings."""
+    """Return a function that builds a trainer of rows with settings."""
 
     def make(rows: Any, eval_dataset: Any = None, **more: Any) -> PRMTrainer:
         data = rows if isinstance(rows, Dataset) else Dataset.from_list(rows)
@@ -63,7 +63,7 @@ def run_of(model: str, out: Path, kind: type[PRMTrainer] = PRMTrainer, **more: A
 
 
 def classifier(family: str, vocabulary: int, **more: Any) -> Any:
-    """A token classifier of another family."""
+    """Return a token classifier of another family."""
     sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
     sizes |= {"num_key_value_heads": 4, "head_dim": 8, "vocab_size": vocabulary}
     tokens = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 1}
@@ -71,7 +71,7 @@ def classifier(family: str, vocabulary: int, **more: Any) -> Any:
     return getattr(transformers, f"{family}ForTokenClassification")(config).eval()
 
 
-def test_packed_and_padded_are_what_transformers_computes(model: str, tmp_path: Path) -> None:
+def test_packed_and_padded_training_equal_transformers(model: str, tmp_path: Path) -> None:
     collator = DataCollatorForTokenClassification(AutoTokenizer.from_pretrained(model, padding_side="left"))
     runs = [
         run_of(model, tmp_path / "padded", packing=False),
@@ -96,8 +96,8 @@ def test_packed_and_padded_are_what_transformers_computes(model: str, tmp_path: 
 
 
 @pytest.mark.parametrize("neutral", ["ignore", "wrong"])
-def test_labels_may_be_probabilities_and_neutral(make: Make, model: str, neutral: str) -> None:
-    """The loss is the cross-entropy of the log-odds with the label, its mean over labeled steps."""
+def test_labels_may_be_probabilities_or_neutral(make: Make, model: str, neutral: str) -> None:
+    """The loss is the mean over labeled steps of the cross-entropy between log-odds and label."""
     chooser = random.Random(0)
     rows = [{**row, "labels": [chooser.choice([0, 0.25, 1, -1.0]) for _ in row["labels"]]} for row in solutions(22)]
     given: dict[str, Any] = {"max_steps": 1, "neutral_steps": neutral, "weight_decay": 0.0}
@@ -119,7 +119,7 @@ def test_labels_may_be_probabilities_and_neutral(make: Make, model: str, neutral
         make(Dataset.from_list(rows))
 
 
-def test_a_resumed_run_is_the_same_run(model: str, tmp_path: Path) -> None:
+def test_resumed_run_equals_the_uninterrupted_run(model: str, tmp_path: Path) -> None:
     whole = run_of(model, tmp_path, save_strategy="steps", save_steps=3)
     again = PRMTrainer(load(model), whole.args, train_dataset=solutions(22), eval_dataset=solutions(9, seed=1))
     again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
@@ -129,7 +129,7 @@ def test_a_resumed_run_is_the_same_run(model: str, tmp_path: Path) -> None:
     assert "AutoModelForTokenClassification" in (tmp_path / "README.md").read_text()
 
 
-def test_solutions_without_labels_count_nothing(make: Make, model: str) -> None:
+def test_solutions_without_labels_are_ignored(make: Make, model: str) -> None:
     cut = make(solutions(22), max_length=14).train_dataset
     assert max(map(len, cut["input_ids"])) == 14 and set(cut[21]["labels"]) == {-100}
     rows = Dataset.from_list([cut[21] if place % 3 == 1 else cut[place] for place in range(12)])
@@ -140,9 +140,9 @@ def test_solutions_without_labels_count_nothing(make: Make, model: str) -> None:
 
 
 @pytest.mark.parametrize("case", [("Llama", "\n"), ("GPT2", "\n"), ("Llama", " => ")])
-def test_scores_are_the_log_odds_at_the_ends_of_steps(model: str, tmp_path: Path, caplog: Any, case: Any) -> None:
+def test_scores_are_log_odds_at_step_ends(model: str, tmp_path: Path, caplog: Any, case: Any) -> None:
     (family, separator), tokenizer = case, AutoTokenizer.from_pretrained(model)
-    # as TRL saves it, it has none
+    # a model saved by TRL has no separator
     made = classifier(family, len(tokenizer), **({} if separator == "\n" else {"step_separator": separator}))
     made.save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
@@ -165,7 +165,7 @@ def test_scores_are_the_log_odds_at_the_ends_of_steps(model: str, tmp_path: Path
 
 
 @pytest.mark.parametrize("adapters", [[], ["--use_peft", "true", "--lora_target_modules", "q_proj", "v_proj"]])
-def test_the_command_trains_what_is_scored(model: str, tmp_path: Path, capsys: Any, adapters: Any) -> None:
+def test_command_trains_a_model_that_scores(model: str, tmp_path: Path, capsys: Any, adapters: Any) -> None:
     for split, rows in {"train": solutions(16), "test": solutions(9, seed=1)}.items():
         rows.to_json(tmp_path / "data" / f"{split}.jsonl")
     words = [
@@ -184,7 +184,7 @@ def test_the_command_trains_what_is_scored(model: str, tmp_path: Path, capsys: A
         assert score_run(["--model_name_or_path", str(tmp_path / folder), *data]) == 0
         assert accuracy is not None and f" | {accuracy[1]} (" in capsys.readouterr().out
     assert report.run([to]) == 0
-    assert f"It tells right from wrong in {float(accuracy[1]):.1%}" in capsys.readouterr().out
+    assert f"The model tells right from wrong in {float(accuracy[1]):.1%}" in capsys.readouterr().out
     said = [json.loads((tmp_path / folder / "verdict.json").read_text()) for folder in ("run", "exported-report")]
     rewards = [reward for line in Path(to).read_text().splitlines() for reward in json.loads(line)["step_rewards"]]
     assert [each["rewards"]["mean"] for each in said] == pytest.approx([sum(rewards) / len(rewards)] * 2, abs=1e-5)
@@ -203,12 +203,12 @@ BAD: list[tuple[dict[str, Any], dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("good", "change"), BAD)
-def test_a_bad_row_is_named(make: Make, good: dict[str, Any], change: dict[str, Any]) -> None:
+def test_bad_row_is_named(make: Make, good: dict[str, Any], change: dict[str, Any]) -> None:
     with pytest.raises(UserError, match=rf"Row 1 .*{next(iter(change))}"):
         make([good, good | change])
 
 
-def test_labels_that_truncation_removes_are_counted(make: Make, caplog: pytest.LogCaptureFixture) -> None:
+def test_labels_removed_by_truncation_are_counted(make: Make, caplog: pytest.LogCaptureFixture) -> None:
     rows = [GOOD, GOOD | {"completions": ["one", "two three four five six seven"]}, GOOD]
     unlabeled = Dataset.from_list([{"input_ids": [5, 6], "labels": [-100, -100]}])
     length = len(make(rows).train_dataset[0]["input_ids"])
@@ -226,7 +226,7 @@ def test_labels_that_truncation_removes_are_counted(make: Make, caplog: pytest.L
     assert "labels" not in caplog.text
 
 
-def test_a_step_without_tokens_is_named(make: Make) -> None:
+def test_step_without_tokens_is_named(make: Make) -> None:
     rows = [GOOD | {"completions": ["one", ""]}]
     with pytest.raises(UserError, match=r"Row 0 .*completions\[1\].*step_separator"):
         make(rows, step_separator="")
@@ -243,7 +243,7 @@ def test_extra_columns_change_no_solution(make: Make) -> None:
     assert make(again).train_dataset[:] == plain
 
 
-def test_what_is_for_pairs_is_refused(make: Make, model: str, tmp_path: Path) -> None:
+def test_pair_settings_and_models_are_rejected(make: Make, model: str, tmp_path: Path) -> None:
     for name, value in {"margin_scale": 0.5, "step_separator": None}.items():
         with pytest.raises(UserError, match=name):
             settings(tmp_path, **{name: value})
@@ -256,7 +256,7 @@ def test_what_is_for_pairs_is_refused(make: Make, model: str, tmp_path: Path) ->
         make(solutions(2).remove_columns("labels"))
 
 
-def test_adapters_train_alike_packed_and_padded(model: str, tmp_path: Path) -> None:
+def test_adapters_train_equally_packed_and_padded(model: str, tmp_path: Path) -> None:
     found = []
     for packing in (True, False):
         peft_config = LoraConfig(task_type=TaskType.TOKEN_CLS, r=4, target_modules=["q_proj", "v_proj"])
@@ -268,12 +268,14 @@ def test_adapters_train_alike_packed_and_padded(model: str, tmp_path: Path) -> N
     again = AutoPeftModelForTokenClassification.from_pretrained(str(tmp_path / "saved"), num_labels=2)
     assert torch.equal(again.state_dict()[HEAD], trainer.model.state_dict()[HEAD])
     ours = list(score(str(tmp_path / "saved"), solutions(3)))
-    (tmp_path / "saved" / BASE_CONFIG).unlink()  # as TRL saves them
+    (tmp_path / "saved" / BASE_CONFIG).unlink()  # TRL saves adapters without it
     assert list(score(str(tmp_path / "saved"), solutions(3))) == ours and "step_rewards" in ours[0]
 
 
 @pytest.mark.parametrize(("family", "obstacle"), [("Gemma", None), ("GPT2", "no `score` head")])
-def test_other_families_are_tried(model: str, tmp_path: Path, family: str, obstacle: str | None) -> None:
+def test_other_families_are_tested_before_packing(
+    model: str, tmp_path: Path, family: str, obstacle: str | None
+) -> None:
     tokenizer = AutoTokenizer.from_pretrained(model)
     made, rows = classifier(family, len(tokenizer)), solutions(8)
     trainer = PRMTrainer(made, settings(tmp_path), train_dataset=rows, processing_class=tokenizer)

@@ -1,4 +1,4 @@
-"""`--push_to_hub` uploads a model that loads from the Hub: the example script, with a hub on the loopback address."""
+"""`--push_to_hub` in the example script uploads a model that loads again, with a hub on the loopback address."""
 
 import json
 import os
@@ -8,13 +8,13 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
-import apart
 import hub_server
 import overridden
 import pytest
+import subprocesses
 import tiny
+from environment import EXAMPLES, ROOT
 from huggingface_hub import ModelCard
-from places import EXAMPLES, ROOT
 from safetensors.torch import load, load_file
 
 import trl_tpu
@@ -40,7 +40,7 @@ def serving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[hub_serv
 
 @pytest.fixture
 def hub(serving: tuple[hub_server.Hub, Path]) -> hub_server.Hub:
-    """A hub with nothing in it, and a user of whom the client keeps nothing yet."""
+    """Return an empty hub, and clear the client's cache of the user."""
     hub, home = serving
     shutil.rmtree(home)
     home.mkdir()
@@ -50,7 +50,7 @@ def hub(serving: tuple[hub_server.Hub, Path]) -> hub_server.Hub:
 
 @pytest.fixture
 def run(hub: hub_server.Hub, serving: tuple[hub_server.Hub, Path], tmp_path: Path) -> Run:
-    """Runs Python with the real Hub client, which sees this hub and nothing of the user's own settings."""
+    """Return a function that runs Python with the real Hub client, connected to this hub without user settings."""
     environment = {key: value for key, value in os.environ.items() if not key.startswith("HF_")} | {
         "HF_ENDPOINT": hub.endpoint,
         "HF_HOME": str(serving[1]),
@@ -59,7 +59,7 @@ def run(hub: hub_server.Hub, serving: tuple[hub_server.Hub, Path], tmp_path: Pat
         "PYTHONPATH": str(ROOT),
         "USE_TORCH_XLA": "0",
     }
-    return partial(apart.python, environment=environment, folder=tmp_path)
+    return partial(subprocesses.python, environment=environment, folder=tmp_path)
 
 
 def train_and_push(run: Run, folder: Path, **more: str) -> subprocess.CompletedProcess[str]:
@@ -74,10 +74,8 @@ def train_and_push(run: Run, folder: Path, **more: str) -> subprocess.CompletedP
     return run(str(EXAMPLE), *flags, "--push_to_hub")
 
 
-def test_the_pushed_model_is_the_trained_one_and_loads_from_the_hub(
-    hub: hub_server.Hub, run: Run, tmp_path: Path
-) -> None:
-    """Though an upload beside training fails, which is told: the last one brings everything."""
+def test_pushed_model_equals_the_trained_one(hub: hub_server.Hub, run: Run, tmp_path: Path) -> None:
+    """An upload during training fails and is reported; the last upload contains all files."""
     hub.failures = [("/commit/", 403)]
     process = train_and_push(run, tmp_path)
     assert process.returncode == 0, process.stderr[-4000:]
@@ -98,14 +96,14 @@ def test_the_pushed_model_is_the_trained_one_and_loads_from_the_hub(
 
     card = ModelCard(pushed["README.md"].decode())
     assert {"trl", "reward-trainer"} <= set(card.data.tags)
-    assert str(tmp_path) not in card.content, "a local path names nothing on the Hub"
-    assert not [path for path in pushed if path.endswith((".pt", ".pth"))], "optimizer state stays here"
+    assert str(tmp_path) not in card.content, "local paths mean nothing on the Hub"
+    assert not [path for path in pushed if path.endswith((".pt", ".pth"))], "optimizer state is not pushed"
     assert {repo for repo, _ in hub.commits} == {"user/tiny-rm"}
     assert "End of training" in [summary for _, summary in hub.commits]
 
 
-def test_adapters_of_a_run_at_a_url_are_pushed_at_its_end(hub: hub_server.Hub, run: Run, tmp_path: Path) -> None:
-    """With a card that the Hub takes. Its checkpoints have no files here, and that is told."""
+def test_adapters_of_a_run_at_a_url_are_pushed_at_the_end(hub: hub_server.Hub, run: Run, tmp_path: Path) -> None:
+    """The Hub accepts their model card. Checkpoints are not on this disk, so they are not pushed, with a warning."""
     adapters = {"use_peft": "true", "lora_task_type": "SEQ_CLS"}
     process = train_and_push(run, tmp_path, output_dir="memory://bucket/run", save_steps="1", **adapters)
     assert process.returncode == 0 and "FAILED" not in process.stderr, process.stderr[-4000:]
@@ -119,11 +117,9 @@ def test_adapters_of_a_run_at_a_url_are_pushed_at_its_end(hub: hub_server.Hub, r
     assert "reward-trainer" in card.data.tags and str(tmp_path) not in card.content
 
 
-def test_a_failed_upload_is_told_and_leaves_run_and_repository_as_they_were(
-    hub: hub_server.Hub, run: Run, tmp_path: Path
-) -> None:
+def test_failed_upload_is_reported_and_changes_nothing(hub: hub_server.Hub, run: Run, tmp_path: Path) -> None:
     repo = "user/tiny-rm"
-    hub.failures = [("/commit/", 403)] * 2  # the upload beside training, and the last one
+    hub.failures = [("/commit/", 403)] * 2  # the upload during training, and the last one
     process = train_and_push(run, tmp_path)
     assert process.returncode != 0 and hub.failures == []
     assert f"{repo} FAILED" in process.stderr and "403 Forbidden" in process.stderr
@@ -131,8 +127,8 @@ def test_a_failed_upload_is_told_and_leaves_run_and_repository_as_they_were(
     assert find_faults(tmp_path / "out" / "checkpoint-2") == []
 
 
-def test_overrides_are_called_in_every_part_of_a_run(hub: hub_server.Hub, run: Run, tmp_path: Path) -> None:
-    """What a subclass overrides is called where TRL calls it, but for what a guide lists with the reason."""
+def test_overrides_are_called_in_every_phase_of_a_run(hub: hub_server.Hub, run: Run, tmp_path: Path) -> None:
+    """Overrides are called in the same phases as in TRL, except those listed in a guide with the reason."""
     found = {}
     for package in ("trl", "trl_tpu"):
         process = run(overridden.__file__, package, str(tmp_path / package))
@@ -142,6 +138,6 @@ def test_overrides_are_called_in_every_part_of_a_run(hub: hub_server.Hub, run: R
     assert {repo for repo, _ in hub.commits} == {"user/overridden"}
     assert ours["losses"] == pytest.approx(theirs["losses"], abs=1e-6)
     assert overridden.not_called(theirs, ours) == overridden.listed()
-    for name in theirs["reading"]:  # batches, which are padded then
+    for name in theirs["reading"]:  # overriding a method that reads batches makes them padded
         own = type("Own", (trl_tpu.RewardTrainer,), {name: lambda *_: None})
         assert own.__new__(own).reads_padded_rows() == name

@@ -1,4 +1,4 @@
-"""Training on rankings and on several attributes: packed equals padded in every layout, and an order is learned."""
+"""Training on rankings and attributes: packed equals padded in every layout, and a known order is learned."""
 
 import random
 from itertools import permutations
@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import tiny
 from datasets import Dataset
-from judgements import FORMS
+from label_formats import LABEL_FORMATS
 from tiny import made_up_rankings as rankings
 from training import QUIET, losses, trained, untimed
 from transformers import AutoTokenizer
@@ -30,14 +30,14 @@ CASES = [*(("ranked", each) for each in LISTWISE_LOSSES), *(("attributes", each)
 
 
 class FixedRows(RewardTrainer):
-    fixed_rows = RowPlan((RowShape(1, 96),), (RowShape(1, 128),))  # of which most batches take several
+    fixed_rows = RowPlan((RowShape(1, 96),), (RowShape(1, 128),))  # most batches need several
 
 
 def run_of(
     model: str, out: Path, form: str = "ranked", kind: type = RewardTrainer, data: Any = None, **more: Any
 ) -> RewardTrainer:
-    """Train on rows of a form, the last 7 of which are held out."""
-    own, rows = FORMS[form], FORMS[form].rows(30) if data is None else data
+    """Train on rows of a format; the last 7 rows are held out."""
+    own, rows = LABEL_FORMATS[form], LABEL_FORMATS[form].rows(30) if data is None else data
     settings = QUIET | {"save_strategy": "no", "logging_steps": 1, "max_steps": 6, "learning_rate": 1e-3}
     args = RewardConfig(str(out), **settings | {"per_device_train_batch_size": 5} | own.settings | more)
     first = len(rows) - 7
@@ -46,7 +46,9 @@ def run_of(
 
 
 @pytest.mark.parametrize(("form", "loss"), CASES)
-def test_packed_equals_padded(model_folder: str, tmp_path: Path, form: str, loss: dict[str, Any]) -> None:
+def test_packed_training_equals_padded_training(
+    model_folder: str, tmp_path: Path, form: str, loss: dict[str, Any]
+) -> None:
     kinds = {"padded": RewardTrainer, "tight": RewardTrainer, "micro-batches": FixedRows}
     runs = [
         run_of(model_folder, tmp_path, form, kind, packing=name != "padded", **loss) for name, kind in kinds.items()
@@ -54,7 +56,9 @@ def test_packed_equals_padded(model_folder: str, tmp_path: Path, form: str, loss
     padded, *others = (
         [*(untimed(log) for log in run.state.log_history if "loss" in log), untimed(run.evaluate())] for run in runs
     )
-    of_padded, *predicted = (run.predict(FORMS[form].rows(34).select(range(30, 34))).predictions for run in runs)
+    of_padded, *predicted = (
+        run.predict(LABEL_FORMATS[form].rows(34).select(range(30, 34))).predictions for run in runs
+    )
     for logs, rewards in zip(others, predicted, strict=True):
         for one, two in zip(padded, logs, strict=True):
             assert two == pytest.approx(one, abs=2e-5)
@@ -64,7 +68,7 @@ def test_packed_equals_padded(model_folder: str, tmp_path: Path, form: str, loss
 
 
 @pytest.mark.parametrize("loss", LISTWISE_LOSSES)
-def test_settings_of_rankings_are_refused_for_pairs(model_folder: str, tmp_path: Path, loss: dict[str, Any]) -> None:
+def test_ranking_settings_are_rejected_for_pairs(model_folder: str, tmp_path: Path, loss: dict[str, Any]) -> None:
     config = RewardConfig(str(tmp_path), report_to="none", bf16=False, max_steps=1, **loss)
     pairs = tiny.made_up_pairs(4)
     for train, evaluated in ((pairs, None), (pairs.to_iterable_dataset(), None), (rankings(4), pairs)):
@@ -72,14 +76,14 @@ def test_settings_of_rankings_are_refused_for_pairs(model_folder: str, tmp_path:
             RewardTrainer(model_folder, config, train_dataset=train, eval_dataset=evaluated)
 
 
-def test_the_old_collator_is_of_pairs_alone(model_folder: str, tmp_path: Path) -> None:
+def test_old_collator_rejects_ranking_settings(model_folder: str, tmp_path: Path) -> None:
     config = RewardConfig(str(tmp_path), report_to="none", bf16=False, max_steps=1, margin_scale=0.5)
     old = RewardDataCollatorWithPadding(tiny.tiny_tokenizer(["a"]))
     with pytest.raises(UserError, match="margin_scale"), pytest.warns(FutureWarning):
         RewardTrainer(model_folder, config, old, train_dataset=tiny.made_up_pairs(4))
 
 
-def test_a_collator_of_the_users_takes_the_rankings_answers(model_folder: str, tmp_path: Path) -> None:
+def test_user_collator_receives_the_answers_of_a_ranking(model_folder: str, tmp_path: Path) -> None:
     runs = []
     for collator in (DataCollatorForPreference(0), None):
         settings: dict[str, Any] = {"max_steps": 3, "logging_steps": 1, "packing": False, "disable_tqdm": True}
@@ -91,17 +95,17 @@ def test_a_collator_of_the_users_takes_the_rankings_answers(model_folder: str, t
 
 
 WORDS = [consonant + vowel for consonant in "bdfgkl" for vowel in "aeio"]
-WORTH = dict(zip(random.Random(7).sample(WORDS, len(WORDS)), range(len(WORDS)), strict=True))
+WORD_VALUES = dict(zip(random.Random(7).sample(WORDS, len(WORDS)), range(len(WORDS)), strict=True))
 
 
-def worded(count: int, seed: int) -> Dataset:
-    """Prompts of 16 words with 8 answers of two words, which are as good as their words' worth in sum."""
+def word_rankings(count: int, seed: int) -> Dataset:
+    """Return prompts of 16 words with 8 answers of two words; an answer's score is the sum of its words' values."""
     chooser, rows = random.Random(seed), []
     for _ in range(count):
         answers: dict[int, str] = {}
         while len(answers) < 8:
             first, second = chooser.sample(WORDS, 2)
-            answers[WORTH[first] + WORTH[second]] = f" {first} {second}"
+            answers[WORD_VALUES[first] + WORD_VALUES[second]] = f" {first} {second}"
         scores = chooser.sample(sorted(answers), 8)
         rows.append({"prompt": " ".join(chooser.choices(WORDS, k=16)), "completions": [*map(answers.get, scores)]})
         rows[-1]["scores"] = [float(score) for score in scores]
@@ -119,10 +123,10 @@ def as_pairs(ranked: Dataset) -> Dataset:
 
 
 @pytest.mark.long
-def test_a_known_order_is_learned_better_than_of_as_many_tokens_of_pairs(tmp_path: Path) -> None:
-    """In as many steps, too; a step of pairs has half of the comparisons of one prompt, one of rankings those of 8."""
+def test_rankings_teach_an_order_better_than_pairs_of_equal_tokens(tmp_path: Path) -> None:
+    """Both take the same number of steps: on rankings of 8 prompts, or on pairs, half of one prompt's comparisons."""
     model = tiny.save_tiny(tmp_path / "model", [" ".join(WORDS), " " + " ".join(WORDS)])
-    ranked, held_out = worded(300, 0), worded(60, 1)
+    ranked, held_out = word_rankings(300, 0), word_rankings(60, 1)
     settings: dict[str, Any] = {"max_steps": 80, "learning_rate": 1e-2, "logging_steps": 80}
     runs = [
         run_of(model, tmp_path / "run", data=rows, per_device_train_batch_size=size, **settings)

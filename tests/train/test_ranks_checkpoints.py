@@ -1,4 +1,4 @@
-"""Checkpoints of a model that several processes have parts of: resumed to the bit, on other meshes, after kills."""
+"""Checkpoints of a model sharded over processes: bitwise resumes, resumes on other meshes and after kills."""
 
 import importlib.util
 import json
@@ -6,16 +6,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import apart
 import killed_runs
 import pytest
+import subprocesses
 import torch
 from safetensors.torch import load_file
 
 from trl_tpu.checkpoint.folders import find_faults
 from trl_tpu.scripts import export
 
-XLA = 0  # in the place of a number of processes: one, that leads eight devices
+XLA = 0  # stands for a number of processes: one process that leads eight XLA devices
 ON_XLA = {"USE_TORCH_XLA": "1", "PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "8"}
 
 
@@ -24,17 +24,17 @@ Train = Callable[..., dict[str, Any]]
 
 @pytest.fixture(scope="module")
 def train(model_folder: str) -> Train:
-    """Trains in a number of processes, which have to end with a status; returns what all of them say."""
+    """Return a function that trains in several processes, checks their exit status and returns their results."""
 
     def train(out: Path, count: int, status: int = 0, **settings: Any) -> dict[str, Any]:
         command = ("saved_ranks.py", model_folder, json.dumps({"output_dir": str(out)} | settings))
         if count == XLA:
             if importlib.util.find_spec("torch_xla") is None:
                 pytest.skip("torch_xla is not installed")
-            apart.run(*command, **ON_XLA)
+            subprocesses.run(*command, **ON_XLA)
         else:
             places = [(str(count), str(rank)) for rank in range(count)] if count > 1 else [()]
-            apart.at_once(*((*command, *place) for place in places), status=status, USE_TORCH_XLA="0")
+            subprocesses.run_ranks(*((*command, *place) for place in places), status=status, USE_TORCH_XLA="0")
         first, *others = [json.loads((out / f"{rank}.json").read_text()) for rank in range(max(count, 1))]
         assert all(other == first for other in others)
         return first
@@ -43,8 +43,8 @@ def train(model_folder: str) -> Train:
 
 
 @pytest.fixture(scope="module")
-def whole(train: Train, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
-    """Return where two processes saved every second of six steps, and what they logged."""
+def uninterrupted_run(train: Train, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """Return the folder of two processes that saved every second of six steps, and their logs."""
     folder = tmp_path_factory.mktemp("whole")
     return folder, train(folder, 2, mesh="fsdp=2")["logged"]
 
@@ -54,16 +54,16 @@ def tensors(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def assert_same(folder: Path, other: Path) -> None:
-    """See that two folders hold the same weights bit by bit."""
+    """Check that two folders hold bitwise equal weights."""
     ours, theirs = tensors(folder), tensors(other)
     assert ours.keys() == theirs.keys() != set()
     assert all(torch.equal(ours[name], theirs[name]) for name in ours), (folder, other)
 
 
-def test_a_process_that_is_told_to_end_ends_all_which_resume_to_the_bit(
-    train: Train, whole: Any, tmp_path: Path
+def test_preemption_of_one_rank_stops_all_and_resumes_bitwise(
+    train: Train, uninterrupted_run: Any, tmp_path: Path
 ) -> None:
-    folder, logged = whole
+    folder, logged = uninterrupted_run
     stopped = train(tmp_path, 2, status=75, mesh="fsdp=2", save_steps=100, told=3)
     assert stopped["stopped by"] == "SIGTERM"
     (checkpoint,) = tmp_path.glob("checkpoint-*")
@@ -74,11 +74,11 @@ def test_a_process_that_is_told_to_end_ends_all_which_resume_to_the_bit(
 @pytest.mark.parametrize(
     ("count", "mesh"), [(1, None), (4, "data=2,fsdp=2"), (4, "fsdp=2,tensor=2"), (XLA, "fsdp=4,tensor=2")]
 )
-def test_a_checkpoint_goes_to_another_mesh_and_back(
-    count: int, mesh: str | None, train: Train, whole: Any, tmp_path: Path
+def test_checkpoint_resumes_on_another_mesh_and_back(
+    count: int, mesh: str | None, train: Train, uninterrupted_run: Any, tmp_path: Path
 ) -> None:
-    """To rounding: a loss of 0.7 by a few of float32's last bits, 6e-8; a norm, of all weights, by 1e-5 of itself."""
-    folder, logged = whole
+    """Equal up to rounding: losses of 0.7 to a few float32 units of 6e-8, norms of all weights to a relative 1e-5."""
+    folder, logged = uninterrupted_run
     there, back = tmp_path / "there", tmp_path / "back"
     train(there, count, mesh=mesh, max_steps=4, resume=str(folder / "checkpoint-2"))
     found = train(back, 2, mesh="fsdp=2", resume=str(there / "checkpoint-4"))["logged"]
@@ -87,8 +87,8 @@ def test_a_checkpoint_goes_to_another_mesh_and_back(
         assert found[step] == [pytest.approx(loss, abs=1e-6, rel=0), pytest.approx(norm, rel=1e-5)], step
 
 
-def test_rows_that_two_axes_cut_resume_to_the_bit(train: Train, tmp_path: Path) -> None:
-    """What reads and copies them has to keep their order, which no shape shows."""
+def test_rows_sharded_over_two_axes_resume_bitwise(train: Train, tmp_path: Path) -> None:
+    """Readers and copies of shards must keep the order of rows. Shapes do not reveal it."""
     settings: dict[str, Any] = {"mesh": "fsdp=2,tensor=2", "max_steps": 4}
     first, second = tmp_path / "first", tmp_path / "second"
     logged = train(first, 4, **settings)
@@ -102,15 +102,15 @@ BEST = {"eval_strategy": "steps", "eval_steps": 2, "metric_for_best_model": "los
 BEST |= {"mesh": "fsdp=2", "load_best_model_at_end": True}
 
 
-def test_the_best_of_models_alone_is_loaded_at_the_end(train: Train, tmp_path: Path) -> None:
-    """The one whose loss is greatest, which is the first."""
+def test_best_model_of_model_only_saves_is_loaded_at_the_end(train: Train, tmp_path: Path) -> None:
+    """The first model is the best: the metric is the greatest loss."""
     train(tmp_path, 2, save_only_model=True, max_steps=4, **BEST)
     assert_same(tmp_path, tmp_path / "checkpoint-2")
     best, last = (tensors(tmp_path / name) for name in ("checkpoint-2", "checkpoint-4"))
     assert not all(torch.equal(last[name], best[name]) for name in best)
 
 
-def test_adapters_resume_to_the_bit_and_the_best_are_loaded(train: Train, tmp_path: Path) -> None:
+def test_adapters_resume_bitwise_and_the_best_are_loaded(train: Train, tmp_path: Path) -> None:
     first, second = tmp_path / "first", tmp_path / "second"
     logged = train(first, 2, adapters=True, **BEST)
     assert train(second, 2, adapters=True, resume=str(first / "checkpoint-4"), **BEST) == logged
@@ -124,20 +124,20 @@ def test_adapters_resume_to_the_bit_and_the_best_are_loaded(train: Train, tmp_pa
     [("fsdp=2", 10_000), ("fsdp=2", 20_000), (None, 20_000)],
     ids=["random states", "shards", "shards without a mesh"],
 )
-def test_a_full_disk_of_one_process_fails_the_save_of_both(
-    mesh: str | None, size: int, train: Train, whole: Any, tmp_path: Path
+def test_full_disk_of_one_rank_fails_the_save_of_both(
+    mesh: str | None, size: int, train: Train, uninterrupted_run: Any, tmp_path: Path
 ) -> None:
-    """While training stops for the save, or alongside it. Later saves are complete."""
-    rank = 0 if mesh is None else 1  # one process writes the tensors of a model that all have
+    """Training either waits for the save or continues during it. Later saves are complete."""
+    rank = 0 if mesh is None else 1  # rank 0 writes the tensors of a replicated model
     found = train(tmp_path, 2, mesh=mesh, small=[rank, size])
-    assert found["failed"] == ["checkpoint-2"] and found["logged"].keys() == whole[1].keys()
+    assert found["failed"] == ["checkpoint-2"] and found["logged"].keys() == uninterrupted_run[1].keys()
     assert {path.name for path in tmp_path.glob("checkpoint-*")} == {"checkpoint-4", "checkpoint-6"}
     assert find_faults(tmp_path / "checkpoint-4") == [] and not (tmp_path / "_unfinished").exists()
 
 
 @pytest.mark.parametrize("kills", [3, pytest.param(40, marks=pytest.mark.long)])
-def test_one_process_is_killed_again_and_again(kills: int, tmp_path: Path) -> None:
-    """Weights, moments and logs are those of the uninterrupted run, to the bit."""
+def test_runs_with_a_repeatedly_killed_rank_resume_bitwise(kills: int, tmp_path: Path) -> None:
+    """Weights, moments and logs are bitwise those of the uninterrupted run."""
     settings = {"processes": 2, "mesh": "fsdp=2", "use_cpu": True}
     report = killed_runs.report(tmp_path, kills, {"USE_TORCH_XLA": "0"}, **settings)
     assert report["kills"] >= kills and report["saves_hit"] >= 1 and report["resumes"] >= kills // 2, report

@@ -1,4 +1,4 @@
-"""A saved reward model gives the trainer's own rewards to every program that reads it."""
+"""A saved reward model gives the trainer's rewards in every program that reads it."""
 
 import json
 import math
@@ -21,13 +21,13 @@ from trl_tpu import RewardConfig, RewardTrainer
 from trl_tpu.checkpoint.export import export_checkpoint
 from trl_tpu.modeling.head_spec import BASE_CONFIG, IDENTITY
 
-# ---- how other programs load a saved reward model and read its reward, each by its own rules
+# ---- loading and scoring by the rules of other programs
 
 Ids = list[list[int]]
 
 
 def load(folder: str) -> Any:
-    """Load as anybody does; adapters with the config beside them."""
+    """Load with transformers; adapters with the base config saved next to them."""
     beside = {"config": AutoConfig.from_pretrained(str(Path(folder, BASE_CONFIG)))} if has_adapters(folder) else {}
     return AutoModelForSequenceClassification.from_pretrained(folder, **beside).eval()
 
@@ -46,15 +46,15 @@ def transformers_rewards(folder: str, ids: Ids, side: str) -> list[float]:
 
 
 def pipeline_rewards(folder: str, texts: list[str], **tokenizing: Any) -> list[float]:
-    """The default pipeline, which applies a sigmoid to one label of a config that does not say regression."""
-    model = load(folder) if has_adapters(folder) else folder  # a pipeline reads adapters by their base model's config
+    """Score with the default pipeline, which applies a sigmoid to a single label unless the config says regression."""
+    model = load(folder) if has_adapters(folder) else folder  # a pipeline loads adapters by their base model's config
     read = pipeline("text-classification", model=model, tokenizer=folder, device="cpu")
     return [each["score"] for each in read(texts, **tokenizing)]
 
 
 @torch.no_grad()
 def last_token_rewards(folder: str, ids: Ids) -> list[float]:
-    """As vLLM and SGLang pool: the very last token, whatever it is."""
+    """Score as vLLM and SGLang pool: at the last token, whatever it is."""
     model = load(folder)
     backbone = getattr(model, model.base_model_prefix)
     return [model.score(backbone(torch.tensor([row])).last_hidden_state[0, -1]).item() for row in ids]
@@ -62,7 +62,7 @@ def last_token_rewards(folder: str, ids: Ids) -> list[float]:
 
 @torch.no_grad()
 def openrlhf_rewards(folder: str, ids: Ids) -> list[float]:
-    """As OpenRLHF's `get_llm_for_sequence_regression`: the backbone, a head named ``score``, config's mean and std.
+    """Score as OpenRLHF's `get_llm_for_sequence_regression`: backbone, head ``score``, mean and std of the config.
 
     https://github.com/OpenRLHF/OpenRLHF/blob/main/openrlhf/models/model.py
     """
@@ -73,13 +73,13 @@ def openrlhf_rewards(folder: str, ids: Ids) -> list[float]:
     mask = batch["attention_mask"]
     positions = (mask.cumsum(-1) - 1).masked_fill(mask == 0, 1)
     hidden = getattr(model, model.base_model_prefix)(**batch, position_ids=positions).last_hidden_state
-    rewards = model.score(hidden)[:, -1, 0]  # padding is on the left, so the last token is the dialogue's
+    rewards = model.score(hidden)[:, -1, 0]  # padding is on the left, so the last column is the last token
     return ((rewards - config.mean) / config.std).tolist()
 
 
 @torch.no_grad()
 def rewardbench_rewards(folder: str, texts: list[str]) -> list[float]:
-    """As rewardbench 0.1.4: padding on the left, and the first of two BOS tokens hidden from attention.
+    """Score as rewardbench 0.1.4: padding on the left, and the first of two BOS tokens masked in attention.
 
     https://github.com/allenai/reward-bench/blob/main/rewardbench/models/pipeline.py
     """
@@ -96,14 +96,14 @@ def rewardbench_rewards(folder: str, texts: list[str]) -> list[float]:
 
 # ---- saved models
 
-ASKED = ["Count on from 3:", "Count on from 11:", "Say something about the weather, please:", "Stop."]
+QUESTIONS = ["Count on from 3:", "Count on from 11:", "Say something about the weather, please:", "Stop."]
 ANSWERED = [" 4 5 6", " 12", " rain", " stop stop"]
 REFUSED = [" 6 5", " 11 10 12 13", " It is what it is", " go"]
-CLOSE = {"rel": 1e-4, "abs": 1e-4}  # of rewards of about 1; float32, other batches and other orders of addition
+CLOSE = {"rel": 1e-4, "abs": 1e-4}  # rewards are about 1; float32, other batches, other summation order
 
 
 class Saved(NamedTuple):
-    """A trained model in a folder, and what its trainer gives dialogues."""
+    """The folder of a trained model, and its trainer's rewards of conversations."""
 
     folder: str
     trainer: RewardTrainer
@@ -115,14 +115,14 @@ class Saved(NamedTuple):
 
     @property
     def scores_eos(self) -> bool:
-        """Whether the EOS that ends a dialogue is the token that is scored."""
+        """Tell if the final EOS is the scored token."""
         return self.tokenizer.pad_token_id != self.tokenizer.eos_token_id
 
     def config(self) -> dict[str, Any]:
         return json.loads(Path(self.folder, BASE_CONFIG if has_adapters(self.folder) else "config.json").read_text())
 
     def ids_of_texts(self) -> list[list[int]]:
-        """Texts end in the EOS, as in training."""
+        """Return texts that end in the EOS, as in training."""
         return self.tokenizer([text + self.tokenizer.eos_token for text in self.texts])["input_ids"]
 
     def rendered(self) -> list[str]:
@@ -130,8 +130,8 @@ class Saved(NamedTuple):
 
 
 def make_tokenizer(pads: bool, bos: bool) -> Any:
-    """With or without a pad token; some families' tokenizers begin each text with a BOS, and so do their templates."""
-    tokenizer = tiny.tiny_tokenizer([*ASKED, *ANSWERED, *REFUSED], 400)
+    """Build a tokenizer with or without a pad token. In some families both tokenizer and template add a BOS."""
+    tokenizer = tiny.tiny_tokenizer([*QUESTIONS, *ANSWERED, *REFUSED], 400)
     tokenizer.add_special_tokens({"bos_token": "<bos>"})
     tokenizer.add_tokens(["<|reserved_special_token_0|>"], special_tokens=True)
     if bos:
@@ -140,7 +140,7 @@ def make_tokenizer(pads: bool, bos: bool) -> Any:
         tokenizer.chat_template = "{{ bos_token }}" + tokenizer.chat_template
     if not pads:
         tokenizer.pad_token = None
-        # such a template ends dialogues in the EOS, which is where readers differ
+        # this template ends conversations in the EOS, where readers differ
         tokenizer.chat_template = str(tokenizer.chat_template) + "{{ eos_token }}"
     return tokenizer
 
@@ -172,11 +172,11 @@ def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     args = RewardConfig(str(folder / "run"), **settings, save_strategy="no", own_pad_token=case.get("own", False))
     messages = [
         [[{"role": "user", "content": asked}, {"role": "assistant", "content": answer}] for asked, answer in pairs]
-        for pairs in (zip(ASKED, ANSWERED, strict=True), zip(ASKED, REFUSED, strict=True))
+        for pairs in (zip(QUESTIONS, ANSWERED, strict=True), zip(QUESTIONS, REFUSED, strict=True))
     ]
     pairs = Dataset.from_dict({"chosen": messages[0], "rejected": messages[1]})
     halves = {"chosen": ANSWERED, "rejected": REFUSED}
-    texts = Dataset.from_dict({half: [*map(add, ASKED, answers)] for half, answers in halves.items()})
+    texts = Dataset.from_dict({half: [*map(add, QUESTIONS, answers)] for half, answers in halves.items()})
     lora = LoraConfig(task_type="SEQ_CLS", r=4, init_lora_weights=False) if "lora" in case else None
     data = {"train_dataset": pairs, "eval_dataset": pairs}
     trainer = trained(RewardTrainer(str(folder / "base"), args, **data, peft_config=lora))
@@ -193,7 +193,7 @@ def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     )
 
 
-def test_the_config_says_what_it_is(saved: Saved) -> None:
+def test_config_describes_the_reward_head(saved: Saved) -> None:
     config = saved.config()
     assert config["problem_type"] == "regression"
     assert config["sentence_transformers"]["activation_fn"] == IDENTITY
@@ -204,13 +204,13 @@ def test_the_config_says_what_it_is(saved: Saved) -> None:
     assert config["dtype"] == config["head_dtype"] == "float32"
     assert config["mean"] == pytest.approx(np.mean(saved.of_messages), rel=1e-5)
     assert config["std"] == pytest.approx(np.std(saved.of_messages), rel=1e-5)
-    assert np.std(saved.of_messages) > 0.05 and np.std(saved.of_texts) > 0.05, "large enough to be told apart"
-    if not has_adapters(saved.folder):  # transformers before 5 would take 10,000 without a word
+    assert np.std(saved.of_messages) > 0.05 and np.std(saved.of_texts) > 0.05, "rewards are distinguishable"
+    if not has_adapters(saved.folder):  # transformers before 5 silently uses 10,000 otherwise
         assert config["rope_theta"] == config["rope_parameters"]["rope_theta"]
     assert Path(saved.folder, "chat_template.jinja").read_text() == saved.tokenizer.chat_template
 
 
-def test_transformers(saved: Saved) -> None:
+def test_transformers_gives_the_trainers_rewards(saved: Saved) -> None:
     for side in ("right", "left"):
         found = transformers_rewards(saved.folder, saved.ids_of_texts(), side)
         assert found == pytest.approx(saved.of_texts, **CLOSE)
@@ -218,8 +218,8 @@ def test_transformers(saved: Saved) -> None:
     assert transformers_rewards(saved.folder, ids, "right") == pytest.approx(saved.of_messages, **CLOSE)
 
 
-def test_our_score(saved: Saved) -> None:
-    """Standardized by the saved mean and std on request."""
+def test_score_gives_the_trainers_rewards(saved: Saved) -> None:
+    """On request, rewards are standardized by the saved mean and std."""
     for dialogues, expected in ((saved.texts, saved.of_texts), (saved.messages, saved.of_messages)):
         rows = trl_tpu.score(saved.folder, dialogues)
         assert [row["reward"] for row in rows] == pytest.approx(expected, **CLOSE)
@@ -229,45 +229,45 @@ def test_our_score(saved: Saved) -> None:
     assert [row["reward"] for row in rows] == pytest.approx(standardized, rel=1e-4, abs=1e-4 / std)
 
 
-def test_the_default_pipeline_has_no_sigmoid(saved: Saved) -> None:
+def test_default_pipeline_applies_no_sigmoid(saved: Saved) -> None:
     ended = [text + saved.tokenizer.eos_token for text in saved.texts]
     assert pipeline_rewards(saved.folder, ended) == pytest.approx(saved.of_texts, **CLOSE)
     found = pipeline_rewards(saved.folder, saved.rendered(), add_special_tokens=False)
     assert found == pytest.approx(saved.of_messages, **CLOSE)
 
 
-def test_servers_that_pool_the_very_last_token(saved: Saved) -> None:
+def test_last_token_servers_give_the_trainers_rewards(saved: Saved) -> None:
     eos = saved.tokenizer.eos_token_id
     ids = saved.tokenizer(saved.rendered(), add_special_tokens=False)["input_ids"]
     for tokens, rewards in ((ids, saved.of_messages), (saved.ids_of_texts(), saved.of_texts)):
         if saved.scores_eos:
             assert last_token_rewards(saved.folder, tokens) == pytest.approx(rewards, **CLOSE)
-        else:  # as the warning and the card say: other rewards, unless the EOS is left off
+        else:  # as stated by the warning and the card: rewards differ unless the EOS is omitted
             assert last_token_rewards(saved.folder, tokens) != pytest.approx(rewards, rel=1e-2)
             without = [row[:-1] if row[-1] == eos else row for row in tokens]
             assert last_token_rewards(saved.folder, without) == pytest.approx(rewards, **CLOSE)
 
 
-def test_openrlhf(saved: Saved) -> None:
+def test_openrlhf_gives_the_trainers_rewards(saved: Saved) -> None:
     if has_adapters(saved.folder) or not saved.scores_eos:
-        pytest.skip("It loads whole models (`trl-tpu export --merge`), and reads their very last token as servers do")
+        pytest.skip("loads only merged models (`trl-tpu export --merge`) and scores the last token, like servers")
     config = saved.config()
     normalized = [(reward - config["mean"]) / config["std"] for reward in saved.of_texts]
     found = openrlhf_rewards(saved.folder, saved.ids_of_texts())
     assert found == pytest.approx(normalized, rel=1e-4, abs=1e-4 / config["std"])
 
 
-def test_rewardbench(saved: Saved) -> None:
+def test_rewardbench_gives_the_trainers_rewards(saved: Saved) -> None:
     assert rewardbench_rewards(saved.folder, saved.rendered()) == pytest.approx(saved.of_messages, **CLOSE)
 
 
-def test_peft_and_a_merged_export(saved: Saved, tmp_path: Path) -> None:
+def test_peft_and_a_merged_export_give_the_trainers_rewards(saved: Saved, tmp_path: Path) -> None:
     if not has_adapters(saved.folder):
-        pytest.skip("a whole model")
+        pytest.skip("not an adapter")
     model = AutoPeftModelForSequenceClassification.from_pretrained(saved.folder, num_labels=1).eval()
     with torch.no_grad():
         found = [model(input_ids=torch.tensor([row])).logits.item() for row in saved.ids_of_texts()]
-    if saved.scores_eos:  # peft knows no pad token, and reads one dialogue at its very end
+    if saved.scores_eos:  # peft ignores the pad token and scores a single sequence at its last token
         assert found == pytest.approx(saved.of_texts, **CLOSE)
     export_checkpoint(saved.folder, tmp_path / "merged", merge=True)
     merged = json.loads((tmp_path / "merged/config.json").read_text())
@@ -279,14 +279,14 @@ def test_peft_and_a_merged_export(saved: Saved, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("saved", ["qwen2, pad is eos", "gemma2"], indirect=True)
-def test_trls_grpo_trainer(saved: Saved, tmp_path: Path) -> None:
-    """One step, in which the reward model's own forward is looked at. Adapters are merged first."""
+def test_trls_grpo_trainer_gives_the_trainers_rewards(saved: Saved, tmp_path: Path) -> None:
+    """One step, in which the reward model's forward is recorded. Adapters are merged first."""
     from trl import GRPOConfig, GRPOTrainer
 
     seen: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
     settings = {"max_steps": 1, "per_device_train_batch_size": 4, "num_generations": 2, "max_completion_length": 6}
     args = GRPOConfig(str(tmp_path), report_to="none", bf16=False, use_cpu=True, **settings)
-    prompts = Dataset.from_dict({"prompt": [[{"role": "user", "content": asked}] for asked in ASKED]})
+    prompts = Dataset.from_dict({"prompt": [[{"role": "user", "content": asked}] for asked in QUESTIONS]})
     base = str(Path(saved.folder).parent / "base")
     grpo = GRPOTrainer(base, reward_funcs=saved.folder, args=args, train_dataset=prompts)
     reward_model: Any = grpo.reward_funcs[0]

@@ -1,4 +1,4 @@
-"""Saves that fail, saves that someone watches, and checkpoints that must be refused: each for real, in plain torch."""
+"""Real failing saves, overridden saves, resumes, and checkpoints that must be rejected, in plain torch."""
 
 import copy
 import json
@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import checkpoints
 import fsspec
 import pytest
-import saving
 import tiny
 import torch
 from accelerate.state import GradientState
@@ -21,8 +21,7 @@ from huggingface_hub import ModelCard
 from peft import LoraConfig, get_peft_model
 from safetensors import SafetensorError
 from safetensors.torch import load, load_file, save_file
-from stopping import At
-from training import trained
+from training import At, trained
 from transformers import AutoModelForSequenceClassification, TrainerCallback
 
 from trl_tpu import RewardConfig, RewardTrainer, score
@@ -34,13 +33,13 @@ from trl_tpu.training import saving as saving_trainer
 
 
 class Runs(NamedTuple):
-    """Makes trainers of 64 pairs, by default of one model in one folder."""
+    """Builds trainers of 64 pairs, by default of one model in one folder."""
 
     model: str
     folder: Path
 
     def make(self, name: str = "", model: Any = None, kind: Any = RewardTrainer, **given: Any) -> Any:
-        """``name`` is of a folder in the folder, or a path or URL; ``given`` are arguments and settings."""
+        """Build a trainer; ``name`` is a subfolder, a path or a URL, ``given`` holds arguments and settings."""
         names = given.keys() & {"callbacks", "optimizer_cls_and_kwargs", "peft_config"}
         arguments = {name: given.pop(name) for name in names}
         defaults = {"max_steps": 6, "save_steps": 2, "logging_steps": 3, "learning_rate": 1e-3, "report_to": "none"}
@@ -50,7 +49,7 @@ class Runs(NamedTuple):
         return kind(model or self.model, args, **data, **arguments)
 
     def train(self, *given: Any, resume: Any = None, **settings: Any) -> RewardTrainer:
-        """A trainer that `make` has made and that has trained."""
+        """Build a trainer and train it."""
         return trained(self.make(*given, **settings), resume)
 
 
@@ -61,42 +60,42 @@ def runs(model_folder: str, tmp_path: Path) -> Runs:
 
 @pytest.fixture(scope="module")
 def run(model_folder: str, tmp_path_factory: pytest.TempPathFactory) -> RewardTrainer:
-    """A run with the checkpoints 2, 4 and 6."""
+    """Return a trainer that has saved checkpoints 2, 4 and 6."""
     return Runs(model_folder, tmp_path_factory.mktemp("run")).train()
 
 
 @pytest.fixture
 def checkpoint(run: RewardTrainer, tmp_path: Path) -> Path:
-    """A copy of checkpoint 4, to be spoilt."""
+    """Return a copy of checkpoint 4 for tests that change it."""
     return Path(shutil.copytree(f"{run.args.output_dir}/checkpoint-4", tmp_path / "copy" / "checkpoint-4"))
 
 
 def assert_same(one: RewardTrainer, other: RewardTrainer) -> None:
-    """See that two trainers' weights are the same bit by bit."""
+    """Check that the weights of two trainers are bitwise equal."""
     for (name, weight), same in zip(one.model.named_parameters(), other.model.parameters(), strict=True):
         assert torch.equal(weight, same), name
 
 
-# ---- what is in a checkpoint
+# ---- contents of a checkpoint
 
 
-def test_a_checkpoint_has_what_a_subclass_saves_and_resumes_to_the_bit(runs: Runs) -> None:
-    """Though the subclass saves the weights coarser than they are.
+def test_checkpoint_with_overridden_saves_resumes_bitwise(runs: Runs) -> None:
+    """Resumes are exact although the subclass saves the weights in half precision.
 
-    torch's Adafactor makes its state in step 1, sums of rows and of columns, of other shapes than the parameters.
+    torch's Adafactor creates its state in step 1: sums of rows and columns, with other shapes than the parameters.
     """
-    own = {"kind": saving.Saving, "optimizer_cls_and_kwargs": (torch.optim.Adafactor, {"lr": 1e-2})}
+    own = {"kind": checkpoints.OverriddenSaves, "optimizer_cls_and_kwargs": (torch.optim.Adafactor, {"lr": 1e-2})}
     whole = runs.train(**own)
     whole.save_model()
-    saving.check(runs.folder, "checkpoint-4")
+    checkpoints.check_overridden_saves(runs.folder, "checkpoint-4")
     assert_same(whole, runs.train("resumed", **own, resume=str(runs.folder / "checkpoint-4")))
 
 
-def test_files_of_a_user_are_not_read_for_the_model(run: RewardTrainer, checkpoint: Path, runs: Runs) -> None:
-    """Tensors of the same names, in files that a folder lists before and behind the model's, and of other names."""
+def test_user_files_in_a_checkpoint_are_not_read_as_weights(run: RewardTrainer, checkpoint: Path, runs: Runs) -> None:
+    """The files hold tensors of the same or other names, and are listed before and after the model's file."""
     weights = load_file(checkpoint / "model.safetensors")
     (state,) = (checkpoint / "state").iterdir()
-    assert all(name.startswith("optimizer.") for name in load_file(state)), "weights are there once"
+    assert all(name.startswith("optimizer.") for name in load_file(state)), "weights are saved once"
     zeros = {name: torch.zeros_like(weight) for name, weight in weights.items()}
     for number in range(16):
         save_file(zeros | {"of another": torch.zeros(1)}, checkpoint / f"average-{number}.safetensors")
@@ -105,7 +104,7 @@ def test_files_of_a_user_are_not_read_for_the_model(run: RewardTrainer, checkpoi
 
 
 class ProjectedSGD(torch.optim.SGD):
-    """Keeps an object in its state, as GaLore does."""
+    """Keeps an object in its state, like GaLore."""
 
     def step(self, closure: Any = None) -> Any:
         for group in self.param_groups:
@@ -114,7 +113,7 @@ class ProjectedSGD(torch.optim.SGD):
         return super().step(closure)
 
 
-def test_adapters_of_any_name_are_saved_as_peft_does_and_resume(runs: Runs) -> None:
+def test_adapters_of_any_name_are_saved_as_by_peft_and_resume(runs: Runs) -> None:
     def adapted() -> Any:
         torch.manual_seed(0)
         base = AutoModelForSequenceClassification.from_pretrained(runs.model, num_labels=1)
@@ -137,7 +136,7 @@ def test_adapters_of_any_name_are_saved_as_peft_does_and_resume(runs: Runs) -> N
             torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
 
 
-def test_an_optimizer_with_more_than_tensors_and_numbers_saves_the_model_alone(runs: Runs) -> None:
+def test_optimizer_with_object_state_saves_only_the_model(runs: Runs) -> None:
     sgd: Any = {"optimizer_cls_and_kwargs": (ProjectedSGD, {}), "max_steps": 2}
     trainer, checkpoint = runs.train(**sgd), runs.folder / "checkpoint-2"
     assert trainer.checkpointer.failed == [str(checkpoint)] and not checkpoint.exists()
@@ -145,8 +144,8 @@ def test_an_optimizer_with_more_than_tensors_and_numbers_saves_the_model_alone(r
     assert alone.checkpointer.failed == [] and find_faults(runs.folder / "alone" / "checkpoint-2") == []
 
 
-def test_a_run_that_is_resumed_at_its_end_trains_no_more(run: RewardTrainer, runs: Runs) -> None:
-    """transformers would take a seventh step of six, and save that."""
+def test_finished_run_takes_no_step_when_resumed(run: RewardTrainer, runs: Runs) -> None:
+    """transformers would take and save a seventh step of six."""
     shutil.copytree(f"{run.args.output_dir}/checkpoint-6", runs.folder / "checkpoint-6")
     for resume, settings in ((True, {}), (None, {"resume_from_checkpoint": "auto"})):
         resumed = runs.make(**settings)
@@ -156,11 +155,11 @@ def test_a_run_that_is_resumed_at_its_end_trains_no_more(run: RewardTrainer, run
         assert_same(run, resumed)
 
 
-# ---- the run that a folder is of
+# ---- the run that owns a folder
 
 
-def test_a_new_run_beside_an_older_one_is_the_one_that_is_resumed(run: RewardTrainer, runs: Runs) -> None:
-    """The older one got further, and would be taken for the end of the new one."""
+def test_new_run_in_an_old_runs_folder_is_the_one_resumed(run: RewardTrainer, runs: Runs) -> None:
+    """The older run has more steps, so its checkpoint would look like the end of the new run."""
     shutil.copytree(f"{run.args.output_dir}/checkpoint-6", runs.folder / "checkpoint-6")
     new = runs.make(seed=7)
     new.add_callback(At("on_step_end", 3, lambda: setattr(new.control, "should_training_stop", True)))
@@ -174,7 +173,7 @@ def test_a_new_run_beside_an_older_one_is_the_one_that_is_resumed(run: RewardTra
     assert find_faults(older) == []
 
 
-def test_a_run_that_was_stopped_before_its_first_checkpoint_begins_anew(runs: Runs) -> None:
+def test_run_stopped_before_its_first_checkpoint_restarts(runs: Runs) -> None:
     def interrupt() -> None:
         raise KeyboardInterrupt
 
@@ -182,11 +181,13 @@ def test_a_run_that_was_stopped_before_its_first_checkpoint_begins_anew(runs: Ru
         runs.train(callbacks=[At("on_step_end", 1, interrupt)])
     again = runs.train(resume=True)
     assert again.state.global_step == 6
-    with pytest.raises(ValueError, match="resume_from_checkpoint"):  # nothing ever began here
+    with pytest.raises(ValueError, match="resume_from_checkpoint"):  # no run has started in this folder
         runs.train("elsewhere", resume=True)
 
 
-def test_new_settings_hold_and_are_named(run: RewardTrainer, caplog: pytest.LogCaptureFixture, runs: Runs) -> None:
+def test_changed_settings_are_named_and_take_effect(
+    run: RewardTrainer, caplog: pytest.LogCaptureFixture, runs: Runs
+) -> None:
     shutil.copytree(f"{run.args.output_dir}/checkpoint-4", runs.folder / "checkpoint-4")
     changed = {"learning_rate": 5e-4, "weight_decay": 0.1, "adam_beta2": 0.9, "center_rewards_coefficient": 0.1}
     with pytest.raises(UserError, match="learning_rate was .*weight_decay was"):
@@ -204,7 +205,7 @@ NO_STEPS = [{"dataloader_drop_last": True, "per_device_train_batch_size": 100}, 
 
 
 @pytest.mark.parametrize("settings", NO_STEPS)
-def test_training_that_takes_no_step_is_no_success(settings: Any, runs: Runs) -> None:
+def test_training_without_a_step_is_not_a_success(settings: Any, runs: Runs) -> None:
     trainer = runs.make(**settings)
     if not settings:
         trainer.train_dataset = trainer.train_dataset.to_iterable_dataset().filter(lambda row: False)
@@ -215,7 +216,7 @@ def test_training_that_takes_no_step_is_no_success(settings: Any, runs: Runs) ->
 # ---- the best model
 
 BEST = {"eval_strategy": "steps", "eval_steps": 2, "load_best_model_at_end": True, "save_total_limit": 1}
-# the first evaluation is the best, and the last the newest
+# the first evaluation is the best
 BEST |= {"metric_for_best_model": "eval_loss", "greater_is_better": True}
 
 
@@ -225,7 +226,7 @@ def assert_best(trainer: RewardTrainer, checkpoint: Path) -> None:
     assert torch.equal(best["score.weight"], trainer.model.score.weight)
 
 
-def test_the_best_model_is_found_by_another_path(monkeypatch: pytest.MonkeyPatch, runs: Runs) -> None:
+def test_best_model_is_found_after_the_folder_moved(monkeypatch: pytest.MonkeyPatch, runs: Runs) -> None:
     monkeypatch.chdir(runs.folder)
     runs.train("./out//", max_steps=4, **BEST | {"load_best_model_at_end": False})
     (runs.folder / "out").rename(runs.folder / "moved")
@@ -235,7 +236,7 @@ def test_the_best_model_is_found_by_another_path(monkeypatch: pytest.MonkeyPatch
     assert_best(resumed, runs.folder / "moved" / "checkpoint-2")
 
 
-def test_the_best_models_config_says_how_large_its_own_rewards_are(runs: Runs) -> None:
+def test_best_models_config_has_its_own_reward_scale(runs: Runs) -> None:
     trainer = runs.train(max_steps=4, **BEST)
     trainer.save_model()
     of_best, of_last = (row for row in trainer.state.log_history if "eval_mean_reward" in row)
@@ -249,7 +250,7 @@ def test_the_best_models_config_says_how_large_its_own_rewards_are(runs: Runs) -
 
 
 @pytest.mark.parametrize("how", ["flipped", "removed"])
-def test_a_best_model_that_is_damaged_is_not_taken(how: str, runs: Runs) -> None:
+def test_damaged_best_model_is_not_loaded(how: str, runs: Runs) -> None:
     def spoil() -> None:
         weights = runs.folder / "checkpoint-2" / "model.safetensors"
         content = bytearray(weights.read_bytes())
@@ -262,10 +263,8 @@ def test_a_best_model_that_is_damaged_is_not_taken(how: str, runs: Runs) -> None
     assert torch.equal(last["score.weight"], trainer.model.score.weight)
 
 
-def test_the_best_adapters_of_checkpoints_without_state_are_loaded(
-    runs: Runs, caplog: pytest.LogCaptureFixture
-) -> None:
-    """And a resume from one says what it lacks."""
+def test_best_adapters_of_model_only_saves_are_loaded(runs: Runs, caplog: pytest.LogCaptureFixture) -> None:
+    """Resuming from such a checkpoint logs what is missing."""
     lora = LoraConfig(task_type="SEQ_CLS", r=2, target_modules="all-linear")
     without: Any = {"peft_config": lora, "save_only_model": True}
     trainer, last = runs.train(**without, **BEST | {"save_total_limit": None}), runs.folder / "checkpoint-6"
@@ -279,8 +278,8 @@ def test_the_best_adapters_of_checkpoints_without_state_are_loaded(
     )
 
 
-def test_the_best_beside_what_is_resumed_is_taken_first(run: RewardTrainer, runs: Runs) -> None:
-    """And not that of another run, which has the same name and is moved aside."""
+def test_best_model_of_the_resumed_run_is_preferred(run: RewardTrainer, runs: Runs) -> None:
+    """The best model of another run, with the same name, is moved away and not used."""
     all_stay = BEST | {"load_best_model_at_end": False, "save_total_limit": None}
     runs.train("one", max_steps=4, **all_stay)
     shutil.copytree(f"{run.args.output_dir}/checkpoint-2", runs.folder / "two" / "checkpoint-2")
@@ -293,38 +292,38 @@ def test_the_best_beside_what_is_resumed_is_taken_first(run: RewardTrainer, runs
 
 @pytest.fixture
 def limit_files() -> Iterator[Callable[..., None]]:
-    """Limits how many bytes a file can have, as on a full disk, until called without a number."""
+    """Return a function that limits file sizes, as on a full disk; a call without a number removes the limit."""
     before, most = resource.getrlimit(resource.RLIMIT_FSIZE)
     yield lambda size=before: resource.setrlimit(resource.RLIMIT_FSIZE, (size, most))
     resource.setrlimit(resource.RLIMIT_FSIZE, (before, most))
 
 
-@pytest.mark.parametrize("size", [2_000, 20_000, 200_000], ids=["before", "beside training", "optimizer"])
-def test_a_full_disk_is_loud(size: int, limit_files: Any, caplog: pytest.LogCaptureFixture, runs: Runs) -> None:
-    """Room for none of the files, for those that are written before training goes on, or for the weights as well."""
+@pytest.mark.parametrize("size", [2_000, 20_000, 200_000], ids=["before", "during training", "optimizer"])
+def test_full_disk_is_reported(size: int, limit_files: Any, caplog: pytest.LogCaptureFixture, runs: Runs) -> None:
+    """There is space for no file, for the files written before training continues, or for these and the weights."""
     found = []
 
     class Watches(TrainerCallback):
         def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            limit_files()  # training has waited for the save, since this callback watches it
+            limit_files()  # training has waited for the save because of this callback
             found.append(find_faults(runs.folder / f"checkpoint-{state.global_step}") == [])
 
     trainer = runs.train(callbacks=[At("on_step_end", 4, lambda: limit_files(size)), Watches()])
     assert trainer.state.global_step == 6
     assert trainer.checkpointer.failed == [str(runs.folder / "checkpoint-4")] and found == [True, False, True]
     assert sorted(path.name for path in runs.folder.glob("checkpoint-*")) == ["checkpoint-2", "checkpoint-6"]
-    assert not (runs.folder / "_unfinished").exists()  # what was half written takes no room
+    assert not (runs.folder / "_unfinished").exists()  # partial files are removed
     assert "checkpoint-4" in caplog.text
 
 
-def test_folder_that_cannot_be_written_is_loud_and_training_goes_on(runs: Runs) -> None:
+def test_unwritable_folder_is_reported_and_training_continues(runs: Runs) -> None:
     (runs.folder / "_unfinished").write_text("a file where a folder has to be")
-    (runs.folder / "README.md").mkdir()  # nor can the model card
+    (runs.folder / "README.md").mkdir()  # the model card cannot be written, either
     trainer = runs.train()
     assert trainer.state.global_step == 6 and len(trainer.checkpointer.failed) == 3
 
 
-def test_a_model_without_room_leaves_what_was_there(run: RewardTrainer, limit_files: Any, runs: Runs) -> None:
+def test_model_save_without_disk_space_keeps_the_old_files(run: RewardTrainer, limit_files: Any, runs: Runs) -> None:
     run.save_model(str(runs.folder / "saved"))
     before = {path.name: path.read_bytes() for path in (runs.folder / "saved").iterdir()}
     other = runs.make("other")
@@ -337,14 +336,14 @@ def test_a_model_without_room_leaves_what_was_there(run: RewardTrainer, limit_fi
 
 @pytest.mark.parametrize("own", ["", "# Mine"])
 def test_saved_adapters_have_the_users_card_or_ours(own: str, runs: Runs) -> None:
-    """peft's stub names a local base model, which the Hub rejects, and replaced what the user had written."""
+    """peft's stub card overwrites the user's, and its local base model is rejected by the Hub."""
     out, other = runs.folder / "out", runs.folder / "other"
     for folder in (out, other) if own else ():
         folder.mkdir()
         (folder / "README.md").write_text(own)
     if not own:
         model = AutoModelForSequenceClassification.from_pretrained(runs.model, num_labels=1)
-        get_peft_model(model, LoraConfig(task_type="SEQ_CLS")).save_pretrained(other)  # with its stub
+        get_peft_model(model, LoraConfig(task_type="SEQ_CLS")).save_pretrained(other)  # with peft's stub card
     trainer = runs.train("out", max_steps=2, peft_config=LoraConfig(task_type="SEQ_CLS", r=2))
     for place in (None, str(other), str(runs.folder / "new")):
         trainer.save_model(place)
@@ -353,12 +352,12 @@ def test_saved_adapters_have_the_users_card_or_ours(own: str, runs: Runs) -> Non
         assert card == own if own else "reward-trainer" in ModelCard(card).data.tags, folder
         assert ModelCard(card).data.base_model is None and "More Information Needed" not in card
     trainer.create_model_card("second")
-    assert ("# second" in (out / "README.md").read_text()) == (not own)  # one that was written by us is written anew
+    assert ("# second" in (out / "README.md").read_text()) == (not own)  # a generated card is generated again
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda trainer: pickle.loads(pickle.dumps(trainer))])
-def test_a_copy_of_a_trainer_trains_by_itself(copied: Callable[[RewardTrainer], RewardTrainer], runs: Runs) -> None:
-    """As with TRL's. After any training accelerate holds what cannot be pickled, but still be copied."""
+def test_copied_trainer_trains_independently(copied: Callable[[RewardTrainer], RewardTrainer], runs: Runs) -> None:
+    """As with TRL's trainer. After training, accelerate holds objects that can be copied but not pickled."""
     model = AutoModelForSequenceClassification.from_pretrained(runs.model, num_labels=1)
     GradientState._reset_state()
     trainer = runs.make("", model)
@@ -378,11 +377,11 @@ def test_adapters_on_a_checkpoint_train_in_another_folder(run: RewardTrainer, ru
     with pytest.raises(UserError, match="output_dir"):
         runs.train("out", base, peft_config=LoraConfig(task_type="SEQ_CLS", r=2))
     assert Path(base, "config.json").is_file()
-    runs.train("out", base, max_steps=2)  # all of the model, which names no base
+    runs.train("out", base, max_steps=2)  # a full model, without a base model
     assert {path.name for path in out.glob("checkpoint-*")} == {"checkpoint-2"}
 
 
-# ---- checkpoints that are refused
+# ---- rejected checkpoints
 
 
 PICKLES = ["rng_state.pth", "scheduler.pt", "training_args.bin", "optimizer.pt", "pytorch_model.bin"]
@@ -390,22 +389,22 @@ PICKLES = ["rng_state.pth", "scheduler.pt", "training_args.bin", "optimizer.pt",
 
 @pytest.mark.parametrize("file", [*PICKLES, "state/.metadata"])
 def test_hostile_pickle_never_runs(file: str, checkpoint: Path, runs: Runs) -> None:
-    """Also where the manifest agrees with it: the files are either not read or refused."""
+    """Pickles never run even if the manifest matches: the files are ignored or rejected."""
     mark = runs.folder / "code ran"
-    (checkpoint / file).write_text(f"cos\nmkdir\n(V{mark}\ntR.")  # unpickled, it makes a folder
+    (checkpoint / file).write_text(f"cos\nmkdir\n(V{mark}\ntR.")  # creates a folder when unpickled
     if file in ("optimizer.pt", "pytorch_model.bin"):
-        (checkpoint / "progress.json").unlink()  # as in a checkpoint of transformers
+        (checkpoint / "progress.json").unlink()  # checkpoints of transformers do not have it
     if file == "pytorch_model.bin":
         (checkpoint / "model.safetensors").unlink()
         shutil.rmtree(checkpoint / "state")
-    saving.reseal(checkpoint)
+    checkpoints.reseal(checkpoint)
     try:
         runs.train("out", resume=str(checkpoint))
     except Exception as error:  # noqa: BLE001  # whatever says no
         assert "eights" in str(error) or "unpickl" in str(error).lower(), error
     assert not mark.exists()
     pickle.loads((checkpoint / file).read_bytes())
-    assert mark.exists()  # the file would have
+    assert mark.exists()  # proves that unpickling the file has an effect
 
 
 def change_weights(checkpoint: Path, change: Callable[[str, torch.Tensor], tuple[str, torch.Tensor]]) -> None:
@@ -418,7 +417,7 @@ def change_progress(checkpoint: Path, **values: Any) -> None:
     (checkpoint / "progress.json").write_text(json.dumps(numbers | values))
 
 
-def test_what_no_resume_needs_may_be_away(
+def test_optional_files_may_be_missing_for_a_resume(
     run: RewardTrainer, checkpoint: Path, caplog: pytest.LogCaptureFixture, runs: Runs
 ) -> None:
     for path in checkpoint.iterdir():
@@ -433,36 +432,36 @@ def test_what_no_resume_needs_may_be_away(
         (runs.folder / name).rename(checkpoint / name)
 
 
-def leave(checkpoint: Path, *left: str) -> None:
-    """As in a copy that was broken off, where the manifest is not there yet."""
+def keep_files(checkpoint: Path, *left: str) -> None:
+    """Keep only these files, the weights and the config, as in an interrupted copy."""
     for path in checkpoint.iterdir():
         if path.name not in {*left, "model.safetensors", "config.json"}:
             shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
-REFUSED: dict[str, tuple[Callable[[Path], None], str]] = {
+INCOMPATIBLE: dict[str, tuple[Callable[[Path], None], str]] = {
     "names": (lambda at: change_weights(at, lambda name, weight: (f"{name}.other", weight)), "another model"),
     "shapes": (lambda at: change_weights(at, lambda name, weight: (name, weight[:1].clone())), "another model"),
     "batches": (lambda at: change_progress(at, batches="padded"), "`packing`"),
     "optimizer": (lambda at: change_progress(at, optimizer={"class": "SGD"}), "`optim`"),
-    "no state": (lambda at: leave(at, "progress.json"), "manifest.json"),
-    "no progress": (lambda at: leave(at, "state"), "manifest.json"),
-    "no last files": (lambda at: leave(at, "progress.json", "state", "trainer_state.json"), "manifest.json"),
+    "no state": (lambda at: keep_files(at, "progress.json"), "manifest.json"),
+    "no progress": (lambda at: keep_files(at, "state"), "manifest.json"),
+    "no last files": (lambda at: keep_files(at, "progress.json", "state", "trainer_state.json"), "manifest.json"),
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_checkpoint_that_does_not_fit_is_refused(name: str, checkpoint: Path, runs: Runs) -> None:
-    """Also where the manifest agrees: what it cannot see."""
-    spoil, message = REFUSED[name]
+@pytest.mark.parametrize("name", INCOMPATIBLE)
+def test_incompatible_checkpoint_is_rejected(name: str, checkpoint: Path, runs: Runs) -> None:
+    """The manifest matches the files, so other checks must find the problem."""
+    spoil, message = INCOMPATIBLE[name]
     spoil(checkpoint)
     if (checkpoint / MANIFEST_FILE).exists():
-        saving.reseal(checkpoint)
+        checkpoints.reseal(checkpoint)
     with pytest.raises(ValueError, match=message):
         runs.train("out", resume=str(checkpoint))
 
 
-def test_a_model_is_no_checkpoint_to_go_on_from(runs: Runs) -> None:
+def test_model_folder_is_rejected_as_a_checkpoint(runs: Runs) -> None:
     for folder in (runs.model, str(runs.folder / "checkpoint-9")):
         with pytest.raises(ValueError, match=r"trainer_state.json"):
             runs.train("out", resume=folder)
@@ -471,8 +470,8 @@ def test_a_model_is_no_checkpoint_to_go_on_from(runs: Runs) -> None:
 # ---- runs at a URL
 
 
-def test_a_run_at_a_url_is_kept_there_and_resumed_from_there(runs: Runs) -> None:
-    """fsspec's file system in memory: nothing of the run is found on the disk."""
+def test_run_at_a_url_is_saved_and_resumed_there(runs: Runs) -> None:
+    """fsspec's in-memory file system: no file of the run stays on the disk."""
     url = "memory://bucket/run"
     files = fsspec.filesystem("memory")
     whole = runs.train(url, save_total_limit=2, resume="auto")
@@ -481,7 +480,7 @@ def test_a_run_at_a_url_is_kept_there_and_resumed_from_there(runs: Runs) -> None
     assert sorted(RemoteRun(url).checkpoints()) == ["checkpoint-4", "checkpoint-6"]
     assert files.exists("/bucket/run/model.safetensors") and files.exists("/bucket/run/config.json")
     assert not list(staged.glob("checkpoint-*")) and not (staged / "_unfinished").exists()
-    files.rm("/bucket/run/checkpoint-6/manifest.json")  # as while it is uploaded
+    files.rm("/bucket/run/checkpoint-6/manifest.json")  # as during an upload
     resumed = runs.train(url, resume="auto")
     assert resumed.state.global_step == 6
     assert_same(whole, resumed)
@@ -490,9 +489,9 @@ def test_a_run_at_a_url_is_kept_there_and_resumed_from_there(runs: Runs) -> None
     assert not list(staged.glob("downloaded*/checkpoint-*"))
 
 
-def test_a_url_is_refused_where_every_process_writes_a_part(monkeypatch: pytest.MonkeyPatch, runs: Runs) -> None:
-    """As accelerate's FSDP does, which needs GPUs."""
-    monkeypatch.setattr(saving_trainer, "keeps_state", lambda accelerator: False)
+def test_url_is_rejected_if_every_process_writes_a_part(monkeypatch: pytest.MonkeyPatch, runs: Runs) -> None:
+    """accelerate's FSDP does so, but needs GPUs."""
+    monkeypatch.setattr(saving_trainer, "saves_state", lambda accelerator: False)
     with pytest.raises(UserError, match="output_dir"):
         runs.make("memory://bucket/run")
 
@@ -507,13 +506,13 @@ def test_best_model_at_a_url_is_kept_and_loaded(runs: Runs) -> None:
 
 
 @pytest.mark.parametrize("status", [BEST_LOST, NOT_SAVED])
-def test_the_commands_status_tells_what_was_lost(status: int, monkeypatch: pytest.MonkeyPatch, runs: Runs) -> None:
-    """The best model or a checkpoint; training goes to its end all the same."""
+def test_exit_status_states_what_was_lost(status: int, monkeypatch: pytest.MonkeyPatch, runs: Runs) -> None:
+    """The best model or a checkpoint is lost; training still finishes."""
     monkeypatch.setattr(synthetic, "TEST_NUMBER_PAIRS", 4)
     words = ["--model_name_or_path", "synthetic:tiny", "--dataset_name", "synthetic:numbers", "--report_to", "none"]
     words += ["--output_dir", str(runs.folder), "--max_steps", "2", "--save_steps", "2", "--eval_steps", "2"]
     if status == NOT_SAVED:
-        monkeypatch.setattr(folders, "publish", lambda *_: os.mkdir(runs.folder))  # which exists
+        monkeypatch.setattr(folders, "publish", lambda *_: os.mkdir(runs.folder))  # raises, because the folder exists
     else:
         lose = lambda trainer: setattr(trainer.trl_tpu, "best_model_lost", "gone")  # noqa: E731
         monkeypatch.setattr(RewardTrainer, "_load_best_model", lose)
@@ -523,7 +522,7 @@ def test_the_commands_status_tells_what_was_lost(status: int, monkeypatch: pytes
     assert end.value.code == status and (runs.folder / "model.safetensors").is_file()
 
 
-def test_adapters_by_the_name_of_their_folder_are_trained_further(runs: Runs) -> None:
+def test_saved_adapters_are_trained_further(runs: Runs) -> None:
     lora = LoraConfig(task_type="SEQ_CLS", r=2, target_modules=["q_proj"])
     before = runs.train("before", peft_config=lora, bf16=False)
     before.save_model()
@@ -543,6 +542,6 @@ def test_adapters_by_the_name_of_their_folder_are_trained_further(runs: Runs) ->
     resumed = runs.train(**further, resume=str(runs.folder / "run/checkpoint-3"))
     assert resumed.predict(rows).predictions == pytest.approx(rewards_P2, abs=1e-6)
     read = AutoModelForSequenceClassification.from_pretrained(runs.folder / "before")
-    for model, more in ((further["model"], lora), (read, None)):  # whose LoRA would be frozen, and checkpoints fail
+    for model, more in ((further["model"], lora), (read, None)):  # else LoRA would be frozen
         with pytest.raises(UserError, match="peft_config"):
             runs.make("more", model, peft_config=more)

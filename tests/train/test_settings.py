@@ -1,6 +1,6 @@
-"""Settings of ours that TRL has not, or has under other names: what they do to a training, and where they come from.
+"""Effects of settings that TRL does not have or names differently.
 
-That losses are TRL's under them, on every runtime, is in `tests/unit/test_numbers_equal_trl.py`.
+`tests/unit/test_numbers_equal_trl.py` checks that losses under them equal TRL's on every runtime.
 """
 
 import json
@@ -31,7 +31,7 @@ Make = Callable[..., RewardTrainer]
 
 @pytest.fixture
 def make(model_folder: str, config: Callable[..., RewardConfig]) -> Make:
-    """Makes a trainer of 64 pairs, by default for 4 steps, in the folder of a test or one in it."""
+    """Return a function that builds a trainer of 64 pairs, by default for 4 steps, in the test's folder."""
 
     def make(arguments: Any = (), **settings: Any) -> RewardTrainer:
         args = config(**{"max_steps": 4, "logging_steps": 1} | settings)
@@ -43,7 +43,7 @@ def make(model_folder: str, config: Callable[..., RewardConfig]) -> Make:
 # ---- learning_rate
 
 
-def test_the_default_rate_is_a_warning_for_a_whole_model(make: Make, caplog: pytest.LogCaptureFixture) -> None:
+def test_default_learning_rate_warns_for_full_fine_tuning(make: Make, caplog: pytest.LogCaptureFixture) -> None:
     def warns(**given: Any) -> bool:
         caplog.clear()
         make(given.pop("arguments", ()), **{"learning_rate": RewardConfig.learning_rate} | given)
@@ -57,7 +57,7 @@ def test_the_default_rate_is_a_warning_for_a_whole_model(make: Make, caplog: pyt
 # ---- frozen_parameters
 
 
-def test_frozen_parameters_stay_and_are_saved_and_resumed(make: Make, model_folder: str, tmp_path: Path) -> None:
+def test_frozen_parameters_stay_fixed_and_are_saved_and_resumed(make: Make, model_folder: str, tmp_path: Path) -> None:
     saves = {"frozen_parameters": "embed_tokens|layernorm", "save_strategy": "steps", "save_steps": 2}
     trainer = trained(make(**saves))
     before, after = (load_file(f"{each}/model.safetensors") for each in (model_folder, tmp_path / "checkpoint-4"))
@@ -75,7 +75,7 @@ def test_frozen_parameters_stay_and_are_saved_and_resumed(make: Make, model_fold
     assert {name for name, weight in before.items() if torch.equal(after[name], weight)} == frozen
 
 
-def test_of_adapters_what_would_train_is_frozen(make: Make) -> None:
+def test_frozen_parameters_freeze_matching_adapter_weights(make: Make) -> None:
     lora = LoraConfig(task_type="SEQ_CLS", r=2, target_modules=["q_proj"])
     trainer = make({"peft_config": lora}, frozen_parameters="lora_A|embed")
     kinds = {name.split(".")[-3] for name, each in trainer.model.named_parameters() if each.requires_grad}
@@ -92,7 +92,7 @@ def test_of_adapters_what_would_train_is_frozen(make: Make) -> None:
         ("cosine", {"num_cycles": 1}, lambda done: (1 + torch.cos(torch.tensor(2 * torch.pi * done)).item()) / 2),
     ],
 )
-def test_the_rate_decays_to_its_end_at_every_step(kind: str, more: dict[str, Any], share: Any, make: Make) -> None:
+def test_learning_rate_decays_to_its_end(kind: str, more: dict[str, Any], share: Any, make: Make) -> None:
     settings = {"lr_scheduler_type": kind, "lr_scheduler_kwargs": more, "warmup_steps": 2, "max_steps": 7}
     trainer = trained(make(learning_rate_end=4e-4, **settings))
     rates = [log["learning_rate"] for log in trainer.state.log_history if "learning_rate" in log]
@@ -102,7 +102,7 @@ def test_the_rate_decays_to_its_end_at_every_step(kind: str, more: dict[str, Any
 
 
 @pytest.mark.parametrize("kind", ["linear", "cosine"])
-def test_an_end_above_the_optimizers_own_rate_is_refused(kind: str, make: Make) -> None:
+def test_learning_rate_end_above_the_optimizers_rate_is_rejected(kind: str, make: Make) -> None:
     own = {"optimizer_cls_and_kwargs": (torch.optim.SGD, {"lr": 1e-5})}
     trainer = make(own, learning_rate_end=1e-4, lr_scheduler_type=kind)
     with pytest.raises(UserError, match="learning_rate_end"):
@@ -117,11 +117,13 @@ def test_an_end_above_the_optimizers_own_rate_is_refused(kind: str, make: Make) 
     [
         ({}, (24, 1)),
         ({"gradient_accumulation_steps": 3}, (8, 3)),
-        ({"per_device_train_batch_size": 8}, (8, 3)),  # which is also the default
+        ({"per_device_train_batch_size": 8}, (8, 3)),  # equal to the default
         ({"per_device_train_batch_size": 6, "gradient_accumulation_steps": 4}, (6, 4)),
     ],
 )
-def test_a_total_batch_sets_what_is_not_given(settings: dict[str, Any], made: tuple[int, int], tmp_path: Path) -> None:
+def test_total_batch_size_sets_the_missing_sizes(
+    settings: dict[str, Any], made: tuple[int, int], tmp_path: Path
+) -> None:
     args = RewardConfig(str(tmp_path), report_to="none", bf16=False, total_batch_size=24, **settings)
     assert (args.per_device_train_batch_size, args.gradient_accumulation_steps) == made
 
@@ -130,7 +132,7 @@ def test_a_total_batch_sets_what_is_not_given(settings: dict[str, Any], made: tu
 
 
 @pytest.mark.parametrize("streams", [False, True])
-def test_an_evaluation_takes_the_first_batches_and_a_prediction_all(streams: bool, make: Make) -> None:
+def test_max_eval_steps_limits_evaluation_but_not_prediction(streams: bool, make: Make) -> None:
     pairs: Any = tiny.made_up_pairs(11, seed=3)
     trainer = make(max_eval_steps=2, per_device_eval_batch_size=4)
     found, predicted = trainer.evaluate(pairs.to_iterable_dataset() if streams else pairs), trainer.predict(pairs)
@@ -142,19 +144,19 @@ def test_an_evaluation_takes_the_first_batches_and_a_prediction_all(streams: boo
     assert {name: found[name] for name in known} == {name: expected[name] for name in known}
 
 
-# ---- what is refused
+# ---- rejected settings
 
 END: dict[str, Any] = {"learning_rate": 1e-3, "learning_rate_end": 1e-4}
 TOTAL: dict[str, Any] = {"total_batch_size": 24}
-REFUSED: list[tuple[dict[str, Any], str]] = [
-    # of parameters: nothing, everything, and no expression
+IMPOSSIBLE: list[tuple[dict[str, Any], str]] = [
+    # patterns that match no parameter or all, and an invalid expression
     *(({"frozen_parameters": pattern}, "frozen_parameters=") for pattern in ("lm_head", ".", "(")),
     ({"optim_state_dtype": "bfloat16", "optim": "sgd"}, "optim_state_dtype"),
     ({"log_grad_norms": True, "fsdp": "full_shard"}, "log_grad_norms"),
     (END | {"lr_scheduler_type": "polynomial"}, "learning_rate_end"),
     (END | {"lr_scheduler_type": "cosine", "lr_scheduler_kwargs": {"min_lr": 1e-5}}, "learning_rate_end"),
     (END | {"learning_rate": 1e-4}, "learning_rate_end"),
-    # and the nearest batch that can be made
+    # the message suggests the nearest possible batch size
     (TOTAL | {"gradient_accumulation_steps": 5}, r"total_batch_size=24.* 25\b"),
     (TOTAL | {"per_device_train_batch_size": 16}, r"total_batch_size=24.* 32\b"),
     (TOTAL | {"per_device_train_batch_size": 50}, r"total_batch_size=24.* 50\b"),
@@ -162,8 +164,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("settings", "message"), REFUSED)
-def test_what_cannot_be_is_refused(settings: dict[str, Any], message: str, model_folder: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("settings", "message"), IMPOSSIBLE)
+def test_impossible_settings_are_rejected(
+    settings: dict[str, Any], message: str, model_folder: str, tmp_path: Path
+) -> None:
     with pytest.raises(UserError, match=message):
         args = RewardConfig(str(tmp_path), report_to="none", bf16=False, **settings)
         RewardTrainer(model_folder, args, train_dataset=tiny.made_up_pairs(8))
@@ -172,8 +176,8 @@ def test_what_cannot_be_is_refused(settings: dict[str, Any], message: str, model
 # ---- optim_state_dtype
 
 
-def test_bfloat16_moments_change_losses_little_and_resume_to_the_bit(make: Make, tmp_path: Path) -> None:
-    """Within 5e-5 over 12 steps at a rate of 1e-3; also resumed with moments of the weights' type."""
+def test_bfloat16_moments_change_losses_little_and_resume_bitwise(make: Make, tmp_path: Path) -> None:
+    """Losses differ by 5e-5 over 12 steps at rate 1e-3. Resuming with moments in the weights' dtype works, too."""
     saves = {"max_steps": 12, "save_strategy": "steps", "save_steps": 6}
     in_float32, narrow = trained(make(max_steps=12)), {"optim_state_dtype": "bfloat16"}
     whole = trained(make(**saves, **narrow))
@@ -186,7 +190,7 @@ def test_bfloat16_moments_change_losses_little_and_resume_to_the_bit(make: Make,
     assert losses(trained(make(max_steps=12), resume=checkpoint)) == pytest.approx(losses(whole), abs=5e-5)
 
 
-def test_an_optimizer_without_torchs_first_moments_is_refused(make: Make) -> None:
+def test_optim_state_dtype_rejects_optimizers_without_moments(make: Make) -> None:
     trainer = make({"optimizer_cls_and_kwargs": (torch.optim.SGD, {"lr": 0.1})}, optim_state_dtype="bfloat16")
     with pytest.raises(UserError, match="optim_state_dtype.*SGD"):
         trainer.train()
@@ -196,7 +200,7 @@ def test_an_optimizer_without_torchs_first_moments_is_refused(make: Make) -> Non
 
 
 class ClippedNorms(TrainerCallback):
-    """Notes the norms of the gradients that the optimizer is given."""
+    """Records the norms of the gradients passed to the optimizer."""
 
     def __init__(self) -> None:
         self.steps: list[dict[str, float]] = []
@@ -205,13 +209,11 @@ class ClippedNorms(TrainerCallback):
         self.steps.append({f"grad_norm/{name}": each.grad.norm().item() for name, each in model.named_parameters()})
 
 
-def test_logs_are_lines_of_json_with_the_norm_of_each_gradient_before_clipping(
-    make: Make, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_json_logs_have_gradient_norms_before_clipping(make: Make, capsys: pytest.CaptureFixture[str]) -> None:
     clipped = ClippedNorms()
     settings = {"log_grad_norms": True, "gradient_accumulation_steps": 2, "max_grad_norm": 1e-3}
     with warnings.catch_warnings():
-        warnings.simplefilter("error", UserWarning)  # torch's of `pin_memory` was one
+        warnings.simplefilter("error", UserWarning)  # torch warned about `pin_memory` here
         trainer = trained(make({"callbacks": [clipped]}, progress="json", disable_tqdm=False, **settings))
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert lines == [{key: log[key] for key in sorted(log)} for log in trainer.state.log_history]
@@ -226,8 +228,10 @@ def test_logs_are_lines_of_json_with_the_norm_of_each_gradient_before_clipping(
 
 
 @pytest.mark.parametrize("remat", ["full", "none"])
-def test_what_the_backward_needs_waits_on_the_host(remat: str, make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a CPU tensors stay where they are; so here the host's memory is numpy's, which shows what is moved."""
+def test_activation_offloading_keeps_activations_on_the_host(
+    remat: str, make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a CPU tensors are not moved. Copies through numpy stand for host memory, so that moves are visible."""
     kept = losses(trained(make(remat=remat, max_steps=2)))
     offloaded = trained(make(remat=remat, max_steps=2, activation_offloading=True))
     assert isinstance(offloaded.maybe_activation_offload_context, save_on_cpu)
@@ -245,7 +249,7 @@ def test_what_the_backward_needs_waits_on_the_host(remat: str, make: Make, monke
 
 
 @pytest.mark.parametrize("counted", ["all", "non_padding"])
-def test_input_tokens_are_counted_as_trl_counts_them(counted: str, model_folder: str, tmp_path: Path) -> None:
+def test_input_tokens_are_counted_as_in_trl(counted: str, model_folder: str, tmp_path: Path) -> None:
     seen = []
     for library in (trl, trl_tpu):
         settings = {"report_to": "none", "disable_tqdm": True, "save_strategy": "no", "bf16": False, "use_cpu": True}

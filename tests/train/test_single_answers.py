@@ -1,4 +1,4 @@
-"""Answers that are judged by themselves: the loss is the cross-entropy of their labels, packed and padded."""
+"""Single answers with labels: the loss is the cross-entropy with the label, packed and padded."""
 
 from pathlib import Path
 from typing import Any
@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from datasets import Dataset
-from judgements import FORMS, answers
+from label_formats import LABEL_FORMATS, answers
 from training import QUIET, losses, trained, untimed
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
@@ -23,15 +23,15 @@ def run_of(model: str, out: Path, rows: Dataset, **more: Any) -> RewardTrainer:
 
 
 def rewards_of(model: Any, tokenizer: Any, rows: list[dict[str, Any]]) -> torch.Tensor:
-    """transformers' own rewards, one answer at a time."""
+    """Return the rewards of transformers' model, one answer at a time."""
     texts = [row["prompt"] + row["completion"] + tokenizer.eos_token for row in rows]
     return torch.cat([model(torch.tensor([tokenizer(text)["input_ids"]])).logits[0] for text in texts])
 
 
 @pytest.mark.parametrize("loss", ["sigmoid", "regression"])
-def test_losses_are_those_of_the_formula(model_folder: str, tmp_path: Path, loss: str) -> None:
+def test_losses_equal_the_formula(model_folder: str, tmp_path: Path, loss: str) -> None:
     rows = answers(24).to_list()
-    if loss == "regression":  # of any range
+    if loss == "regression":  # labels of any range
         rows = [{"prompt": row["prompt"], "completion": row["completion"], "score": 3 * row["label"]} for row in rows]
     runs = [
         run_of(model_folder, tmp_path, Dataset.from_list(rows), loss_type=loss, packing=each) for each in (True, False)
@@ -51,7 +51,7 @@ def test_losses_are_those_of_the_formula(model_folder: str, tmp_path: Path, loss
     assert losses(runs[0])[0] == pytest.approx(expected.item(), abs=1e-6)
 
 
-def test_they_are_evaluated_and_scored(model_folder: str, tmp_path: Path) -> None:
+def test_labeled_answers_are_evaluated_and_scored(model_folder: str, tmp_path: Path) -> None:
     trainer = run_of(model_folder, tmp_path, answers(60), max_steps=100, eval_by="prompt")
     assert sum(losses(trainer)[-10:]) < 0.9 * sum(losses(trainer)[:10])
     metrics = trainer.evaluate()
@@ -69,8 +69,10 @@ def test_they_are_evaluated_and_scored(model_folder: str, tmp_path: Path) -> Non
     [({"label": 3}, "loss_type"), ({"settings": {"ties": "skip"}}, "ties"), ({"completions": ["a", "b"]}, "1 as")],
     ids=str,
 )
-def test_what_cannot_be_is_refused(model_folder: str, tmp_path: Path, change: dict[str, Any], named: str) -> None:
-    rows = FORMS["answers"].rows(4).to_list()
+def test_impossible_settings_are_rejected(
+    model_folder: str, tmp_path: Path, change: dict[str, Any], named: str
+) -> None:
+    rows = LABEL_FORMATS["answers"].rows(4).to_list()
     settings = change.pop("settings", {})
     if "completions" in change:
         rows = [{"prompt": "a", "completions": ["b"], "scores": [1.0]}]

@@ -1,4 +1,4 @@
-"""A SIGTERM and a time limit save and stop at the step's end; resumed, the run is the one that was not stopped."""
+"""SIGTERM and a time limit save and stop at the end of the step; the resumed run equals an uninterrupted one."""
 
 import itertools
 import json
@@ -8,13 +8,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import apart
 import pytest
+import subprocesses
 import tiny
 import torch
-from places import SUPPORT
-from stopping import STEPS, At, later, make_trainer, sigterm
-from training import logged, trained
+from environment import SUPPORT
+from training import STEPS, At, advance_clock, logged, make_trainer, sigterm, trained
 
 from trl_tpu.checkpoint.folders import STAGING_FOLDER
 from trl_tpu.cli import main as command
@@ -33,7 +32,7 @@ EVERY_SECOND: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 2}
 DROPOUT = {"model_init_kwargs": {"attention_dropout": 0.5}, "packing": False}
 
 
-def note_in(checkpoint: str) -> Any:
+def read_stop_note(checkpoint: str) -> Any:
     state = json.loads(Path(checkpoint, "trainer_state.json").read_text())
     return state["stateful_callbacks"]["Preemption"]["attributes"]
 
@@ -49,8 +48,8 @@ STOPS: list[tuple[str, int, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("event", "step", "settings"), STOPS, ids=str)
-def test_after_a_sigterm_the_run_goes_on(event: str, step: int, settings: Any, model: str, tmp_path: Path) -> None:
-    """As if nothing had been, but for an evaluation that was due at the stop: it is left out."""
+def test_run_resumes_after_a_sigterm(event: str, step: int, settings: Any, model: str, tmp_path: Path) -> None:
+    """The run equals an uninterrupted one, except that an evaluation scheduled at the stop is skipped."""
     settings |= {"metric_for_best_model": "loss"}
     stopped_at = step if event == "on_prediction_step" else step + 1  # the end of the step
     whole = trained(make_trainer(model, tmp_path / "whole", **settings))
@@ -59,7 +58,7 @@ def test_after_a_sigterm_the_run_goes_on(event: str, step: int, settings: Any, m
         stopped.train()
     assert (stop.value.code, stop.value.reason) == (UNFINISHED, SIGTERM)
     assert stop.value.checkpoint == str(tmp_path / "stopped" / f"checkpoint-{stopped_at}")
-    assert note_in(stop.value.checkpoint)["stopped_by"] == SIGTERM
+    assert read_stop_note(stop.value.checkpoint)["stopped_by"] == SIGTERM
     assert not any("eval_loss" in log and log["step"] == stopped_at for log in stopped.state.log_history)
 
     resumed = trained(make_trainer(model, tmp_path / "stopped", **settings), resume=True)
@@ -68,69 +67,75 @@ def test_after_a_sigterm_the_run_goes_on(event: str, step: int, settings: Any, m
     assert all(map(torch.equal, whole.model.parameters(), resumed.model.parameters()))
 
 
-def test_a_time_limit_stops_after_what_was_due(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_time_limit_stops_after_due_saves_and_evaluations(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     settings = EVERY_SECOND | {"training_time_limit": "1h", "save_strategy": "best", "metric_for_best_model": "loss"}
-    trainer = make_trainer(model, tmp_path, At("on_step_begin", 3, later(monkeypatch, 3601)), **settings)
+    trainer = make_trainer(model, tmp_path, At("on_step_begin", 3, advance_clock(monkeypatch, 3601)), **settings)
     output = trainer.train()
     assert (output.global_step, trainer.stopped_by) == (4, TIME_LIMIT)
     assert trainer.stop_checkpoint == str(tmp_path / "checkpoint-4")
-    assert note_in(trainer.stop_checkpoint) == {"stopped_by": TIME_LIMIT}
+    assert read_stop_note(trainer.stop_checkpoint) == {"stopped_by": TIME_LIMIT}
     assert [log["step"] for log in trainer.state.log_history if "eval_loss" in log] == [2, 4]
-    resumed = trained(make_trainer(model, tmp_path, **settings), resume=True)  # with an hour of its own
+    resumed = trained(make_trainer(model, tmp_path, **settings), resume=True)  # the resumed run has another hour
     assert (resumed.state.global_step, resumed.stopped_by) == (STEPS, None)
     whole = trained(make_trainer(model, tmp_path / "whole", **(settings | {"training_time_limit": None})))
     assert logged(resumed) == logged(whole)
 
 
-def test_the_last_stays_beside_the_best(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where save_total_limit=1, a Trainer that ends deletes all checkpoints but the best."""
+def test_last_checkpoint_is_kept_with_the_best(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With save_total_limit=1, transformers' Trainer deletes all checkpoints except the best at its end."""
     settings: dict[str, Any] = {"load_best_model_at_end": True, "metric_for_best_model": "mean_reward"}
     settings |= {"eval_strategy": "steps", "save_strategy": "steps", "eval_steps": 1, "save_steps": 1}
-    settings |= {"greater_is_better": False, "learning_rate": 0.0}  # so that the first one stays the best
+    settings |= {"greater_is_better": False, "learning_rate": 0.0}  # the first checkpoint stays the best
     limits = {"training_time_limit": "1h", "save_total_limit": 1}
-    trainer = make_trainer(model, tmp_path, At("on_step_begin", 4, later(monkeypatch, 3601)), **settings, **limits)
+    trainer = make_trainer(
+        model, tmp_path, At("on_step_begin", 4, advance_clock(monkeypatch, 3601)), **settings, **limits
+    )
     trainer.train()
     assert trainer.state.best_model_checkpoint == str(tmp_path / "checkpoint-1")
     assert sorted(folder.name for folder in tmp_path.glob("checkpoint-*")) == ["checkpoint-1", "checkpoint-5"]
     assert trainer.args.save_total_limit == 1
 
 
-def test_minutes_that_passed_save(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Twice at the second step and once at the fifth: no save follows by itself."""
-    waits = [At("on_step_begin", step, later(monkeypatch, 5401)) for step in (1, 4)]
+def test_save_interval_minutes_triggers_saves(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Time passes before steps 2 and 5: one save for each, and no others."""
+    waits = [At("on_step_begin", step, advance_clock(monkeypatch, 5401)) for step in (1, 4)]
     settings: dict[str, Any] = {"save_interval_minutes": 90.0, "save_strategy": "best", "eval_strategy": "steps"}
     settings |= {"metric_for_best_model": "loss", "eval_steps": 1, "learning_rate": 0.0}
     make_trainer(model, tmp_path, *waits, **settings).train()
-    assert {folder.name[-1] for folder in tmp_path.glob("checkpoint-*")} == {"1", "2", "5"}  # the best is the first
+    assert {folder.name[-1] for folder in tmp_path.glob("checkpoint-*")} == {"1", "2", "5"}  # checkpoint 1 is the best
 
 
-def test_a_stop_that_could_not_save_has_a_status_of_its_own(model: str, tmp_path: Path) -> None:
+def test_stop_that_cannot_save_has_its_own_exit_status(model: str, tmp_path: Path) -> None:
     def spoil() -> None:
         (tmp_path / "out").mkdir(exist_ok=True)
-        (tmp_path / "out" / STAGING_FOLDER).write_text("where checkpoints are written first is no folder")
+        (tmp_path / "out" / STAGING_FOLDER).write_text("a file in place of the staging folder")
 
     spoiled = At("on_step_end", 1, spoil)
     with pytest.raises(Unfinished, match="checkpoint-2") as stop:
-        # however the folder is spelled
+        # for every spelling of the folder
         make_trainer(model, f"{tmp_path}/./out//", At("on_step_begin", 1, sigterm), spoiled).train()
     assert (stop.value.code, stop.value.saved) == (NOT_SAVED, False)
 
 
-def test_the_command_asks_to_be_started_again(words: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing that is for a trained model is done."""
-    ticks = itertools.count(step=61)  # a minute passes with each look at the clock
+def test_command_exits_with_the_unfinished_status(
+    command_words: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Final steps for a trained model are skipped."""
+    ticks = itertools.count(step=61)  # the clock advances by a minute at each call
     monkeypatch.setattr(preemption.time, "monotonic", lambda: next(ticks))
     with pytest.raises(SystemExit) as stop:
-        command([*words, "--training_time_limit", "1m"])
+        command([*command_words, "--training_time_limit", "1m"])
     assert stop.value.code == UNFINISHED
-    assert note_in(str(tmp_path / "out" / "checkpoint-1"))["stopped_by"] == TIME_LIMIT
+    assert read_stop_note(str(tmp_path / "out" / "checkpoint-1"))["stopped_by"] == TIME_LIMIT
     assert not list((tmp_path / "out").glob("*.safetensors"))
 
 
 SCRIPT = """
 import os, pathlib, subprocess, sys, time
 sys.path[:0] = [sys.argv[1]]
-from stopping import At, make_trainer, sigterm
+from training import At, make_trainer, sigterm
 model, out, event, step, times = sys.argv[2:]
 
 def sigterm_to_all():
@@ -146,8 +151,8 @@ print("trained")
 
 
 @pytest.fixture
-def words(model: str, tmp_path: Path) -> Iterator[list[str]]:
-    """A command that hears SIGTERM in this process, whose own handler is put back."""
+def command_words(model: str, tmp_path: Path) -> Iterator[list[str]]:
+    """Return the words of a command that handles SIGTERM in this process, and restore the handler afterwards."""
     tiny.made_up_pairs(16).to_json(tmp_path / "pairs.jsonl")
     before = signal.getsignal(signal.SIGTERM)
     given = ["reward", "--model_name_or_path", model, "--dataset_name", str(tmp_path / "pairs.jsonl")]
@@ -157,8 +162,10 @@ def words(model: str, tmp_path: Path) -> Iterator[list[str]]:
 
 
 @pytest.mark.parametrize("during", ["load_data", "RewardTrainer"])
-def test_a_sigterm_before_training(during: str, words: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It ends the command as one in training, also before its folder is known, beside older checkpoints."""
+def test_sigterm_before_training_ends_the_command(
+    during: str, command_words: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The command ends as during training, also before its folder is known, with older checkpoints in the folder."""
     (tmp_path / "out" / "checkpoint-9").mkdir(parents=True)
     inner = getattr(reward, during)
 
@@ -168,25 +175,27 @@ def test_a_sigterm_before_training(during: str, words: Any, tmp_path: Path, monk
 
     monkeypatch.setattr(reward, during, stopped)
     with pytest.raises(SystemExit) as end:
-        command(words)
+        command(command_words)
     assert end.value.code == UNFINISHED
     monkeypatch.undo()
-    assert command([*words, "--resume_from_checkpoint", "true"]) == 0
+    assert command([*command_words, "--resume_from_checkpoint", "true"]) == 0
     assert (tmp_path / "out" / "model.safetensors").is_file()
 
 
 ENDS = [
-    ("on_step_begin", 2, "1", UNFINISHED),  # saved; and nothing after train() has run
-    ("on_step_begin", 2, "all", UNFINISHED),  # as when a machine shuts down: workers that load data, too
-    ("on_step_begin", 2, "2", -signal.SIGTERM),  # killed, as without us
-    ("on_train_end", 0, "1", -signal.SIGTERM),  # nothing was left to stop
+    ("on_step_begin", 2, "1", UNFINISHED),  # saved, and no code after train() has run
+    ("on_step_begin", 2, "all", UNFINISHED),  # the signal also reaches data workers, as in a machine's shutdown
+    ("on_step_begin", 2, "2", -signal.SIGTERM),  # a second signal kills, as usual
+    ("on_train_end", 0, "1", -signal.SIGTERM),  # training has already ended
 ]
 
 
 @pytest.mark.parametrize(("event", "step", "times", "status"), ENDS)
-def test_what_a_script_ends_with(event: str, step: int, times: str, status: int, model: str, tmp_path: Path) -> None:
-    words = ["-c", SCRIPT, str(SUPPORT), model, str(tmp_path), event, str(step), times]
-    done = apart.python(*words, environment=dict(os.environ))
+def test_script_ends_with_the_expected_status(
+    event: str, step: int, times: str, status: int, model: str, tmp_path: Path
+) -> None:
+    command_words = ["-c", SCRIPT, str(SUPPORT), model, str(tmp_path), event, str(step), times]
+    done = subprocesses.python(*command_words, environment=dict(os.environ))
     assert done.returncode == status, done.stderr
     assert "trained" not in done.stdout
     assert (tmp_path / "checkpoint-3").is_dir() == (status == UNFINISHED)

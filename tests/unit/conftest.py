@@ -1,4 +1,4 @@
-"""What several files of tests share."""
+"""Fixtures shared by several files of unit tests."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -9,8 +9,8 @@ import pytest
 
 @pytest.fixture(scope="session")
 def good_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny saved model that trains and scores: to be copied by whoever spoils it."""
-    import tiny  # imports torch, which the process that hands out tests does not need
+    """Return a tiny saved model that trains and scores. Tests that change it must copy it."""
+    import tiny  # imports torch, which the process that distributes tests does not need
 
     folder = tmp_path_factory.mktemp("good") / "model"
     tokenizer = tiny.tiny_tokenizer(["Count on from 1: 2 3 4 4 2"], vocab_size=300)
@@ -20,8 +20,8 @@ def good_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def refused(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
-    """Run a command that must end with status 2, and return its one line of error."""
+def error_of(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """Return a function that runs a command, expects status 2 and returns its one error line."""
 
     def run(*words: Any) -> str:
         from trl_tpu import cli

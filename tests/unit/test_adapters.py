@@ -1,4 +1,4 @@
-"""Adapters follow the flags, train what they should, reload to the same rewards, and warn where they would not."""
+"""Adapters follow their flags, train the right weights, reload to equal rewards, and warn otherwise."""
 
 from pathlib import Path
 from typing import Any
@@ -48,11 +48,11 @@ LORA = {"use_peft": True, "lora_task_type": "SEQ_CLS"}
         ("get_quantization_config", {}),
     ],
 )
-def test_configurations_are_trls(name: str, flags: dict[str, Any]) -> None:
+def test_peft_configs_equal_trls(name: str, flags: dict[str, Any]) -> None:
     def outcome(module: Any, config: Any) -> Any:
         try:
             made = getattr(module, name)(config(**flags))
-        except Exception as error:  # bitsandbytes is not installed, say
+        except Exception as error:  # for example, bitsandbytes is not installed
             return type(error)
         return made and (type(made), made.to_dict())
 
@@ -60,9 +60,9 @@ def test_configurations_are_trls(name: str, flags: dict[str, Any]) -> None:
     assert ours == outcome(reference, trl.ModelConfig) and (ours is None) == (not flags)
 
 
-def test_adapters_that_cannot_be_added_are_refused() -> None:
+def test_unusable_adapter_configs_are_rejected() -> None:
     with pytest.raises(UserError, match="SEQ_CLS"):
-        adapters.add_adapters(tiny(), peft.LoraConfig(task_type="CAUSAL_LM"))  # TRL's default
+        adapters.add_adapters(tiny(), peft.LoraConfig(task_type="CAUSAL_LM"))  # TRL's default task type
     with pytest.raises(UserError, match="peft_config"):
         adapters.add_adapters(adapters.add_adapters(tiny(), peft.LoraConfig()), peft.LoraConfig())
 
@@ -73,10 +73,10 @@ def test_adapters_that_cannot_be_added_are_refused() -> None:
         ({}, {"embed_tokens": [3, 4]}),
         ({"trainable_token_indices": [4, 9]}, {"embed_tokens": [4, 9, 3]}),
         ({"trainable_token_indices": {"embed_tokens": [9]}}, {"embed_tokens": [9, 3, 4]}),
-        ({"modules_to_save": ["embed_tokens"]}, None),  # where all train
+        ({"modules_to_save": ["embed_tokens"]}, None),  # all tokens are trained already
     ],
 )
-def test_added_tokens_join_those_that_train_already(settings: Any, expected: dict[str, list[int]] | None) -> None:
+def test_added_tokens_extend_the_trainable_tokens(settings: Any, expected: dict[str, list[int]] | None) -> None:
     config = peft.LoraConfig(**settings)
     given = config.to_dict()
     model: Any = adapters.add_adapters(tiny(), config, [3, 4])
@@ -85,7 +85,7 @@ def test_added_tokens_join_those_that_train_already(settings: Any, expected: dic
     model(IDS.clamp(max=4)).logits.sum().backward()
     torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1.0).step()
     changed = (model.get_input_embeddings().weight != before).any(dim=1).nonzero().flatten().tolist()
-    assert changed == [4]  # of the trained ones, the only one in the batch
+    assert changed == [4]  # the only trained token in the batch
 
 
 def test_adapters_get_gradients_through_recomputed_layers() -> None:
@@ -114,7 +114,7 @@ def test_adapters_get_gradients_through_recomputed_layers() -> None:
         (None, False),
     ],
 )
-def test_a_head_that_stays_random_is_reported_and_left_alone(
+def test_random_untrained_head_is_reported_and_left_unchanged(
     config: Any, warns: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = tiny() if config is None else adapters.add_adapters(tiny(), config)
@@ -140,7 +140,7 @@ def test_saved_adapters_give_the_same_rewards_when_reloaded(config: peft.LoraCon
 
 
 @pytest.mark.parametrize("config", ['{"r": 4', '{"peft_type": "SORCERY"}'])
-def test_adapters_that_are_broken_are_refused_by_name(config: str, tmp_path: Path) -> None:
+def test_broken_adapters_are_rejected_by_name(config: str, tmp_path: Path) -> None:
     (tmp_path / "adapter_config.json").write_text(config)
     with pytest.raises(UserError, match=str(tmp_path)) as refused:
         adapters.load_adapted_model(str(tmp_path), num_labels=1)
@@ -156,7 +156,7 @@ def test_adapters_that_are_broken_are_refused_by_name(config: str, tmp_path: Pat
     ],
     ids=lambda config: config.peft_type.value,
 )
-def test_adapter_names_are_all_that_is_trained_and_as_large_as_what_is_saved(config: Any, tmp_path: Path) -> None:
+def test_adapter_names_match_trained_and_saved_parameters(config: Any, tmp_path: Path) -> None:
     model: Any = adapters.add_adapters(tiny(), config)
     state = model.state_dict(keep_vars=True)
     names = adapters.adapter_names(model, state)

@@ -1,7 +1,7 @@
-"""The API is that of the installed trl, but for the differences that are listed here with their reasons.
+"""The API equals that of the installed trl, except for the differences listed here with their reasons.
 
-Each area lists its differences as texts. A new one (from a later trl, say) fails until it is listed; so does a listed
-one that is gone.
+Each area lists its differences as texts. A new difference, for example from a later trl, fails until it is listed. A
+listed difference that no longer exists fails, too.
 """
 
 import ast
@@ -25,7 +25,7 @@ from typing import Any
 import pytest
 import trl
 import trl.scripts.utils
-from places import EXAMPLES, ROOT
+from environment import EXAMPLES, ROOT
 
 import trl_tpu
 from trl_tpu import data_utils
@@ -37,56 +37,58 @@ _OLD = "scripts for older versions of TRL give it, or import it"
 _DATASETS = "type of datasets: list[trl.scripts.utils.DatasetConfig], ours list[trl_tpu.scripts.utils.DatasetConfig]"
 
 # area -> difference -> reason
-DIFFERENT: dict[str, dict[str, str]] = {
+DIFFERENCES: dict[str, dict[str, str]] = {
     "RewardConfig's fields": {
-        "default of optim: 'adamw_torch_fused', ours 'adamw_torch'": "XLA has no fused kernel; the rule is the same",
-        "type of optim: transformers.training_args.OptimizerNames | str, ours <class 'str'>": "an enum is taken too",
-        "default of per_device_train_batch_size: 8, ours None": "not given, until made: total_batch_size may decide",
+        "default of optim: 'adamw_torch_fused', ours 'adamw_torch'": "XLA has no fused kernel; the update is the same",
+        "type of optim: transformers.training_args.OptimizerNames | str, ours <class 'str'>": "accepts enums, too",
+        "default of per_device_train_batch_size: 8, ours None": "None until total_batch_size is known",
     },
-    "fields of the other configs": {
+    "fields of other configs": {
         "ModelConfig's default of lora_task_type: 'CAUSAL_LM', ours 'SEQ_CLS'": "peft rejects TRL's for classifiers",
         "ModelConfig's ours alone: torch_dtype": "the name of `dtype` up to TRL 0.23",
-        f"DatasetMixtureConfig's {_DATASETS}": "a class of each package",
+        f"DatasetMixtureConfig's {_DATASETS}": "each package has its own class",
     },
     "RewardTrainer's parameters": {
         "default of model: <class 'inspect._empty'>, ours None": "model_init can be given instead",
     },
     "RewardTrainer's methods": {
         "parameters of training_step: (self, *args, **kwargs), "
-        "ours (self, model, inputs, num_items_in_batch=None)": "transformers' own",
+        "ours (self, model, inputs, num_items_in_batch=None)": "as in transformers",
     },
-    "parameters of the functions": {"get_dataset_column_names ours alone: name": "of the dataset, for our errors"},
+    "parameters of the functions": {
+        "get_dataset_column_names ours alone: name": "name of the dataset in error messages"
+    },
 }
-# area -> reason -> names of ours
-OURS_ALONE: dict[str, dict[str, str]] = {
+# area -> reason -> names that only this package has
+ADDED: dict[str, dict[str, str]] = {
     "RewardConfig's fields": {
         "rankings and their labels": "loss_type average_over ranking_top_k margin_scale ties tie_threshold",
         "several attributes": "attributes attribute_weights attribute_loss_weights",
         "uncertain labels": "label_smoothing",
         "TRL leaves devices to accelerate": "mesh sharding_plan remat",
-        "shapes and layers are compiled on XLA": "scan_layers row_length packed_attention max_shapes",
-        "tokens that pairs share are computed once": "packing group_by_prompt",
-        "a run saves and stops in time, where it stays": "training_time_limit save_interval_minutes output_url",
-        "a NaN in one batch does not end a run's weights": "nonfinite_limit",
-        "smaller moments; logs for machines, and of each gradient": "optim_state_dtype progress log_grad_norms",
-        "the eos is scored, as by servers that score the very last token": "own_pad_token",
+        "settings of compilation on XLA": "scan_layers row_length packed_attention max_shapes",
+        "shared tokens are computed once": "packing group_by_prompt",
+        "preemptible runs, and runs kept at a URL": "training_time_limit save_interval_minutes output_url",
+        "nonfinite steps are skipped": "nonfinite_limit",
+        "smaller moments, JSON logs, gradient norms": "optim_state_dtype progress log_grad_norms",
+        "the EOS is scored, as in servers that score the last token": "own_pad_token",
         "the same on any number of devices": "total_batch_size",
-        "an evaluation on the first batches, and by the labels of a column": "max_eval_steps eval_by",
-        "TRL has it under other names or elsewhere": "frozen_parameters learning_rate_end truncation_mode",
+        "evaluation on the first batches, and by the labels of a column": "max_eval_steps eval_by",
+        "TRL has them under other names or elsewhere": "frozen_parameters learning_rate_end truncation_mode",
         _OLD: " ".join(REMOVED),
     },
-    "RewardTrainer's parameters": {"TRL or transformers had it there": "model_init tokenizer max_length"},
+    "RewardTrainer's parameters": {"parameters of TRL or transformers in the past": "model_init tokenizer max_length"},
     "RewardTrainer's methods": {
-        "what is trained how, and what ended it": "describe stopped_by stop_checkpoint save_description",
-        "TRL's name up to 0.23, for data in its columns of then": "use_reward_data_collator",
-        "a part of the trainer's own structure, beside TRL's API": "fixed_rows shard_report",
+        "description of the run and of its end": "describe stopped_by stop_checkpoint save_description",
+        "TRL's name up to 0.23, for data in old columns": "use_reward_data_collator",
+        "hooks and reports of this package": "fixed_rows shard_report",
         "transformers sets it on the instance": "is_distributed_loading_by_transformers",
-        "what a subclass overrides whose methods take packed rows": "reads_padded_rows",
+        "hook of subclasses that read packed rows": "reads_padded_rows",
     },
     "top-level names": {
         _OLD: "RewardDataCollatorWithPadding TrainingArguments get_kbit_device_map is_xpu_available setup_chat_format",
         "rewards of many rows by a saved model": "score",
-        "for a training loop of your own": "TrainState evaluation_step training_step",
+        "for custom training loops": "TrainState evaluation_step training_step",
     },
 }
 OTHER_CONFIGS: list[tuple[Any, Any]] = [
@@ -104,7 +106,7 @@ def _names(theirs: typing.Iterable[str], ours: typing.Iterable[str]) -> Iterator
 
 
 def _differences(theirs: dict[str, dict[str, str]], ours: dict[str, dict[str, str]]) -> Iterator[str]:
-    """Of names in their order, and of what each is."""
+    """Return texts for missing, added and changed entries, and for a different order."""
     yield from _names(theirs, ours)
     order = [name for name in ours if name in theirs]
     if order != [name for name in theirs if name in ours]:
@@ -115,7 +117,7 @@ def _differences(theirs: dict[str, dict[str, str]], ours: dict[str, dict[str, st
                 yield f"{what} of {name}: {value}, ours {ours[name][what]}"
 
 
-def _shown(default: Any) -> str:
+def _format_default(default: Any) -> str:
     return repr(getattr(default, "value", default))
 
 
@@ -124,7 +126,7 @@ def _dataclass_fields(theirs: Any, ours: Any) -> Iterator[str]:
         types = typing.get_type_hints(config)
         return {
             each.name: {
-                "default": _shown(each.default),
+                "default": _format_default(each.default),
                 "factory": repr(each.default_factory),
                 "type": str(types[each.name]),
                 "choices": str((each.init, each.metadata.get("choices"))),
@@ -138,7 +140,9 @@ def _dataclass_fields(theirs: Any, ours: Any) -> Iterator[str]:
 def _parameters(theirs: Callable[..., Any], ours: Callable[..., Any]) -> Iterator[str]:
     def parameters(function: Callable[..., Any]) -> dict[str, dict[str, str]]:
         found = inspect.signature(function).parameters
-        return {name: {"default": _shown(each.default), "kind": str(each.kind)} for name, each in found.items()}
+        return {
+            name: {"default": _format_default(each.default), "kind": str(each.kind)} for name, each in found.items()
+        }
 
     return _differences(parameters(theirs), parameters(ours))
 
@@ -159,19 +163,21 @@ def other_config_fields() -> Iterator[str]:
 def trainer_methods() -> Iterator[str]:
     def methods(trainer: type) -> dict[str, dict[str, str]]:
         found = {name: getattr(trainer, name) for name in dir(trainer) if not name.startswith("_")}
-        return {name: {"parameters": _bare(each)} if callable(each) else {} for name, each in found.items()}
+        return {
+            name: {"parameters": _without_annotations(each)} if callable(each) else {} for name, each in found.items()
+        }
 
     return _differences(methods(trl.RewardTrainer), methods(trl_tpu.RewardTrainer))
 
 
-def _bare(function: Callable[..., Any]) -> str:
-    """The signature without annotations."""
+def _without_annotations(function: Callable[..., Any]) -> str:
+    """Return the signature without annotations."""
     parameters = inspect.signature(function).parameters.values()
     return str(inspect.Signature([each.replace(annotation=each.empty) for each in parameters]))
 
 
 def function_parameters() -> Iterator[str]:
-    """Of the classes `RewardConfig`, `RewardTrainer` and `ModelConfig` elsewhere."""
+    """Return signatures of public functions and classes except `RewardConfig`, `RewardTrainer` and `ModelConfig`."""
     for theirs, ours in ((trl, trl_tpu), (trl.data_utils, data_utils)):
         for name in set(dir(ours)) & set(dir(theirs)) - {"RewardConfig", "RewardTrainer", "ModelConfig"}:
             function = getattr(theirs, name)
@@ -186,7 +192,7 @@ def top_level_names() -> Iterator[str]:
 
 AREAS: dict[str, Callable[[], Iterator[str]]] = {
     "RewardConfig's fields": config_fields,
-    "fields of the other configs": other_config_fields,
+    "fields of other configs": other_config_fields,
     "RewardTrainer's parameters": lambda: _parameters(trl.RewardTrainer.__init__, trl_tpu.RewardTrainer.__init__),
     "RewardTrainer's methods": trainer_methods,
     "top-level names": top_level_names,
@@ -196,23 +202,25 @@ AREAS: dict[str, Callable[[], Iterator[str]]] = {
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 @pytest.mark.parametrize("area", AREAS)
-def test_differences_from_trl_are_the_intended_ones(area: str) -> None:
-    alone = OURS_ALONE.get(area, {}).items()
-    intended = DIFFERENT.get(area, {}) | {f"ours alone: {name}": why for why, names in alone for name in names.split()}
+def test_differences_from_trl_equal_the_listed_ones(area: str) -> None:
+    alone = ADDED.get(area, {}).items()
+    intended = DIFFERENCES.get(area, {}) | {
+        f"ours alone: {name}": why for why, names in alone for name in names.split()
+    }
     found = set(AREAS[area]())
     assert found - intended.keys() == set(), "differences without a reason"
     assert intended.keys() - found == set(), "listed, but no longer different"
     assert all(intended.values())
 
 
-def test_trls_own_parameters_come_first_so_that_positional_arguments_mean_the_same() -> None:
+def test_positional_arguments_have_trls_order() -> None:
     theirs, ours = (list(inspect.signature(each).parameters) for each in (trl.RewardTrainer, trl_tpu.RewardTrainer))
     assert ours[: len(theirs)] == theirs
     *fields, old = (field.name for field in dataclasses.fields(ModelConfig))
     assert fields == [field.name for field in dataclasses.fields(trl.ModelConfig)] and old == "torch_dtype"
 
 
-def test_the_old_name_of_dtype_is_read_and_given() -> None:
+def test_torch_dtype_is_accepted_and_readable() -> None:
     assert ModelConfig(dtype="bfloat16").torch_dtype == "bfloat16"
     with pytest.warns(FutureWarning, match="dtype"):
         assert ModelConfig(torch_dtype="bfloat16").dtype == "bfloat16"
@@ -235,8 +243,8 @@ from trl.chat_template_utils import clone_chat_template
 
 
 @pytest.mark.parametrize("module", [None, "trl.trainer.reward_trainer", "trl.scripts.reward"])
-def test_what_users_and_trls_own_modules_import_of_it_is_at_the_same_paths(module: str | None) -> None:
-    exec(IMPORTS)  # they are TRL's
+def test_common_trl_imports_exist_at_the_same_paths(module: str | None) -> None:
+    exec(IMPORTS)  # the imports must work with TRL itself
     own = None if module is None else importlib.import_module(module)
     for node in ast.walk(ast.parse(inspect.getsource(own) if own else IMPORTS)):
         if isinstance(node, ast.ImportFrom) and (node.level or str(node.module).split(".")[0] == "trl"):
@@ -246,7 +254,7 @@ def test_what_users_and_trls_own_modules_import_of_it_is_at_the_same_paths(modul
 
 
 def public_names(module: ModuleType) -> set[str]:
-    """The names in a module's ``__all__``, or else those that it defines."""
+    """Return the names in a module's ``__all__``, or the names it defines."""
     names = getattr(module, "__all__", None) or getattr(module, "_import_structure", None)
     if names is not None:
         names = itertools.chain(*names.values()) if isinstance(names, dict) else names
@@ -259,7 +267,7 @@ def public_names(module: ModuleType) -> set[str]:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_each_public_name_of_trls_modules_is_here_or_on_the_published_list() -> None:
+def test_every_public_trl_name_exists_or_is_listed_in_the_guide() -> None:
     guide = (EXAMPLES / "guides" / "differences_from_trl.md").read_text(encoding="utf-8")
     rows = guide.partition("### Names")[2].partition("\n## ")[0]
     listed = re.findall(r"`([\w.*]+)`", "".join(re.findall(r"^\| (`.*?) \| ", rows, re.MULTILINE)))
@@ -285,7 +293,7 @@ def test_each_public_name_of_trls_modules_is_here_or_on_the_published_list() -> 
     assert set(listed) - used == set(), "listed, but not missing"
 
 
-def test_module_paths_of_trl_are_found_before_anything_is_imported() -> None:
+def test_trl_module_paths_resolve_before_any_import() -> None:
     code = f"""
 import importlib.util, operator
 for name in {trl_tpu._OLD_PATHS}:
@@ -300,7 +308,7 @@ for name in {trl_tpu._OLD_PATHS}:
 
 
 @pytest.mark.parametrize(("module", "name"), [("prm_config", "PRMConfig"), ("prm_trainer", "PRMTrainer")])
-def test_process_rewards_are_at_the_paths_that_pickles_of_old_runs_name(module: str, name: str) -> None:
+def test_process_reward_classes_keep_the_paths_in_old_pickles(module: str, name: str) -> None:
     pickled = f"ctrl_tpu.experimental.prm.{module}\n{name}\n.".encode()
     assert pickle.loads(pickled) is getattr(importlib.import_module("trl_tpu.experimental.prm"), name)
 

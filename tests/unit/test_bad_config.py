@@ -1,4 +1,4 @@
-"""Settings and arguments that cannot work are refused before training, by one error that names rule, value and fix."""
+"""Impossible settings and arguments are rejected before training by an error that states rule, value and fix."""
 
 import copy
 import dataclasses
@@ -7,7 +7,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-import preference_forms
+import preference_rows
 import pytest
 from datasets import Dataset, DatasetDict
 from tiny import made_up_pairs, tiny_model, tiny_tokenizer
@@ -22,27 +22,27 @@ PAIRS = made_up_pairs(8)
 
 
 @pytest.fixture(scope="module")
-def made() -> tuple[Any, Any]:
-    """A tiny model and its tokenizer; a test that changes one takes a copy."""
+def model_and_tokenizer() -> tuple[Any, Any]:
+    """Return a tiny model and its tokenizer. Tests that change them must copy them."""
     tokenizer = tiny_tokenizer([" ".join(row.values()) for row in PAIRS], vocab_size=300)
     return tiny_model(tokenizer), tokenizer
 
 
 @pytest.fixture
-def start(made: tuple[Any, Any], tmp_path: Path) -> Any:
-    """Make a trainer of good arguments, some of them replaced."""
+def make_trainer(model_and_tokenizer: tuple[Any, Any], tmp_path: Path) -> Any:
+    """Return a function that builds a trainer from good arguments, some of them replaced."""
 
     def make(settings: dict[str, Any] | None = None, **arguments: Any) -> RewardTrainer:
         args = RewardConfig(**{"output_dir": str(tmp_path), "bf16": False, "report_to": "none", **(settings or {})})
-        model, tokenizer = copy.deepcopy(made)
+        model, tokenizer = copy.deepcopy(model_and_tokenizer)
         given = {"model": model, "train_dataset": PAIRS, "processing_class": tokenizer, **arguments}
         return RewardTrainer(args=args, **given)
 
     return make
 
 
-def tokens(*last: int, old: bool = False) -> Dataset:
-    """Three pairs of token ids, of which row 2 ends in these."""
+def token_pairs(*last: int, old: bool = False) -> Dataset:
+    """Return three pairs of token ids; row 2 ends in the given ids."""
     rows = [{"chosen_ids": [5, 6, 7], "rejected_ids": [5, 8]}] * 2 + [{"chosen_ids": [5, 6], "rejected_ids": [*last]}]
     return Dataset.from_list(list(map(old_columns, rows)) if old else rows)
 
@@ -58,20 +58,20 @@ BAD_ARGUMENTS: dict[str, tuple[dict[str, Any], str]] = {
     "a list as evaluation data": ({"eval_dataset": list(PAIRS)}, "eval.*`list`"),
     "one empty evaluation set of two": ({"eval_dataset": {"full": PAIRS, "hollow": EMPTY}}, "hollow"),
     "neither model nor model_init": ({"model": None}, "`model`.*`model_init`"),
-    "a token id beyond the embeddings": ({"train_dataset": tokens(304, 9)}, "Row 2 .*train.*304"),
+    "a token id beyond the embeddings": ({"train_dataset": token_pairs(304, 9)}, "Row 2 .*train.*304"),
     "a token id below 0 in one of the evaluation sets": (
-        {"eval_dataset": {"good": PAIRS, "bad": tokens(-100)}},
+        {"eval_dataset": {"good": PAIRS, "bad": token_pairs(-100)}},
         "Row 2 .*bad.*-100",
     ),
     "a token id beyond the embeddings in the old columns": (
-        {"train_dataset": tokens(304, old=True)},
+        {"train_dataset": token_pairs(304, old=True)},
         "Row 2 .*train.*`input_ids_rejected`.*304",
     ),
-    "a pad token that is no token": ({"settings": {"pad_token": "<nope>"}}, "`pad_token`.*<nope>"),
+    "an unknown pad token": ({"settings": {"pad_token": "<nope>"}}, "`pad_token`.*<nope>"),
     "a mesh for other devices": ({"settings": {"mesh": "data=2,fsdp=4"}}, "data=2.*fsdp=4"),
     "two URLs": ({"settings": {"output_dir": "file:///one", "output_url": "file:///two"}}, "output_dir.*output_url"),
     "neither pad nor eos token": (
-        {"processing_class": preference_forms.tiny_tokenizer(pad_token=None, eos_token=None)},
+        {"processing_class": preference_rows.tiny_tokenizer(pad_token=None, eos_token=None)},
         "pad_token",
     ),
 }
@@ -79,10 +79,10 @@ BAD_ARGUMENTS: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 @pytest.mark.parametrize("case", BAD_ARGUMENTS)
-def test_bad_arguments_of_the_trainer(case: str, start: Any) -> None:
+def test_bad_trainer_arguments_are_rejected(case: str, make_trainer: Any) -> None:
     arguments, message = BAD_ARGUMENTS[case]
     with pytest.raises((ValueError, TypeError), match=message):
-        start(**arguments)
+        make_trainer(**arguments)
 
 
 NAMES = ["helpful", "brief"]
@@ -131,7 +131,7 @@ BEST = {"eval_strategy": "epoch", "metric_for_best_model": "f1"}
         ("lora_r", "use_peft", {"lora_r": 8}),
     ],
 )
-def test_a_setting_that_needs_another_one_says_so(
+def test_setting_without_its_required_setting_draws_a_warning(
     setting: str, other: str, given: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     def make(**given: Any) -> str:
@@ -146,7 +146,9 @@ def test_a_setting_that_needs_another_one_says_so(
     assert make(**given | {other: (met | {"use_peft": True})[other]}) == ""
 
 
-def test_needs_are_fields_and_defaults_need_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_required_settings_exist_and_defaults_draw_no_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     names = {each.name for kind in (RewardConfig, ModelConfig) for each in dataclasses.fields(kind)}
     others = {need.partition("=")[0] for need in NEEDS}
     assert {name for settings in NEEDS.values() for name in settings.split()} | others <= names
@@ -155,45 +157,45 @@ def test_needs_are_fields_and_defaults_need_nothing(tmp_path: Path, caplog: pyte
     assert caplog.text == ""
 
 
-def test_a_metric_is_known_before_training_unless_the_user_measures_more(start: Any) -> None:
+def test_unknown_best_metric_is_rejected_before_training(make_trainer: Any) -> None:
     class Measuring(TrainerCallback):
         pass
 
     stopping = EarlyStoppingCallback()
     for arguments in ({}, {"callbacks": [stopping]}, {"eval_dataset": {"a": PAIRS}}):
         with pytest.raises(UserError, match="metric_for_best_model='f1'"):
-            start(BEST, **{"eval_dataset": PAIRS} | arguments)
+            make_trainer(BEST, **{"eval_dataset": PAIRS} | arguments)
     with pytest.raises(UserError, match="metric_for_best_model='loss'.*a_loss"):
-        start({**BEST, "metric_for_best_model": "loss"}, eval_dataset={"a": PAIRS})
-    start({**BEST, "metric_for_best_model": "eval_a_accuracy"}, eval_dataset={"a": PAIRS, "b": PAIRS})
-    start(BEST, eval_dataset=PAIRS, compute_metrics=lambda _: {"f1": 1.0})
-    start(BEST, eval_dataset=PAIRS, callbacks=[Measuring])
-    start({"metric_for_best_model": "f1"})  # nothing is evaluated
+        make_trainer({**BEST, "metric_for_best_model": "loss"}, eval_dataset={"a": PAIRS})
+    make_trainer({**BEST, "metric_for_best_model": "eval_a_accuracy"}, eval_dataset={"a": PAIRS, "b": PAIRS})
+    make_trainer(BEST, eval_dataset=PAIRS, compute_metrics=lambda _: {"f1": 1.0})
+    make_trainer(BEST, eval_dataset=PAIRS, callbacks=[Measuring])
+    make_trainer({"metric_for_best_model": "f1"})  # without evaluation no metric is needed
 
 
-def test_rejected_or_not_the_users_tokenizer_and_data_stay_as_they_were(made: tuple[Any, Any], start: Any) -> None:
-    tokenizer = copy.deepcopy(made[1])
+def test_users_tokenizer_and_data_are_never_modified(model_and_tokenizer: tuple[Any, Any], make_trainer: Any) -> None:
+    tokenizer = copy.deepcopy(model_and_tokenizer[1])
     with pytest.raises(ValueError):
-        start({"eos_token": "<pad>"}, processing_class=tokenizer, eval_dataset=EMPTY)
-    start({"eos_token": "<pad>"}, processing_class=tokenizer)
-    assert tokenizer.special_tokens_map == made[1].special_tokens_map
+        make_trainer({"eos_token": "<pad>"}, processing_class=tokenizer, eval_dataset=EMPTY)
+    make_trainer({"eos_token": "<pad>"}, processing_class=tokenizer)
+    assert tokenizer.special_tokens_map == model_and_tokenizer[1].special_tokens_map
     assert PAIRS.column_names == ["prompt", "chosen", "rejected"]
 
 
-def test_token_ids_that_are_given_to_evaluate_and_predict_are_checked(start: Any) -> None:
-    trainer = start(train_dataset=tokens(303, 0))  # the largest that the model has
+def test_evaluate_and_predict_check_token_ids(make_trainer: Any) -> None:
+    trainer = make_trainer(train_dataset=token_pairs(303, 0))  # the largest id of the model's vocabulary
     for call, name in ((trainer.evaluate, "eval"), (trainer.predict, "test")):
         with pytest.raises(ValueError, match=f"Row 2 .*{name}.*304"):
-            call(tokens(304))
+            call(token_pairs(304))
 
 
-def test_an_eos_that_is_the_pad_token_and_so_not_scored_is_logged(
-    made: tuple[Any, Any], start: Any, caplog: pytest.LogCaptureFixture
+def test_eos_equal_to_the_pad_token_is_logged_as_not_scored(
+    model_and_tokenizer: tuple[Any, Any], make_trainer: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    tokenizer = copy.deepcopy(made[1])
+    tokenizer = copy.deepcopy(model_and_tokenizer[1])
     tokenizer.pad_token = tokenizer.eos_token
     with caplog.at_level(logging.WARNING, logger="trl_tpu"):
-        start()
+        make_trainer()
         assert "own_pad_token" not in caplog.text
-        start(processing_class=tokenizer)
+        make_trainer(processing_class=tokenizer)
     assert "own_pad_token" in caplog.text

@@ -1,4 +1,4 @@
-"""Bad data is rejected before training, by an error that names the row and the column."""
+"""Bad data is rejected before training by an error that names row and column."""
 
 import logging
 import math
@@ -10,8 +10,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 from datasets import Dataset, Features, Value
-from preference_forms import assistant, tiny_tokenizer, user
-from tokenized import prepare
+from preference_rows import assistant, prepare, tiny_tokenizer, user
 
 from trl_tpu.data.collators import old_columns
 from trl_tpu.data.rankings import RankingKind
@@ -23,8 +22,8 @@ IDS = {"chosen_ids": [1], "rejected_ids": [2]}
 SMALL = {"max_length": 9, "num_embeddings": 500}
 
 
-def said(content: Any) -> dict[str, Any]:
-    """A conversation whose chosen answer has this content."""
+def conversation(content: Any) -> dict[str, Any]:
+    """Return a conversation with the given content of its chosen answer."""
     return {**CHAT, "chosen": [{"role": "assistant", "content": content}]}
 
 
@@ -36,8 +35,8 @@ IN_OLD_API, WORDS = {"are_old": True}, "chat_template_kwargs"
 ATTRIBUTES = {"rankings": RankingKind(attributes=("helpful", "brief"))}
 
 
-class Bad(NamedTuple):
-    """Rows, what the error must name, a kind that it has beside `UserError`, and settings."""
+class BadRows(NamedTuple):
+    """Rows, a pattern for the error, a second class of the error besides `UserError`, and settings."""
 
     rows: list[dict[str, Any]]
     text: str
@@ -46,88 +45,96 @@ class Bad(NamedTuple):
 
 
 PAIRS = [
-    Bad([{"choosen": "a", "rejected": "b"}], "`chosen`.*choosen", KeyError),
-    Bad([{"text": "a"}], "`chosen` and `rejected`", KeyError),
-    Bad([{"chosen_ids": [1], "rejected_id": [2]}], "`rejected_ids`", KeyError),
-    Bad([GOOD, {**GOOD, "chosen": None}], "Row 1 of the train dataset: `chosen`"),
-    Bad([{"chosen": 1, "rejected": 2}], "Row 0 .*`chosen`.*int", TypeError),
-    Bad([{"chosen": ["a"], "rejected": ["b"]}], "Row 0 .*`chosen` .*'a'", TypeError),
-    Bad([{**CHAT, "prompt": "Hi"}], "Row 0 .*`prompt`"),
-    Bad([{**CHAT, "rejected": [user("b")]}], "Row 0 .*'assistant'.*'user'"),
-    Bad([said([{"type": "image"}])], "Row 0 .*'image'"),
-    Bad([said(3)], "Row 0 .*`chosen`", TypeError),
-    Bad([{"chosen": [], "rejected": []}], "Row 0 .*`chosen`"),
-    Bad([{"chosen": OTHER_KEYS, "rejected": OTHER_KEYS}], "Row 0 .*`chosen` .*`from`", TypeError),
-    Bad([{**CHAT, "tools": "no json"}], "Row 0 .*`chosen`.*`tools`"),
-    Bad([said([{"type": "text", "text": None}])], "Row 0 .*`chosen`.*'text': None"),
-    Bad([said(["a", "b"])], "Row 0 .*`chosen`.*'a', 'b'"),
-    Bad([{**GOOD, "margin": 1e300}], "Row 0 .*`margin`"),
-    Bad([{**GOOD, "margin": 0.0}, {**GOOD, "margin": math.nan}], "Row 1 .*`margin`"),
-    Bad([{**GOOD, "margin": 1}, {**GOOD, "margin": None}], "Row 1 .*`margin`"),
-    Bad([{**GOOD, "margin": [1.0]}], "Row 0 .*`margin`"),
-    Bad([IDS, {**IDS, "chosen_ids": []}], "Row 1 .*`chosen_ids`"),
-    Bad([IDS, {**IDS, "rejected_ids": None}], "Row 1 .*`rejected_ids`"),
-    Bad([IDS, {**IDS, "rejected_ids": [-1]}], "Row 1 .*`rejected_ids` .*-1"),
-    Bad([{"chosen_ids": "abc", "rejected_ids": "d"}], "Row 0 .*`chosen_ids` .*'abc'", TypeError),
-    Bad([{"chosen_ids": [0.5], "rejected_ids": [1.0]}], "Row 0 .*`chosen_ids`", TypeError),
-    # rows are counted as they came, whatever was left out before
-    Bad([{**IDS, "chosen_ids": [5] * 50}, IDS, {**IDS, "chosen_ids": [500]}], "Row 2 .*500", settings=SMALL),
-    Bad([CHAT | {WORDS: None}, CHAT | {WORDS: "x"}], f"Row 1 .*`{WORDS}`", settings=IN_OLD_API),
-    Bad([OLD | {"margin": [1.0]}, OLD | {"margin": [math.nan]}], "Row 1 .*`margin`", settings=IN_OLD_API),
-    Bad([GOOD | {"margin": [1.0, 2.0]}], "Row 0 .*`margin`", settings=IN_OLD_API),
-    Bad([GOOD | {"margin": [1.0]}, GOOD | {"margin": None}], "Row 1 .*`margin`", settings=IN_OLD_API),
+    BadRows([{"choosen": "a", "rejected": "b"}], "`chosen`.*choosen", KeyError),
+    BadRows([{"text": "a"}], "`chosen` and `rejected`", KeyError),
+    BadRows([{"chosen_ids": [1], "rejected_id": [2]}], "`rejected_ids`", KeyError),
+    BadRows([GOOD, {**GOOD, "chosen": None}], "Row 1 of the train dataset: `chosen`"),
+    BadRows([{"chosen": 1, "rejected": 2}], "Row 0 .*`chosen`.*int", TypeError),
+    BadRows([{"chosen": ["a"], "rejected": ["b"]}], "Row 0 .*`chosen` .*'a'", TypeError),
+    BadRows([{**CHAT, "prompt": "Hi"}], "Row 0 .*`prompt`"),
+    BadRows([{**CHAT, "rejected": [user("b")]}], "Row 0 .*'assistant'.*'user'"),
+    BadRows([conversation([{"type": "image"}])], "Row 0 .*'image'"),
+    BadRows([conversation(3)], "Row 0 .*`chosen`", TypeError),
+    BadRows([{"chosen": [], "rejected": []}], "Row 0 .*`chosen`"),
+    BadRows([{"chosen": OTHER_KEYS, "rejected": OTHER_KEYS}], "Row 0 .*`chosen` .*`from`", TypeError),
+    BadRows([{**CHAT, "tools": "no json"}], "Row 0 .*`chosen`.*`tools`"),
+    BadRows([conversation([{"type": "text", "text": None}])], "Row 0 .*`chosen`.*'text': None"),
+    BadRows([conversation(["a", "b"])], "Row 0 .*`chosen`.*'a', 'b'"),
+    BadRows([{**GOOD, "margin": 1e300}], "Row 0 .*`margin`"),
+    BadRows([{**GOOD, "margin": 0.0}, {**GOOD, "margin": math.nan}], "Row 1 .*`margin`"),
+    BadRows([{**GOOD, "margin": 1}, {**GOOD, "margin": None}], "Row 1 .*`margin`"),
+    BadRows([{**GOOD, "margin": [1.0]}], "Row 0 .*`margin`"),
+    BadRows([IDS, {**IDS, "chosen_ids": []}], "Row 1 .*`chosen_ids`"),
+    BadRows([IDS, {**IDS, "rejected_ids": None}], "Row 1 .*`rejected_ids`"),
+    BadRows([IDS, {**IDS, "rejected_ids": [-1]}], "Row 1 .*`rejected_ids` .*-1"),
+    BadRows([{"chosen_ids": "abc", "rejected_ids": "d"}], "Row 0 .*`chosen_ids` .*'abc'", TypeError),
+    BadRows([{"chosen_ids": [0.5], "rejected_ids": [1.0]}], "Row 0 .*`chosen_ids`", TypeError),
+    # rows are numbered by their original position, whatever was dropped before
+    BadRows([{**IDS, "chosen_ids": [5] * 50}, IDS, {**IDS, "chosen_ids": [500]}], "Row 2 .*500", settings=SMALL),
+    BadRows([CHAT | {WORDS: None}, CHAT | {WORDS: "x"}], f"Row 1 .*`{WORDS}`", settings=IN_OLD_API),
+    BadRows([OLD | {"margin": [1.0]}, OLD | {"margin": [math.nan]}], "Row 1 .*`margin`", settings=IN_OLD_API),
+    BadRows([GOOD | {"margin": [1.0, 2.0]}], "Row 0 .*`margin`", settings=IN_OLD_API),
+    BadRows([GOOD | {"margin": [1.0]}, GOOD | {"margin": None}], "Row 1 .*`margin`", settings=IN_OLD_API),
 ]
-RANKINGS = [  # which are not read as streams
-    Bad([{**TWO, "scores": [1.0, 1.0]}], "Row 0 .*`scores`"),
-    Bad([{**TWO, "scores": [1.0, 1.0 + 1e-12]}], "Row 0 .*`scores`"),  # equal in float32
-    Bad([{**TWO, "completions": ["b", "c", "d"], "ranks": [1, 2, 2]}], "Row 0 .*`ranks` .*ties"),
-    Bad([{**TWO, "scores": [1.0, math.nan]}], "Row 0 .*`scores`"),
-    Bad([{**TWO, "scores": [1.0, 0.0]}, {**TWO, "completions": ["b"], "scores": [1.0]}], "Row 1 .*1 answers"),
-    Bad([{**TWO, "completions": ["b", None], "scores": [1, 2]}], r"Row 0 .*`completions\[1\]`"),
-    Bad([TWO], "Row 0 .*`scores`"),
-    Bad([{**TWO_IDS, "grades": [1.0]}], "Row 0 .*`grades`"),
-    Bad([{"answer_ids": [[1], [999999]], "grades": [1.0, 2.0]}], "Row 0 .*`answer_ids` .*999"),
-    Bad([{"answer_ids": [[1]] * 65, "grades": [float(place) for place in range(65)]}], "Row 0 .*65 answers"),
-    Bad([{**TWO_IDS, "grades": [1.0, 1e300]}], "Row 0 .*`grades`"),
-    Bad([{**TWO, "scores": [1, 2], "margin": 1.0}], "`margin`"),
-    Bad([{"chosen": "a", "rejected": ["b", "c"], "margin": 1.0}], "`margin`"),
-    Bad([{**GOOD, "chosen_probability": 1.5}], "Row 0 .*`chosen_probability`"),
-    Bad([{**TWO, "ranks": [1, 2]}], "Row 0 .*`scores`", settings={"rankings": RankingKind(True, True, True)}),
-    Bad([{**TWO, **GOOD, "ranks": [1, 2]}], "completions, ranks"),
-    Bad([{**TWO, **IDS, "scores": [1.0, 2.0]}], "completions, scores"),
-    Bad([GOOD], "ranking_top_k=2", settings={"rankings": RankingKind(settings=("ranking_top_k=2",))}),
-    Bad([{**TWO, "scores": {"helpful": [1, 2], "brief": [2, 1]}}], "Row 0 .*`scores`"),
-    Bad([{**TWO_IDS, "grades": [[1.0, 2.0], None]}], "Row 0 .*`grades` "),
-    Bad([{**TWO, "scores": [1.0, 2.0]}], "Row 0 .*`scores` of 'helpful'", settings=ATTRIBUTES),
-    Bad([{**TWO, "scores": {"helpful": [1, 2]}}], r"Row 0 .*`scores` .*attributes=\('helpful'", settings=ATTRIBUTES),
-    Bad([{**TWO, "scores": {"helpful": [1, 2], "brief": [1]}}], "Row 0 .*`scores` of 'brief'", settings=ATTRIBUTES),
-    Bad([{**TWO, "scores": {"helpful": [1, math.inf], "brief": None}}], "'helpful' .*inf", settings=ATTRIBUTES),
-    Bad([{**TWO, "scores": {"helpful": [1, 1], "brief": None}}], "Row 0 .*`scores`", settings=ATTRIBUTES),
-    Bad([{**TWO_IDS, "grades": [1.0, 2.0]}], "Row 0 .*`grades` of 'helpful'", settings=ATTRIBUTES),
-    Bad([{**TWO_IDS, "grades": [[1.0, 2.0]]}], "Row 0 .*`grades` .*attributes", settings=ATTRIBUTES),
-    Bad([GOOD], "Row 0 .*`completions` .*None", TypeError, settings=ATTRIBUTES),
-    Bad([GOOD | {"chosen": "a" * 30}, GOOD | {"rejected": "b" * 20}], "max_length=8 .*21", settings={"max_length": 8}),
+RANKINGS = [  # rankings are not read as streams
+    BadRows([{**TWO, "scores": [1.0, 1.0]}], "Row 0 .*`scores`"),
+    BadRows([{**TWO, "scores": [1.0, 1.0 + 1e-12]}], "Row 0 .*`scores`"),  # equal in float32
+    BadRows([{**TWO, "completions": ["b", "c", "d"], "ranks": [1, 2, 2]}], "Row 0 .*`ranks` .*ties"),
+    BadRows([{**TWO, "scores": [1.0, math.nan]}], "Row 0 .*`scores`"),
+    BadRows([{**TWO, "scores": [1.0, 0.0]}, {**TWO, "completions": ["b"], "scores": [1.0]}], "Row 1 .*1 answers"),
+    BadRows([{**TWO, "completions": ["b", None], "scores": [1, 2]}], r"Row 0 .*`completions\[1\]`"),
+    BadRows([TWO], "Row 0 .*`scores`"),
+    BadRows([{**TWO_IDS, "grades": [1.0]}], "Row 0 .*`grades`"),
+    BadRows([{"answer_ids": [[1], [999999]], "grades": [1.0, 2.0]}], "Row 0 .*`answer_ids` .*999"),
+    BadRows([{"answer_ids": [[1]] * 65, "grades": [float(place) for place in range(65)]}], "Row 0 .*65 answers"),
+    BadRows([{**TWO_IDS, "grades": [1.0, 1e300]}], "Row 0 .*`grades`"),
+    BadRows([{**TWO, "scores": [1, 2], "margin": 1.0}], "`margin`"),
+    BadRows([{"chosen": "a", "rejected": ["b", "c"], "margin": 1.0}], "`margin`"),
+    BadRows([{**GOOD, "chosen_probability": 1.5}], "Row 0 .*`chosen_probability`"),
+    BadRows([{**TWO, "ranks": [1, 2]}], "Row 0 .*`scores`", settings={"rankings": RankingKind(True, True, True)}),
+    BadRows([{**TWO, **GOOD, "ranks": [1, 2]}], "completions, ranks"),
+    BadRows([{**TWO, **IDS, "scores": [1.0, 2.0]}], "completions, scores"),
+    BadRows([GOOD], "ranking_top_k=2", settings={"rankings": RankingKind(settings=("ranking_top_k=2",))}),
+    BadRows([{**TWO, "scores": {"helpful": [1, 2], "brief": [2, 1]}}], "Row 0 .*`scores`"),
+    BadRows([{**TWO_IDS, "grades": [[1.0, 2.0], None]}], "Row 0 .*`grades` "),
+    BadRows([{**TWO, "scores": [1.0, 2.0]}], "Row 0 .*`scores` of 'helpful'", settings=ATTRIBUTES),
+    BadRows(
+        [{**TWO, "scores": {"helpful": [1, 2]}}], r"Row 0 .*`scores` .*attributes=\('helpful'", settings=ATTRIBUTES
+    ),
+    BadRows(
+        [{**TWO, "scores": {"helpful": [1, 2], "brief": [1]}}], "Row 0 .*`scores` of 'brief'", settings=ATTRIBUTES
+    ),
+    BadRows([{**TWO, "scores": {"helpful": [1, math.inf], "brief": None}}], "'helpful' .*inf", settings=ATTRIBUTES),
+    BadRows([{**TWO, "scores": {"helpful": [1, 1], "brief": None}}], "Row 0 .*`scores`", settings=ATTRIBUTES),
+    BadRows([{**TWO_IDS, "grades": [1.0, 2.0]}], "Row 0 .*`grades` of 'helpful'", settings=ATTRIBUTES),
+    BadRows([{**TWO_IDS, "grades": [[1.0, 2.0]]}], "Row 0 .*`grades` .*attributes", settings=ATTRIBUTES),
+    BadRows([GOOD], "Row 0 .*`completions` .*None", TypeError, settings=ATTRIBUTES),
+    BadRows(
+        [GOOD | {"chosen": "a" * 30}, GOOD | {"rejected": "b" * 20}], "max_length=8 .*21", settings={"max_length": 8}
+    ),
 ]
-STREAMED = [Bad([row], r"Row 0 .*`chosen` .*'\\ud800'") for row in (GOOD | {"chosen": "a\ud800"}, said("a\ud800"))]
+STREAMED = [
+    BadRows([row], r"Row 0 .*`chosen` .*'\\ud800'") for row in (GOOD | {"chosen": "a\ud800"}, conversation("a\ud800"))
+]
 READ = [(bad, is_stream) for bad in PAIRS for is_stream in (False, True)]
 READ += [(bad, False) for bad in RANKINGS] + [(bad, True) for bad in STREAMED]
 
 
 @pytest.mark.parametrize(("bad", "streaming"), READ, ids=lambda value: getattr(value, "text", None))
-def test_bad_rows(bad: Bad, streaming: bool) -> None:
+def test_bad_rows_are_rejected_by_row_and_column(bad: BadRows, streaming: bool) -> None:
     with pytest.raises(UserError, match=bad.text) as caught:
-        list(prepare(bad.rows, streaming=streaming, **bad.settings))  # a stream is checked as it is read
+        list(prepare(bad.rows, streaming=streaming, **bad.settings))  # a stream is checked while it is read
     assert isinstance(caught.value, bad.error)
 
 
-def test_a_misspelled_optional_column_is_named(caplog: pytest.LogCaptureFixture) -> None:
+def test_misspelled_optional_column_is_named(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, logger="trl_tpu"):
         prepare([{**GOOD, "margins": 1.0, "score": 2.0}])
     assert "`margins`" in caplog.text and "`margin`" in caplog.text and "score" not in caplog.text
 
 
 @pytest.mark.parametrize("streaming", [False, True])
-def test_no_dataset_or_an_empty_one(streaming: bool) -> None:
+def test_missing_or_empty_dataset_is_rejected(streaming: bool) -> None:
     for rows, error in (
         (Dataset.from_dict({"chosen": [], "rejected": []}), ValueError),
         ([], ValueError),
@@ -137,7 +144,7 @@ def test_no_dataset_or_an_empty_one(streaming: bool) -> None:
             prepare(rows, streaming=streaming, name="eval")
 
 
-def test_a_chat_template_may_neither_fail_nor_go_on_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failing_or_endless_chat_template_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     before = signal.getsignal(signal.SIGALRM)
     templates = {
         None: "chat_template_path",
@@ -156,8 +163,8 @@ def test_a_chat_template_may_neither_fail_nor_go_on_without_end(monkeypatch: pyt
     assert signal.getitimer(signal.ITIMER_REAL)[0] == 0
 
 
-def test_rendering_leaves_a_signal_handler_that_python_did_not_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    def install(number: int, handler: Any) -> None:  # returns None for such a handler
+def test_rendering_keeps_a_signal_handler_from_outside_python(monkeypatch: pytest.MonkeyPatch) -> None:
+    def install(number: int, handler: Any) -> None:  # signal.signal returns None for such a handler
         set_handler(number, handler)
 
     set_handler = signal.signal
@@ -175,8 +182,8 @@ def test_row_numbers_are_right_beyond_the_first_batch_and_with_workers() -> None
             prepare(dataset, num_proc=num_proc)
 
 
-def test_one_huge_row_among_many_is_left_out_by_name(caplog: pytest.LogCaptureFixture) -> None:
-    """100,000 tokens, where the others have two."""
+def test_huge_row_is_skipped_and_named(caplog: pytest.LogCaptureFixture) -> None:
+    """The row has 100,000 tokens, all others have two."""
     rows, huge = 20_000, 12_345
     ends = np.arange(rows + 1) * 2
     ends[huge + 1 :] += 100_000
@@ -187,7 +194,7 @@ def test_one_huge_row_among_many_is_left_out_by_name(caplog: pytest.LogCaptureFi
     assert f"1 of {rows}" in caplog.text and f"row {huge}" in caplog.text
 
 
-def test_answers_of_both_sides_may_end_with_any_one_role_and_be_empty_after_a_prompt() -> None:
+def test_answers_may_end_with_any_common_role_and_be_empty() -> None:
     asked = {"chosen": [assistant("a"), user("b")], "rejected": [assistant("c"), user("d")]}
     unanswered = {"prompt": "Hi", "chosen": "Yes", "rejected": ""}
     silent = {"prompt": [user("Hi")], "chosen": [assistant("a")], "rejected": []}
@@ -197,6 +204,6 @@ def test_answers_of_both_sides_may_end_with_any_one_role_and_be_empty_after_a_pr
 
 
 @pytest.mark.parametrize("kind", ["int8", "uint64", "float16", "float64"])
-def test_margins_may_be_numbers_of_any_kind(kind: str) -> None:
+def test_margins_may_be_any_number_type(kind: str) -> None:
     margins = Dataset.from_dict({"margin": [1, 2]}, Features({"margin": Value(kind)}))
     prepare(margins.add_column("chosen_ids", [[1], [2]]).add_column("rejected_ids", [[3], [4]]))

@@ -1,8 +1,8 @@
-"""Every bad input of the table ends the command with status 2 and one line that names it, and nothing is written.
+"""Every bad input in the table ends the command with status 2 and one line that names it, and writes nothing.
 
-Whatever a case is about, the output folder holds the files of an earlier run, and nothing there or anywhere beside it
-may change. To add a case, add a row: what it is, how it spoils the good `Job`, and the setting, file, line, row or
-column that the error must name. Rules that other tests hold by the function that checks them need no row here.
+In every case the output folder holds the files of an earlier run, and no file in it or next to it may change. To add a
+case, add a row: its name, a function that spoils the good `Job`, and the setting, file, line, row or column that the
+error must name. Rules with a direct test of their checking function need no row here.
 """
 
 import json
@@ -33,7 +33,7 @@ FLAGS = {
 
 @dataclass
 class Job:
-    """A command that works: a folder with ``model/``, ``pairs.jsonl`` and ``out/``, and flags; a case spoils one."""
+    """A working command: a folder with ``model/``, ``pairs.jsonl`` and ``out/``, and flags. Each case spoils one."""
 
     folder: Path
     flags: dict[str, str] = field(default_factory=lambda: dict(FLAGS))
@@ -51,7 +51,7 @@ Spoil = Callable[[Job], Any]
 
 
 def flags(**values: Any) -> Spoil:
-    """Flags of the command line, over the good ones."""
+    """Return a change that sets command-line flags over the good ones."""
     return lambda job: job.flags.update({name: str(value) for name, value in values.items()})
 
 
@@ -59,12 +59,12 @@ GOOD_LINE = json.dumps(PAIR).encode()
 
 
 def third_line(content: bytes) -> Spoil:
-    """A line of the data file, after two good ones."""
+    """Return a change that adds a line after two good lines of the data file."""
     return lambda job: (job.folder / "pairs.jsonl").write_bytes(b"\n".join([GOOD_LINE, GOOD_LINE, content]))
 
 
 def file(name: str, content: bytes) -> Spoil:
-    """Another data file instead."""
+    """Return a change that replaces the data file."""
 
     def spoil(job: Job) -> None:
         (job.folder / name).parent.mkdir(exist_ok=True)
@@ -80,15 +80,15 @@ def mixture_without_a_path(job: Job) -> None:
 
 
 def empty_folder(flag: str) -> Spoil:
-    return both(lambda job: (job.folder / "empty").mkdir(), flags(**{flag: "{folder}/empty"}))
+    return combine(lambda job: (job.folder / "empty").mkdir(), flags(**{flag: "{folder}/empty"}))
 
 
-def both(*spoils: Spoil) -> Spoil:
+def combine(*spoils: Spoil) -> Spoil:
     return lambda job: [spoil(job) for spoil in spoils]
 
 
 def edit_json(name: str, change: Callable[[dict[str, Any]], Any]) -> Spoil:
-    """Change one of the model's JSON files."""
+    """Return a change to one of the model's JSON files."""
 
     def spoil(job: Job) -> None:
         value = json.loads((job.model / name).read_text())
@@ -99,18 +99,18 @@ def edit_json(name: str, change: Callable[[dict[str, Any]], Any]) -> Spoil:
 
 
 def model_file(name: str, content: bytes | None) -> Spoil:
-    """Write one of the model's files, or remove it."""
+    """Return a change that writes or removes one of the model's files."""
     return lambda job: (job.model / name).unlink() if content is None else (job.model / name).write_bytes(content)
 
 
-def half_of_the_weights(job: Job) -> None:
-    """As an interrupted download leaves them."""
+def truncate_weights(job: Job) -> None:
+    """Truncate the weights, as an interrupted download does."""
     content = (job.model / "model.safetensors").read_bytes()
     (job.model / "model.safetensors").write_bytes(content[: len(content) // 2])
 
 
-def in_shards(job: Job) -> None:
-    """The weights in two files with an index, as large models have them."""
+def split_into_shards(job: Job) -> None:
+    """Split the weights into two files with an index, as large models do."""
     weights = load_file(job.model / "model.safetensors")
     names = sorted(weights)
     parts = {"model-00001-of-00002.safetensors": names[::2], SECOND: names[1::2]}
@@ -121,8 +121,8 @@ def in_shards(job: Job) -> None:
     (job.model / INDEX).write_text(json.dumps(index))
 
 
-def code_in_the_folder(job: Job) -> None:
-    """A model that brings its own classes; importing them leaves a file."""
+def add_code(job: Job) -> None:
+    """Add Python classes to the model; importing them would create a file."""
     classes = {"AutoConfig": "own.Config", "AutoModelForSequenceClassification": "own.Model"}
     edit_json("config.json", lambda c: c.update(auto_map=classes, model_type="own"))(job)
     ran = job.folder / "code-ran"
@@ -132,7 +132,7 @@ def code_in_the_folder(job: Job) -> None:
 SECOND, INDEX = "model-00002-of-00002.safetensors", "model.safetensors.index.json"
 
 
-#: What spoils a good job, and what the error must say.
+#: Name of a case: a function that spoils a good job, and a pattern for the error.
 CASES: dict[str, tuple[Any, ...]] = {
     # flags
     "a misspelled flag": (flags(lerning_rate=1), "--lerning_rate 1"),
@@ -148,17 +148,17 @@ CASES: dict[str, tuple[Any, ...]] = {
     "an empty folder of data": (empty_folder("dataset_name"), "DIR/empty", ".jsonl"),
     "a file of another kind": (file("d.xyz", b"a"), "DIR/d.xyz", ".jsonl"),
     "a broken line of a folder": (
-        both(file("data/train.jsonl", b"{}\n{"), flags(dataset_name="{folder}/data")),
+        combine(file("data/train.jsonl", b"{}\n{"), flags(dataset_name="{folder}/data")),
         "data/train.jsonl",
         "line 2",
     ),
     "a broken line": (third_line(b'{"chosen": "a", "rej'), "DIR/pairs.jsonl", "line 3: ", "column 17"),
     "a stream of a broken line": (
-        both(third_line(b"{"), flags(dataset_streaming="true")),
+        combine(third_line(b"{"), flags(dataset_streaming="true")),
         "DIR/pairs.jsonl",
         "line 3: ",
     ),
-    "a byte that is no UTF-8": (third_line(b'{"chosen": "\xff"}'), "DIR/pairs.jsonl", "line 3: ", "0xff"),
+    "a byte that is not UTF-8": (third_line(b'{"chosen": "\xff"}'), "DIR/pairs.jsonl", "line 3: ", "0xff"),
     "a file that is not compressed": (file("d.jsonl.gz", b"{}"), "DIR/d.jsonl.gz", "gzip"),
     "no Parquet": (file("d.parquet", b"no"), "DIR/d.parquet", "Parquet"),
     "CSV with an empty field": (file("d.csv", b"chosen,rejected\na,\n"), "Row 0", "`rejected`"),
@@ -170,26 +170,26 @@ CASES: dict[str, tuple[Any, ...]] = {
     "no model_type": (edit_json("config.json", lambda c: c.pop("model_type")), "`model_type`"),
     "a model that classifies no text": (edit_json("config.json", lambda c: c.update(model_type="clip")), "CLIPConfig"),
     "no weights": (model_file("model.safetensors", None), "model.safetensors", "DIR/model"),
-    "half of the weights": (half_of_the_weights, "DIR/model", "SafetensorError"),
-    "a shard that is missing": (both(in_shards, model_file(SECOND, None)), SECOND),
+    "half of the weights": (truncate_weights, "DIR/model", "SafetensorError"),
+    "a shard that is missing": (combine(split_into_shards, model_file(SECOND, None)), SECOND),
     "an index of files elsewhere": (
-        both(in_shards, edit_json(INDEX, lambda index: index["weight_map"].update(x="a/../../private"))),
+        combine(split_into_shards, edit_json(INDEX, lambda index: index["weight_map"].update(x="a/../../private"))),
         f"DIR/model/{INDEX}",
         "'a/../../private'",
     ),
-    "a pickle that is none": (
-        both(model_file("model.safetensors", None), model_file("pytorch_model.bin", b"no")),
+    "an invalid pickle": (
+        combine(model_file("model.safetensors", None), model_file("pytorch_model.bin", b"no")),
         "DIR/model",
         "Weights only",
     ),
     "no tokenizer": (model_file("tokenizer.json", None), "DIR/model", "tokenizer"),
-    "code in the folder": (code_in_the_folder, "DIR/model", "`trust_remote_code=True`"),
+    "code in the folder": (add_code, "DIR/model", "`trust_remote_code=True`"),
 }
 
 
 @pytest.fixture
 def job(good_model: Path, tmp_path: Path) -> Job:
-    """A job that works, over the results of an earlier one."""
+    """Return a working job with an output folder that holds the results of an earlier run."""
     copytree(good_model, tmp_path / "model")
     copytree(good_model, tmp_path / "out")
     (tmp_path / "pairs.jsonl").write_bytes(b"\n".join([GOOD_LINE] * 4))
@@ -201,42 +201,42 @@ def files(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_bad_input_is_rejected_by_one_line_and_nothing_is_written(
-    case: str, job: Job, refused: Callable[..., str]
+def test_bad_input_is_rejected_in_one_line_and_nothing_is_written(
+    case: str, job: Job, error_of: Callable[..., str]
 ) -> None:
     spoil, *words = CASES[case]
     spoil(job)
     before = files(job.folder)
-    told = refused("reward", *job.words()).replace(str(job.folder), "DIR")
+    told = error_of("reward", *job.words()).replace(str(job.folder), "DIR")
     assert [word for word in words if word not in told] == [], told
     written = files(job.folder)
-    if "stream" in case:  # is read in training, which has begun to be a run
+    if "stream" in case:  # a stream is read during training, after the run has begun
         written.pop(str(job.folder / "out" / RUN_FILE), None)
     assert written == before
 
 
-def test_an_unforeseen_error_keeps_its_traceback(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unexpected_error_keeps_its_traceback(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object, **__: object) -> None:
-        raise ValueError("a fault of ours or of a library")
+        raise ValueError("a bug in this package or a library")
 
     monkeypatch.setattr("trl_tpu.scripts.reward.main", fail)
-    with pytest.raises(ValueError, match="a fault of ours"):
+    with pytest.raises(ValueError, match="a bug in this package"):
         cli.main(["reward", *job.words()])
 
 
-def test_a_bad_row_in_a_worker_of_the_loader_is_told_as_one_in_this(job: Job, refused: Callable[..., str]) -> None:
-    """torch's loader makes of a worker's traceback the message of the same error in this process."""
+def test_bad_row_in_a_loader_worker_is_reported_in_one_line(job: Job, error_of: Callable[..., str]) -> None:
+    """torch's DataLoader re-raises a worker's error with the worker's traceback as its message."""
     CASES["no answer"][0](job)
     job.flags |= {"dataset_streaming": "true", "dataloader_num_workers": "1"}
-    assert refused("reward", *job.words()).startswith("trl-tpu reward: error: Row 2 of the train dataset: `chosen`")
+    assert error_of("reward", *job.words()).startswith("trl-tpu reward: error: Row 2 of the train dataset: `chosen`")
 
 
-def test_code_that_a_folder_brings_is_not_run(job: Job) -> None:
-    """Not even of a folder whose architecture transformers has, which is loaded with transformers' own code.
+def test_code_in_a_model_folder_is_not_run(job: Job) -> None:
+    """Code stays unused even if transformers knows the architecture and loads the model with its own classes.
 
-    Nor does the good job, but for the code, end in an error: it trains and saves.
+    The same job without the code trains and saves.
     """
-    code_in_the_folder(job)
+    add_code(job)
     with pytest.raises(SystemExit):
         cli.main(["reward", *job.words()])
     edit_json("config.json", lambda c: c.update(model_type="llama"))(job)
@@ -246,8 +246,8 @@ def test_code_that_a_folder_brings_is_not_run(job: Job) -> None:
 
 
 @pytest.mark.parametrize("case", ["no such model", "half of the weights", "a broken config.json", "no tokenizer"])
-def test_scoring_rejects_bad_models_as_training_does(case: str, job: Job, refused: Callable[..., str]) -> None:
+def test_scoring_rejects_bad_models_as_training_does(case: str, job: Job, error_of: Callable[..., str]) -> None:
     spoil, *words = CASES[case]
     spoil(job)
-    told = refused("score", "--model_name_or_path", job.words()[1], "--text", "a")
+    told = error_of("score", "--model_name_or_path", job.words()[1], "--text", "a")
     assert words[0] in told.replace(str(job.folder), "DIR")

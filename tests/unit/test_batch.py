@@ -1,4 +1,4 @@
-"""A batch travels whole, and means the same loss, rewards and gradients in every layout."""
+"""A batch survives transfers unchanged and gives equal loss, rewards and gradients in every layout."""
 
 import copy
 from collections.abc import Callable
@@ -11,8 +11,8 @@ import pytest
 import torch
 from accelerate.utils import send_to_device
 from decoders import PAD, PROMPT, StayInFloat64, random_decoder
+from preference_rows import to_columns
 from tiny import tiny_tokenizer
-from tokenized import in_columns
 from torch.utils.data import DataLoader
 from torch.utils.data._utils.pin_memory import pin_memory
 from transformers import AutoModelForTokenClassification, DataCollatorForTokenClassification, PreTrainedModel
@@ -34,12 +34,12 @@ from trl_tpu.training.optimizer import StepState
 Rows = list[dict[str, Any]]
 
 
-# ---- forms of data
+# ---- kinds of data
 
 
 @dataclass(frozen=True)
 class Form:
-    """Rows with `answers` and labels, and how they are compared."""
+    """Rows with `answers` and labels, and the rule that compares them."""
 
     rows: Rows
     rule: ComparisonRule = ComparisonRule()
@@ -52,14 +52,14 @@ class Form:
 
     @property
     def examples(self) -> Rows:
-        """The rows in the columns of a prepared dataset, which collators are given."""
-        return list(map(in_columns, self.rows))
+        """Rows in the columns of a prepared dataset, as collators receive them."""
+        return list(map(to_columns, self.rows))
 
 
 _ANSWERS = [
     [PROMPT + [1, 2, 3, 4], PROMPT + [4, 3]],
     [PROMPT + [1, 2, 12], PROMPT + [13]],  # another pair of that prompt
-    [PROMPT, PROMPT + [14, 15, 16]],  # one a prefix of the other
+    [PROMPT, PROMPT + [14, 15, 16]],  # one sequence is a prefix of the other
     [[22] * 9, [23] * 11],
     [[24, PAD, 25, PAD, PAD], [24, PAD, PAD]],  # the pad token in the text
 ]
@@ -104,32 +104,32 @@ def model_of(outputs: int, has_steps: bool, expands: bool) -> PreTrainedModel:
     return model.eval()
 
 
-# ---- layouts: the collators of all processes
+# ---- layouts: one collator per process
 
 TOKENIZER = tiny_tokenizer(["text"], vocab_size=258)
 assert TOKENIZER.pad_token_id == PAD
-MOST = 6  # P of one process, more than there are rows of the data; of two processes 3 each
+MOST = 6  # P of one process, more than the data's rows; two processes have 3 each
 PLAN = RowPlan((RowShape(2, 16), RowShape(2, 64)), (RowShape(2, 32), RowShape(2, 64)))
 WHOLE = RowPlan((RowShape(1, 160),))
 
 
 def parts_of(count: int) -> list[Any]:
-    """The part of each process: None of one that has all examples."""
+    """Return the part of each process; None for a single process that has all examples."""
     return [Part(-(-MOST // count), index, count) for index in range(count)] if count > 1 else [None]
 
 
-def own(lay_out: Callable[..., Any], count: int = 1) -> Callable[[Form], list[Any]]:
-    """Rows of a process's own: of all examples, or of its part of them."""
+def packed_collators(lay_out: Callable[..., Any], count: int = 1) -> Callable[[Form], list[Any]]:
+    """Return collators that pack the rows of one process: of all examples, or of its part of them."""
     return lambda form: [BatchCollator(lay_out, PAD, form.rule, part) for part in parts_of(count)]
 
 
-def planned(plan: RowPlan, count: int = 1, expands: bool = False) -> Callable[[Form], list[Any]]:
+def planned_collators(plan: RowPlan, count: int = 1, expands: bool = False) -> Callable[[Form], list[Any]]:
     part = Part(MOST, 0, count, shares_pairs=True)
     lay_outs = [partial(pack, plan=plan, expands=expands, part=(index, count)) for index in range(count)]
     return lambda form: [BatchCollator(lay_out, PAD, form.rule, part) for lay_out in lay_outs]
 
 
-def in_trls_form(count: int = 1, **settings: Any) -> Callable[[Form], list[Any]]:
+def trl_collators(count: int = 1, **settings: Any) -> Callable[[Form], list[Any]]:
     def make(form: Form) -> list[Any]:
         collate: Any = DataCollatorForPreference(PAD, answers=form.rule.answers)
         if form.has_steps:
@@ -139,7 +139,7 @@ def in_trls_form(count: int = 1, **settings: Any) -> Callable[[Form], list[Any]]
     return make
 
 
-def old_dict(side: str) -> Callable[[Form], list[Any]]:
+def old_collator(side: str) -> Callable[[Form], list[Any]]:
     tokenizer = copy.deepcopy(TOKENIZER)
     tokenizer.padding_side = side
     collate = RewardDataCollatorWithPadding(tokenizer)
@@ -148,22 +148,22 @@ def old_dict(side: str) -> Callable[[Form], list[Any]]:
 
 unpadded = partial(pack_unpadded, attention_crossover_length=20)
 LAYOUTS: dict[str, Callable[[Form], list[Any]]] = {
-    "padded": own(pad),
-    "padded, planned": own(partial(pad, lengths=(4, 20, 64))),
-    "unpadded": own(unpadded),
-    "planned": planned(WHOLE),
-    "planned, micro-batches": planned(PLAN),
-    "expanded": planned(PLAN, expands=True),
-    "TRL's dict": in_trls_form(),
-    "TRL's dict, planned": in_trls_form(lengths=(4, 20, 64)),
+    "padded": packed_collators(pad),
+    "padded, planned": packed_collators(partial(pad, lengths=(4, 20, 64))),
+    "unpadded": packed_collators(unpadded),
+    "planned": planned_collators(WHOLE),
+    "planned, micro-batches": planned_collators(PLAN),
+    "expanded": planned_collators(PLAN, expands=True),
+    "TRL's dict": trl_collators(),
+    "TRL's dict, planned": trl_collators(lengths=(4, 20, 64)),
     "TRL's own collator": lambda form: [TrlCollator(PAD)],
-    "old dict": old_dict("right"),
-    "old dict, left": old_dict("left"),
-    "two processes, padded": own(pad, 2),
-    "two processes, unpadded": own(unpadded, 2),
-    "four processes, unpadded": own(unpadded, 4),  # of which the last has none
-    "two processes, planned": planned(PLAN, 2),
-    "two processes, TRL's dict": in_trls_form(2),
+    "old dict": old_collator("right"),
+    "old dict, left": old_collator("left"),
+    "two processes, padded": packed_collators(pad, 2),
+    "two processes, unpadded": packed_collators(unpadded, 2),
+    "four processes, unpadded": packed_collators(unpadded, 4),  # the last process has no examples
+    "two processes, planned": planned_collators(PLAN, 2),
+    "two processes, TRL's dict": trl_collators(2),
 }
 OF_PAIRS = ("expanded", "TRL's own collator", "old dict", "old dict, left")
 CASES = [
@@ -174,8 +174,8 @@ CASES = [
 ]
 
 
-def by_hand(form: Form, model: PreTrainedModel) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The loss, the rewards [S, A] and the tokens [S], of each sequence computed alone."""
+def reference(form: Form, model: PreTrainedModel) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the loss, rewards [S, A] and token counts [S], with every sequence computed alone."""
     answers, attributes = form.rule.answers, form.rule.attributes
     rewards = torch.zeros(len(form.rows), answers, attributes or 1, dtype=torch.float64)
     tokens = torch.zeros(len(form.rows), answers, dtype=torch.int32)
@@ -185,7 +185,7 @@ def by_hand(form: Form, model: PreTrainedModel) -> tuple[torch.Tensor, torch.Ten
         if form.has_steps:
             ends = row["step_ends"]
             values = [logits[0][end, 1:] - logits[0][end, :1] for end in ends]
-            stops = [0, *(end + 1 for end in ends[:-1]), counts[0]]  # the last reward counts what follows, too
+            stops = [0, *(end + 1 for end in ends[:-1]), counts[0]]  # the last reward counts the remaining tokens, too
             counts = [stop - start for start, stop in pairwise(stops)][: len(ends)]
         for place, (value, count) in enumerate(zip(values, counts, strict=True)):
             rewards[at, place], tokens[at, place] = value, count
@@ -202,31 +202,31 @@ def gradients(model: PreTrainedModel, loss: torch.Tensor) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize(("name", "layout"), CASES)
-def test_loss_rewards_and_gradients_are_the_same_in_every_layout(name: str, layout: str) -> None:
+def test_loss_rewards_and_gradients_are_equal_in_every_layout(name: str, layout: str) -> None:
     form = FORMS[name]
     model = model_of(form.outputs, form.has_steps, layout == "expanded")
     side = "left" if "left" in layout else "right"
-    # left padding moves positions, of which the angles are float32
+    # left padding shifts positions, and rotary angles are float32
     close = partial(torch.testing.assert_close, **dict.fromkeys(("atol", "rtol"), 1e-6 if side == "left" else 1e-9))
     with StayInFloat64():
-        expected, rewards_SA, tokens_S = by_hand(form, model)
+        expected, rewards_SA, tokens_S = reference(form, model)
         made = [batches_in(collate(form.examples), PAD, side) for collate in LAYOUTS[layout](form)]
         results = [batch_loss(model, batches, form.loss) for batches in made]
-        loss = torch.stack([result.loss for result in results]).mean()  # as processes average gradients
+        loss = torch.stack([result.loss for result in results]).mean()  # processes average their gradients
         close(gradients(model, loss), gradients(model, expected))
     close(loss, expected)
     masked = [torch.where(each.tokens_S[:, None] > 0, each.rewards_SA, 0.0) for each in results]
     counts = [each.tokens_S for each in results]
-    shares_rows = "planned" in layout and "two processes" in layout  # of tokens, and not those of the data
+    shares_rows = "planned" in layout and "two processes" in layout  # rows of tokens, not rows of the data
     found_SA, found_S = (torch.stack(each).sum(0) if shares_rows else torch.cat(each) for each in (masked, counts))
     assert found_S[: len(tokens_S)].tolist() == tokens_S.tolist() and not found_S[len(tokens_S) :].any()
     close(found_SA[: len(rewards_SA)], rewards_SA)
 
 
-# ---- on the way to the device
+# ---- transfer to the device
 
 EXAMPLES, UNUSED = FORMS["pairs"].examples, 30
-COLLATORS: dict[str, Any] = {  # with a pad token that is not in the text, and so is last in no sequence
+COLLATORS: dict[str, Any] = {  # the pad token occurs in no text, so no sequence ends in it
     "padded": BatchCollator(pad, UNUSED),
     "unpadded": BatchCollator(unpadded, UNUSED),
     "planned": BatchCollator(partial(pack, plan=PLAN), UNUSED, part=Part(MOST)),
@@ -235,7 +235,7 @@ COLLATORS: dict[str, Any] = {  # with a pad token that is not in the text, and s
 
 
 def tensors_of(batch: Batch[torch.Tensor]) -> dict[str, torch.Tensor]:
-    """All tensors of all micro-batches."""
+    """Return all tensors of all micro-batches by name."""
     return {f"{at} {name}": each for at, part in enumerate(batch.parts) for name, each in part.tensors().items()}
 
 
@@ -245,7 +245,7 @@ def assert_equal(one: Batch[torch.Tensor], other: Batch[torch.Tensor]) -> None:
 
 
 @pytest.mark.parametrize("kind", COLLATORS)
-def test_workers_pinning_and_accelerate_hand_a_batch_over_whole(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_batch_survives_workers_pinning_and_device_transfer(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     collate = COLLATORS[kind]
     batch = collate(EXAMPLES)
     (from_worker,) = DataLoader(EXAMPLES, batch_size=5, collate_fn=collate, num_workers=1)  # type: ignore[arg-type]
@@ -261,7 +261,7 @@ def test_workers_pinning_and_accelerate_hand_a_batch_over_whole(kind: str, monke
 
 
 @pytest.mark.parametrize("kind", COLLATORS)
-def test_a_batch_is_trls_where_a_script_reads_it(kind: str) -> None:
+def test_batch_keys_return_trls_tensors(kind: str) -> None:
     theirs = TrlCollator(UNUSED)(EXAMPLES)
     batch = send_to_device(COLLATORS[kind](EXAMPLES), "cpu")
     for key in ("input_ids", "attention_mask"):
@@ -271,7 +271,7 @@ def test_a_batch_is_trls_where_a_script_reads_it(kind: str) -> None:
 
 
 @pytest.mark.parametrize("layout", ["unpadded", "planned"])
-def test_a_process_without_rows_has_a_batch_without_tokens(layout: str) -> None:
+def test_process_without_rows_gets_an_empty_batch(layout: str) -> None:
     collate = BatchCollator(
         unpadded if layout == "unpadded" else partial(pack, plan=PLAN), UNUSED, part=Part(MOST, 1, 2)
     )
@@ -283,14 +283,14 @@ def test_a_process_without_rows_has_a_batch_without_tokens(layout: str) -> None:
 
 
 @pytest.mark.parametrize("layout", ["padded", "unpadded"])
-def test_a_solution_is_one_row_where_a_script_reads_it(layout: str) -> None:
+def test_batch_keys_return_one_row_per_solution(layout: str) -> None:
     form = FORMS["steps"]
     batch = LAYOUTS[layout](form)[0](form.examples)
     read = [ids[mask.bool()].tolist() for ids, mask in zip(batch["input_ids"], batch["attention_mask"], strict=True)]
     assert read == [row["answers"][0][: row["step_ends"][-1] + 1] for row in form.rows if row["step_ends"]]
 
 
-def test_micro_batches_may_be_computed_one_at_a_time() -> None:
+def test_losses_of_micro_batches_sum_to_the_batch_loss() -> None:
     form, model = FORMS["pairs"], model_of(1, False, False)
     batch = COLLATORS["planned"](EXAMPLES)
     whole = batch_loss(model, batch.parts, form.loss).loss
@@ -301,8 +301,8 @@ def test_micro_batches_may_be_computed_one_at_a_time() -> None:
     assert micro_batches_of(padded) == (padded,)
 
 
-def test_gradients_of_a_training_that_was_interrupted_do_not_enter_the_next() -> None:
-    """Between two micro-batches, as by an error of a callback: the buffers that they add up in stay."""
+def test_gradients_of_an_interrupted_training_are_cleared() -> None:
+    """An interruption between two micro-batches, for example by a callback's error, leaves gradient buffers behind."""
     model = torch.nn.Linear(3, 1, bias=False)
     optimizer = torch.optim.AdamW(model.parameters())
     placements = {"weight": Placement((None, None), "whole")}
@@ -315,7 +315,7 @@ def test_gradients_of_a_training_that_was_interrupted_do_not_enter_the_next() ->
     assert model.weight.grad.tolist() == [[0, 0, 0]]
 
 
-def test_a_batch_of_more_rows_than_were_planned_is_refused() -> None:
-    """Rows would get lost otherwise."""
+def test_batch_with_more_rows_than_planned_is_rejected() -> None:
+    """Otherwise rows would be dropped silently."""
     with pytest.raises(ValueError, match="2 rows.* 3"):
         BatchCollator(pad, PAD, part=Part(2))([{"answers": [[1], [2]]}] * 3)

@@ -1,4 +1,4 @@
-"""Whether batches are packed, by which collator and in which shapes, is decided without a trainer."""
+"""The batch plan chooses packing, collator and shapes without a trainer."""
 
 from pathlib import Path
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import tiny
 from datasets import Dataset
-from tokenized import dataset_of
+from preference_rows import dataset_of
 
 from trl_tpu import RewardConfig
 from trl_tpu.data.collators import DataCollatorForPreference, DictCollator
@@ -22,7 +22,7 @@ from trl_tpu.training.batch_plan import BatchPlan
 
 
 class Compiling(Runtime):
-    """Plain torch that says it compiles, for which shapes are planned."""
+    """Plain torch that claims to compile programs, so that shapes are planned."""
 
     plans_shapes = has_attention_kernel = True
 
@@ -33,7 +33,7 @@ OURS = DataCollatorForPreference(0)
 
 
 def tokens(count: int, longest: int = 20) -> Dataset:
-    """Pairs that share nothing, of growing length, one in eight long."""
+    """Return pairs of growing length without shared tokens; every eighth is long."""
     lengths = [longest if index % 8 == 0 else 3 + index % 5 for index in range(count)]
     return dataset_of([([1 + index % 200] * length, [201 + index % 90]) for index, length in enumerate(lengths)])
 
@@ -52,7 +52,7 @@ def collator(plan: BatchPlan, data: Any = None, own: Any = None) -> Any:
     return plan.collator(tokens(9) if data is None else data, 4, own or plan.default_collator())
 
 
-def test_a_device_that_compiles_gets_planned_rows_and_plain_torch_a_tight_one(tmp_path: Path) -> None:
+def test_compiling_devices_get_planned_rows_and_plain_torch_tight_rows(tmp_path: Path) -> None:
     plain = make(tmp_path)
     assert plain.packed and plain.padded_because is None and plain.layout == "packed"
     assert collator(plain).lay_out.func is pack_unpadded
@@ -60,7 +60,7 @@ def test_a_device_that_compiles_gets_planned_rows_and_plain_torch_a_tight_one(tm
     plan, data = make(tmp_path, COMPILING), tokens(64)
     collate = collator(plan, data)
     assert collate.lay_out.func is pack and collate.part.pairs == 4 and not collate.lay_out.keywords["expands"]
-    assert collate.lay_out.keywords["plan"] is plan.planned.rows(data, 4) != plan.planned.rows(data, 8)  # planned once
+    assert collate.lay_out.keywords["plan"] is plan.planned.rows(data, 4) != plan.planned.rows(data, 8)  # cached
     training = plan.planned.rows(plan._train_dataset, 4)
     assert plan.shapes == len(training.shapes) and plan.accumulates == bool(training.accumulate)
     assert str(training) in plan.describe()
@@ -71,14 +71,14 @@ def test_expanded_attention_is_chosen_before_training(tmp_path: Path) -> None:
     plan = make(tmp_path, COMPILING, model, settings={"packed_attention": "expanded"})
     assert collator(plan).lay_out.keywords["expands"]
     assert model.config._attn_implementation == "trl_tpu_expanded"
-    again = tiny.tiny_model(TOKENIZER)  # as `model_init` makes for a trial
+    again = tiny.tiny_model(TOKENIZER)  # `model_init` builds one like it for each trial
     plan.use_model(again)
     assert again.config._attn_implementation == "trl_tpu_expanded"
 
 
 @pytest.mark.parametrize(("attention", "length"), [("masks", 2400), ("auto", 2560)])
-def test_the_rows_that_a_plan_counts_are_those_of_the_training(attention: str, length: int, tmp_path: Path) -> None:
-    """Long rows attend by a kernel, if masks are not asked for: its lengths are multiples of 256."""
+def test_planned_rows_equal_the_rows_of_training(attention: str, length: int, tmp_path: Path) -> None:
+    """Long rows use a kernel unless masks are requested; the kernel needs lengths that are multiples of 256."""
     data = dataset_of([([at] * 1700, [at] * 1000 + [99] * 700) for at in range(1, 11)])
     model = tiny.tiny_model(TOKENIZER)
     plan = make(tmp_path, COMPILING, model, data, settings={"packed_attention": attention})
@@ -87,7 +87,7 @@ def test_the_rows_that_a_plan_counts_are_those_of_the_training(attention: str, l
     assert layout.shape[1] == length and RowShape(*layout.shape) in plan.planned.training_rows.shapes
 
 
-def test_a_row_length_too_short_for_the_evaluation_data_is_refused_before_training(tmp_path: Path) -> None:
+def test_row_length_too_short_for_evaluation_is_rejected_before_training(tmp_path: Path) -> None:
     plan = make(tmp_path, COMPILING, settings={"row_length": 32})
     with pytest.raises(ValueError, match="row_length=32.*41"):
         plan.prepare(tokens(64), {"one": tokens(9), "other": tokens(9, longest=40)})
@@ -103,7 +103,7 @@ OBSTACLES: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("kind", OBSTACLES)
-def test_an_obstacle_to_packing_is_logged_once_or_an_error(
+def test_obstacle_to_packing_is_logged_once_or_raised(
     kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if kind == "accelerate's launcher":
@@ -122,15 +122,15 @@ def test_an_obstacle_to_packing_is_logged_once_or_an_error(
 
 
 @pytest.mark.parametrize("given", [{"old_columns": True}, {"data_collator": OURS}])
-def test_trls_own_columns_and_collators_stand_in_no_way(given: dict[str, Any], tmp_path: Path) -> None:
+def test_trls_columns_and_collators_allow_packing(given: dict[str, Any], tmp_path: Path) -> None:
     assert make(tmp_path, **given).packed and make(tmp_path, COMPILING, **given).packed
 
 
-def test_a_stream_is_packed_on_every_device_if_max_length_bounds_its_pairs(tmp_path: Path) -> None:
+def test_streams_with_max_length_are_packed_on_every_device(tmp_path: Path) -> None:
     stream, unbounded = tokens(90).to_iterable_dataset(), {"settings": {"max_length": None}}
     assert make(tmp_path, data=stream, **unbounded).packed
     assert "max_length" in (make(tmp_path, COMPILING, data=stream, **unbounded).padded_because or "")
-    packed = make(tmp_path, COMPILING, **unbounded)  # an evaluation on such a stream is padded alone
+    packed = make(tmp_path, COMPILING, **unbounded)  # only an evaluation on such a stream is padded
     assert collator(packed, stream).lay_out.func is pad
     assert collator(packed).lay_out.func is pack
     bounded = {"settings": {"max_length": 60}}
@@ -138,9 +138,9 @@ def test_a_stream_is_packed_on_every_device_if_max_length_bounds_its_pairs(tmp_p
     assert collator(plan, stream).lay_out.func is pack
     rows = plan.planned.training_rows
     assert rows.longest >= 2 * 60 and min(shape.length for shape in rows.shapes) <= 40
-    again = make(tmp_path, COMPILING, data=tokens(90).to_iterable_dataset(), **bounded)  # as where a run resumes
+    again = make(tmp_path, COMPILING, data=tokens(90).to_iterable_dataset(), **bounded)  # as in a resumed run
     assert again.planned.training_rows == rows
-    longest = [dataset_of([([at] * 60, [at + 100] * 60)])[0] for at in range(1, 5)]  # none is in the sample
+    longest = [dataset_of([([at] * 60, [at + 100] * 60)])[0] for at in range(1, 5)]  # longer than the sample
     (*_, last) = collator(plan, stream)(longest).parts
     assert last.table.row_weight_P.sum() == 4
     with pytest.raises(ValueError, match="row_length=64.*120"):
@@ -149,7 +149,7 @@ def test_a_stream_is_packed_on_every_device_if_max_length_bounds_its_pairs(tmp_p
     assert empty.planned.training_rows.longest >= 2 * 60
 
 
-def test_padded_batches_have_planned_lengths_where_each_is_compiled(tmp_path: Path) -> None:
+def test_padded_batches_have_planned_lengths_on_compiling_devices(tmp_path: Path) -> None:
     off = {"settings": {"packing": False}}
     assert collator(make(tmp_path, **off)).lay_out.keywords["lengths"] is None
     plan = make(tmp_path, COMPILING, **off)
@@ -158,16 +158,16 @@ def test_padded_batches_have_planned_lengths_where_each_is_compiled(tmp_path: Pa
     assert {tuple(collate(list(rows)).parts[0].input_ids_RL.shape) for rows in (tokens(1), tokens(4))} == {(8, 64)}
 
 
-def test_code_of_users_gets_trls_keys_and_their_collator_makes_them(tmp_path: Path) -> None:
+def test_user_code_gets_trls_keys_and_user_collators_are_called(tmp_path: Path) -> None:
     plan = make(tmp_path, COMPILING, reads_padded_rows=lambda: "compute_loss")
     batch = collator(plan, own=OURS)(list(tokens(4)))
     assert batch.keys() == {"input_ids", "attention_mask"} and batch["input_ids"].shape == (8, 64)
     own = collator(plan, own=lambda rows: {"mine": [sorted(row) for row in rows]})
     assert isinstance(own, DictCollator)
-    assert own(list(tokens(4))) == {"mine": [["chosen_ids", "rejected_ids"]] * 4}  # of lengths that are its own
+    assert own(list(tokens(4))) == {"mine": [["chosen_ids", "rejected_ids"]] * 4}  # the collator chooses the lengths
 
 
-def test_packing_is_read_from_what_users_write(tmp_path: Path) -> None:
+def test_packing_accepts_common_spellings(tmp_path: Path) -> None:
     values: tuple[Any, ...] = ("auto", "AUTO", True, "true", "on", False, "False", "no")
     read = [RewardConfig(str(tmp_path), report_to="none", packing=value).packing for value in values]
     assert read == ["auto"] * 2 + ["true"] * 3 + ["false"] * 3

@@ -1,4 +1,4 @@
-"""A save is complete or invisible, and a failed one leaves nothing: without a Trainer, in plain torch."""
+"""A save is complete or invisible, and a failed save leaves nothing: without a Trainer, in plain torch."""
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -8,11 +8,10 @@ from typing import Any
 
 import fsspec
 import pytest
-import saving
 import tiny
 import torch
+from fake_hosts import AllGather, Host, SingleHost
 from fsspec.implementations.memory import MemoryFile, MemoryFileSystem
-from meeting import Host, Meeting
 from torch import nn
 
 from trl_tpu.checkpoint import folders
@@ -25,7 +24,7 @@ from trl_tpu.runtime.native import Runtime
 
 
 def trained(model: nn.Module) -> torch.optim.Optimizer:
-    """An optimizer of ``model`` with moments."""
+    """Return an optimizer of ``model`` with moments."""
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(parameters, lr=0.1)
     for parameter in parameters:
@@ -41,7 +40,7 @@ def model() -> Any:
 
 @pytest.fixture
 def checkpointer() -> Checkpointer:
-    return Checkpointer(Runtime(), saving.Alone(), writes=True, shares_disk=True, limit=2)
+    return Checkpointer(Runtime(), SingleHost(), writes=True, shares_disk=True, limit=2)
 
 
 MakeContents = Callable[..., CheckpointContents]
@@ -59,10 +58,10 @@ def fail(*_: Any) -> None:
     raise OSError("no space left")
 
 
-def test_processes_that_do_not_meet_end_the_run_rather_than_a_save(contents: MakeContents) -> None:
-    """Else training would go on to a step that waits for the process that is gone."""
+def test_failed_all_gather_ends_the_run_not_only_the_save(contents: MakeContents) -> None:
+    """Otherwise training would continue to a step that waits for the lost process."""
 
-    class Left(saving.Alone):
+    class Left(SingleHost):
         def all_gather_object(self, value: Any) -> list[Any]:
             raise RuntimeError("connection closed by peer")
 
@@ -72,7 +71,7 @@ def test_processes_that_do_not_meet_end_the_run_rather_than_a_save(contents: Mak
     assert checkpointer.failed == []
 
 
-def test_an_older_checkpoint_that_cannot_be_deleted_is_no_failed_save(
+def test_undeletable_older_checkpoint_does_not_fail_the_save(
     checkpointer: Checkpointer, contents: MakeContents, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(folders, "retire", fail)
@@ -83,17 +82,17 @@ def test_an_older_checkpoint_that_cannot_be_deleted_is_no_failed_save(
 
 
 def fail_once(store: RemoteRun, method: str, *_: Any) -> None:
-    delattr(store, method)  # the next call is of the class's own
+    delattr(store, method)  # the next call uses the method of the class
     raise OSError("the store is away")
 
 
 @pytest.mark.parametrize(("host", "what"), [(0, "delete"), (0, "put"), (1, "put")])
-def test_an_upload_that_fails_on_one_host_fails_on_all(
+def test_upload_that_fails_on_one_host_fails_on_all(
     host: int, what: str, contents: MakeContents, tmp_path: Path
 ) -> None:
-    """No host waits for one that has failed."""
+    """No host waits for the host that failed."""
     url = f"memory://hosts/{what}-{host}"
-    training, saving = Meeting(2), Meeting(2)
+    training, saving = AllGather(2), AllGather(2)
 
     def save_twice(index: int) -> list[str]:
         own, remote = Host(index, training, saving), RemoteRun(url)
@@ -117,14 +116,14 @@ def test_an_upload_that_fails_on_one_host_fails_on_all(
     assert find_faults(copy) == [] and {"of-host-0", "of-host-1"} <= {path.name for path in copy.iterdir()}
 
 
-def test_weights_of_an_older_model_that_would_be_read_instead_are_found() -> None:
+def test_older_weights_that_would_shadow_new_ones_are_found() -> None:
     older = ["model.safetensors", "model-00001-of-00002.safetensors", "model.safetensors.index.json"]
     others = ["adapter_model.safetensors", "model_of_mine.safetensors", "config.json", "notes.txt"]
     newer = ["model-00001-of-00003.safetensors", "model.safetensors.index.json", "config.json"]
     assert set(older_weights(older + others, newer)) == {"model.safetensors", "model-00001-of-00002.safetensors"}
 
 
-def test_a_config_may_be_measured_while_a_thread_saves_it(model: Any) -> None:
+def test_config_can_be_updated_while_a_thread_saves_it(model: Any) -> None:
     saving = iter(vars(model.config).items())
     next(saving)
     set_reward_normalization(model.config, RewardScale(1.0, 2.0))
@@ -138,8 +137,8 @@ def test_a_config_may_be_measured_while_a_thread_saves_it(model: Any) -> None:
 
 @pytest.mark.parametrize("run", ["run[1]", "run*", "run?", "run{1}"])
 @pytest.mark.parametrize("store", ["memory://names", "file://"])
-def test_a_url_is_no_pattern(store: str, run: str, tmp_path: Path) -> None:
-    """fsspec takes most paths for patterns, and run[1] for run1."""
+def test_brackets_in_a_url_are_not_a_pattern(store: str, run: str, tmp_path: Path) -> None:
+    """fsspec reads most paths as patterns and would match run[1] with run1."""
     store = f"{store}{tmp_path}"
     (tmp_path / MANIFEST_FILE).write_text("{}")
     mine, other = RemoteRun(f"{store}/{run}"), RemoteRun(f"{store}/run1")
@@ -157,7 +156,9 @@ def test_a_url_is_no_pattern(store: str, run: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["../escaped", "state/../../escaped", "..", "{absolute}/escaped", "\0"])
-def test_names_that_lead_out_of_a_copy_are_refused(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_file_names_outside_the_download_folder_are_rejected(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     paths = ("/run/checkpoint-1/first", f"/run/checkpoint-1/{name.format(absolute=tmp_path)}")
     store = {path: MemoryFile(None, path, b"hostile") for path in paths}
     monkeypatch.setattr(MemoryFileSystem, "store", store)

@@ -1,4 +1,4 @@
-"""The command: quick help, a runtime report, training from flags and YAML, and scoring what training saved."""
+"""The command line: quick help, runtime report, training from flags and YAML, and scoring of saved models."""
 
 import dataclasses
 import importlib.util
@@ -11,10 +11,10 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import apart
 import datasets
+import preference_rows
 import pytest
-import scored_files
+import subprocesses
 
 import trl_tpu
 from trl_tpu import cli
@@ -34,11 +34,11 @@ def rewards_of(folder: Path | str, dialogues: Sequence[Any]) -> list[float | Non
 def test_help_names_the_commands_and_imports_nothing_heavy() -> None:
     heavy = {"torch", "torch_xla", "transformers", "datasets", "jax", "trl"}
     code = f"import sys; from trl_tpu.cli import main; main([]); print({heavy} & set(sys.modules))"
-    shown = apart.cold("-c", code)
+    shown = subprocesses.run_without_server("-c", code)
     assert shown.splitlines()[-1] == "set()" and all(f"    {name} " in shown for name in cli.COMMANDS)
 
 
-def test_help_shows_the_first_flags_and_help_all_every_one(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_shows_main_flags_and_help_all_shows_every_flag(capsys: pytest.CaptureFixture[str]) -> None:
     def shown(*words: str) -> list[str]:
         with pytest.raises(SystemExit) as ended:
             cli.main([*words])
@@ -69,8 +69,8 @@ def test_env_reports_versions_and_the_runtime(capsys: pytest.CaptureFixture[str]
         ("score --model_name_or_path x --text x --dataset_name d.jsonl", "--text"),
     ],
 )
-def test_wrong_words_exit_with_status_2_and_one_line(words: str, name: str, refused: Callable[..., str]) -> None:
-    assert name in refused(*words.split())
+def test_unknown_words_exit_with_status_2_and_one_line(words: str, name: str, error_of: Callable[..., str]) -> None:
+    assert name in error_of(*words.split())
 
 
 @pytest.mark.parametrize(
@@ -97,16 +97,17 @@ sys.argv = {["x", *words, "--config", str(tmp_path / "c.yaml")]}
     env = {key: value for key, value in os.environ.items() if key not in ("USE_TORCH_XLA", "PJRT_DEVICE")}
     chosen = "native" if importlib.util.find_spec("torch_xla") is None else "xla"
     assert (
-        apart.cold("-c", code, environment=env) == f"trl_tpu.scripts.{(words or ['reward'])[0]} CPU {chosen} False\n"
+        subprocesses.run_without_server("-c", code, environment=env)
+        == f"trl_tpu.scripts.{(words or ['reward'])[0]} CPU {chosen} False\n"
     )
 
 
-def test_a_model_without_a_trained_head_is_refused(tmp_path: Path) -> None:
+def test_scoring_rejects_a_model_without_a_trained_head(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"score\.weight"):
         rewards_of(synthetic.resolve_model("synthetic:tiny", str(tmp_path)), TEXTS)
 
 
-def test_the_score_command_prints_texts(good_model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_score_command_prints_texts_with_rewards(good_model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["score", "--model_name_or_path", str(good_model), "--text", TEXTS[0], "--text", TEXTS[1]]
     assert cli.main(words) == 0
     printed = [line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines()]
@@ -115,13 +116,13 @@ def test_the_score_command_prints_texts(good_model: Path, capsys: pytest.Capture
     assert [float(number) for number, _ in printed] == pytest.approx(expected, abs=1e-4)
 
 
-def test_the_command_prints_the_accuracy_of_pairs(
+def test_score_command_prints_the_accuracy_of_pairs(
     good_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rows = [{"chosen": a, "rejected": b} for a, b in pairwise([*TEXTS, "same", "same"])]
-    source, output = scored_files.write(tmp_path / "pairs.jsonl", rows), tmp_path / "out.jsonl"
-    assert cli.main([*scored_files.words(good_model, source, output), "--max_length", "12"]) == 0
-    written = scored_files.read(output)
+    source, output = preference_rows.write_jsonl(tmp_path / "pairs.jsonl", rows), tmp_path / "out.jsonl"
+    assert cli.main([*preference_rows.score_command(good_model, source, output), "--max_length", "12"]) == 0
+    written = preference_rows.read_jsonl(output)
     unlimited = trl_tpu.score(str(good_model), [row["chosen"] for row in rows])
     expected = [None if row["tokens"] > 12 else row["reward"] for row in unlimited]
     assert [row["reward_chosen"] for row in written] == pytest.approx(expected, abs=1e-5)
@@ -143,16 +144,16 @@ def test_flags_and_model_init_kwargs_are_merged() -> None:
         assert merged == expected | given | {"trust_remote_code": False}
 
 
-def test_a_dry_run_trains_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_dry_run_trains_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--model_name_or_path", "synthetic:tiny", "--dataset_name", "synthetic:numbers", "--report_to", "none"]
     words += ["--num_train_epochs=1.5", "--per_device_train_batch_size=128", "--gradient_accumulation_steps=2"]
     reward.run([*words, "--output_dir", str(tmp_path / "run"), "--dry_run", "--push_to_hub"])
     shown = capsys.readouterr().out
     assert "Which is " in shown and "Batches of " in shown and "\n12 steps" in shown
-    assert [path.name for path in (tmp_path / "run").iterdir()] == ["synthetic-tiny"]  # the model that is trained
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["synthetic-tiny"]  # only the model to train
 
 
-def test_training_from_yaml_with_adapters_on_a_mixture_of_files(
+def test_training_from_yaml_supports_adapters_and_mixtures(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     base = synthetic.resolve_model("synthetic:tiny", str(tmp_path))

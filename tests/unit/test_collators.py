@@ -1,4 +1,4 @@
-"""TRL's collators give TRL's batches, and batches for a user's code have TRL's keys in planned lengths."""
+"""Collators return TRL's batches, and batches for user code have TRL's keys in planned lengths."""
 
 from typing import Any
 
@@ -35,7 +35,7 @@ OLD = RewardDataCollatorWithPadding(TOKENIZER)
 
 @settings(deadline=None)
 @given(examples, st.sampled_from([None, 1, 7, 8]), st.integers(0, 5), st.booleans())
-def test_the_collator_gives_trls_batch(
+def test_collator_returns_trls_batch(
     rows: list[dict[str, Any]], multiple: int | None, pad_token_id: int, has_margin: bool
 ) -> None:
     rows = rows if has_margin else [{name: row[name] for name in PAIR} for row in rows]
@@ -50,7 +50,7 @@ def test_the_collator_gives_trls_batch(
 
 @settings(deadline=None)
 @given(examples, st.booleans(), st.integers(0, 2))
-def test_batches_for_users_code_take_the_shortest_planned_length_and_are_only_padded(
+def test_batches_for_user_code_get_the_shortest_planned_length(
     rows: list[dict[str, Any]], old: bool, missing: int
 ) -> None:
     lengths, side = (4, 8, 16), "left" if old else "right"
@@ -65,7 +65,7 @@ def test_batches_for_users_code_take_the_shortest_planned_length_and_are_only_pa
         added = expected - before[key].shape[1]
         assert torch.equal(after[key], torch.nn.functional.pad(before[key], (added, 0) if old else (0, added)))
     assert torch.equal(after["margin"], before["margin"])
-    assert len(after) - len(before) == (missing > 0)  # which rows are real, where TRL's keys do not tell
+    assert len(after) - len(before) == (missing > 0)  # one key marks real rows if TRL's keys do not
 
 
 PAIR_ROW = {"chosen_ids": [1, 2], "rejected_ids": [3], "margin": 1.0, "grades": [5], "source": "x"}
@@ -87,7 +87,7 @@ OLD_ROW = {
         (SOLUTION_ROW, False, SOLUTION_ROW),
     ],
 )
-def test_a_users_collator_is_given_trls_columns_and_those_of_the_data(
+def test_user_collator_receives_trls_columns_and_data_columns(
     row: dict[str, Any], is_old: bool, expected: dict[str, Any]
 ) -> None:
     given: list[Any] = []
@@ -95,18 +95,18 @@ def test_a_users_collator_is_given_trls_columns_and_those_of_the_data(
     assert given == [expected] * 2
 
 
-def test_old_margins_of_one_number_in_a_list_stay_one_a_pair() -> None:
+def test_old_one_number_list_margins_stay_one_per_pair() -> None:
     rows = [old_columns(PAIR_ROW | {"margin": [margin]}) for margin in (0.5, -1.0)]
     assert OLD(rows)["margin"].tolist() == [0.5, -1.0]
 
 
-def test_the_old_collator_names_a_missing_column() -> None:
+def test_old_collator_names_a_missing_column() -> None:
     row = {key: [1] for key in OLD_KEYS[:-1]}
     with pytest.raises(ValueError, match=OLD_KEYS[-1]):
         OLD([row])
 
 
-def test_a_batch_without_its_labels_is_not_read_as_pairs() -> None:
+def test_batch_without_labels_is_not_read_as_pairs() -> None:
     probable = {"chosen_ids": [1, 2], "rejected_ids": [3], "chosen_probability": 0.3}
     for labels in ({"answer_ids": [[1, 2], [3]], "grades": [1.0, 0.0]}, probable):
         batch = DataCollatorForPreference(0)([labels, labels])
@@ -114,18 +114,18 @@ def test_a_batch_without_its_labels_is_not_read_as_pairs() -> None:
             read_dict(batch, 0)
 
 
-# names of our own data, which a user's collator may use, too
+# column names of this package, which a user's collator may use as batch keys
 KEYS = "weight chosen_probability pair_mask weight_C batch_pairs rows packed grade grades step is_there end labels "
 KEYS += "answers step_ends micro_batches comparisons input_ids_chosen attention_mask_rejected"
 
 
 @pytest.mark.parametrize("key", KEYS.split())
-def test_keys_of_a_users_batch_go_to_the_model_and_change_no_loss(key: str) -> None:
+def test_extra_batch_keys_reach_the_model_and_keep_the_loss(key: str) -> None:
     pairs = [{"chosen_ids": [5, 6, 7, 1], "rejected_ids": [5, 6, 8], "margin": margin} for margin in (0.5, 1.5, 2.5)]
     batch = DataCollatorForPreference(0)(pairs)
     added = {**batch, key: torch.zeros(len(pairs))}
     (plain,), (more,) = batches_in(batch, 0), batches_in(added, 0)
     assert plain.extras == {} and more.extras == {key: added[key]}
     torch.testing.assert_close(more.tensors(), plain.tensors(), rtol=0, atol=0, equal_nan=True)
-    # keys that belong to this length would not fit longer planned ones
+    # batches with extra keys keep their length, because padding would not fit these keys
     assert DictCollator(lambda _: added, False, ComparisonRule(), 0, lengths=(64,))(pairs) == added

@@ -1,4 +1,4 @@
-"""Every loss is its paper's formula in float64, gradients too, and depends on no reward that is padding."""
+"""Every loss and gradient equals its paper's formula in float64 and ignores rewards of padding."""
 
 import math
 from itertools import combinations, permutations
@@ -16,16 +16,16 @@ from trl_tpu.modeling.losses import Loss
 
 K, A = 4, 3
 PLAIN = ComparisonRule()
-Ranking = list[tuple[Any, Any]]  # of each answer its reward and grade
+Ranking = list[tuple[Any, Any]]  # (reward, grade) of each answer
 rewards = st.floats(-20, 20, width=32)
 rankings = st.lists(st.lists(st.tuples(rewards, st.integers(0, 3)), min_size=2, max_size=K), min_size=1, max_size=4)
 shares = st.floats(0, 1, width=32)
 
 
 def losses(rows: Any, rewards_PAK: Any, loss: Loss, rule: ComparisonRule, attributes: int = 0) -> tuple[Any, ...]:
-    """The weighted loss of each row, the gradients of their sum [P, A, K], and what the sum is divided by.
+    """Return the weighted loss of each row, the gradients of their sum [P, A, K], and the divisor of the sum.
 
-    The table has two rows more than there are, and a reward that is padding is 7.5 or infinite.
+    The table has two padding rows, and rewards of padding are 7.5 or infinite.
     """
     answers = max(len(values_K) for values_AK in rewards_PAK for values_K in values_AK)
     table = compare(Labels.of(rows, answers, attributes), rule, len(rows) + 2).map_tensors(torch.from_numpy)
@@ -44,7 +44,7 @@ def losses(rows: Any, rewards_PAK: Any, loss: Loss, rule: ComparisonRule, attrib
 def assert_equal(
     rows: Any, rewards_PAK: Any, formula: Any, loss: Loss, rule: ComparisonRule = PLAIN, attributes: int = 0
 ) -> None:
-    """Compare with a formula of a row's number and rewards [A][K], and with its slopes, in float64."""
+    """Compare with a formula of a row's index and rewards [A][K], and with its gradients, in float64."""
     found, gradient_PAK, total = losses(rows, rewards_PAK, loss, rule, attributes)
     steps = sum(len(values_K) for (values_K,) in rewards_PAK) if "step_ends" in rows[0] else 0
     assert total == (steps or len(rows))
@@ -80,7 +80,7 @@ def cross_entropy(target: float, difference: torch.Tensor) -> torch.Tensor:
 
 
 @given(st.lists(st.tuples(rewards, rewards, st.floats(-5, 5, width=32), shares), min_size=1, max_size=5))
-def test_a_pair_is_the_cross_entropy_of_its_probability_with_a_margin(some: Any) -> None:
+def test_pair_loss_is_the_cross_entropy_of_its_probability_with_a_margin(some: Any) -> None:
     def formula(number: int, rewards_AK: Any) -> torch.Tensor:
         ((chosen, rejected),), (_, _, margin, share) = rewards_AK, some[number]
         target = share + 0.1 * (1 - 2 * share)
@@ -97,7 +97,7 @@ def test_large_differences_neither_overflow_nor_vanish() -> None:
 
 
 @given(st.lists(st.lists(st.tuples(rewards, shares), max_size=K), min_size=1, max_size=4).filter(any))
-def test_each_step_is_compared_with_0_and_counts_once(some: list[Ranking]) -> None:
+def test_each_step_is_compared_with_zero_and_counts_once(some: list[Ranking]) -> None:
     def formula(number: int, rewards_1K: Any) -> Any:
         labels = [label for _, label in some[number]]
         return sum(map(cross_entropy, labels, rewards_1K[0]))
@@ -110,7 +110,7 @@ def test_each_step_is_compared_with_0_and_counts_once(some: list[Ranking]) -> No
 
 
 def instruct_gpt(each: Ranking, scale: float = 0, smoothing: float = 0, center: float = 0) -> Any:
-    """https://arxiv.org/abs/2203.02155, eq. 1, with Llama 2's margins: the mean over a prompt's comparisons."""
+    """https://arxiv.org/abs/2203.02155, eq. 1, with Llama 2's margins: the mean over the comparisons of a prompt."""
     compared = [(r, s, a - b) for (r, a), (s, b) in permutations(each, 2) if a > b]
     return mean(
         [cross_entropy(1 - smoothing, r - s - scale * better) + center * (r + s) ** 2 for r, s, better in compared]
@@ -118,7 +118,7 @@ def instruct_gpt(each: Ranking, scale: float = 0, smoothing: float = 0, center: 
 
 
 def plackett_luce(each: Ranking, top_k: int) -> Any:
-    """Draw the best of those that are left, by the softmax of their rewards."""
+    """Sum the losses of drawing the best of the remaining answers by the softmax of their rewards."""
     left, total = sorted(each, key=lambda one: -one[1]), 0.0
     for _ in range(min(top_k, len(left))):
         total += torch.stack([reward for reward, _ in left]).logsumexp(0) - left[0][0]
@@ -127,7 +127,7 @@ def plackett_luce(each: Ranking, top_k: int) -> Any:
 
 
 def with_ties(each: Ranking, model: str, threshold: float) -> Any:
-    """Rao and Kupper 1967, theta = exp(threshold); Davidson 1970, nu = threshold; both of strengths exp(reward)."""
+    """Rao and Kupper 1967, theta = exp(threshold), or Davidson 1970, nu = threshold; strengths are exp(reward)."""
     likely = []
     for (r, a), (s, b) in combinations(each, 2):
         one, other = (x.exp() for x in ((r, s) if a >= b else (s, r)))
@@ -147,39 +147,41 @@ def regression(each: Ranking, center: float = 0) -> Any:
 
 
 @given(rankings, st.sampled_from([0.0, 0.7]), st.sampled_from([0.0, 0.2]), st.sampled_from([0.0, 0.01]))
-def test_a_ranking_is_the_mean_over_its_comparisons(some: Any, scale: float, smoothing: float, center: float) -> None:
+def test_ranking_loss_is_the_mean_over_its_comparisons(
+    some: Any, scale: float, smoothing: float, center: float
+) -> None:
     loss = Loss(label_smoothing=smoothing, center_rewards_coefficient=center or None)
     rule = ComparisonRule(margin_scale=scale or None)
     assert_rankings_equal(some, lambda each: instruct_gpt(each, scale, smoothing, center), loss, rule)
 
 
 @given(rankings, st.sampled_from([None, 1, 2]))
-def test_plackett_luce_draws_answer_by_answer(some: Any, top_k: int | None) -> None:
+def test_plackett_luce_loss_equals_its_formula(some: Any, top_k: int | None) -> None:
     ordered = [[(reward, -place) for place, (reward, _) in enumerate(each)] for each in some]
     loss = Loss(loss_type="plackett_luce", ranking_top_k=top_k)
     assert_rankings_equal(ordered, lambda each: plackett_luce(each, top_k or K), loss)
 
 
 @given(rankings, st.sampled_from(["davidson", "rao_kupper"]), st.sampled_from([0.3, 1.0]))
-def test_ties_are_learned_from(some: Any, model: str, threshold: float) -> None:
+def test_tie_losses_equal_their_formulas(some: Any, model: str, threshold: float) -> None:
     loss = Loss(ties=model, tie_threshold=threshold)
     rule = ComparisonRule(learns_ties=True)
     assert_rankings_equal(some, lambda each: with_ties(each, model, threshold), loss, rule)
 
 
 @given(rankings, st.sampled_from([0.0, 0.1]))
-def test_regression_fits_rewards_to_grades(some: Any, center: float) -> None:
+def test_regression_loss_fits_rewards_to_grades(some: Any, center: float) -> None:
     loss = Loss(loss_type="regression", center_rewards_coefficient=center or None)
     assert_rankings_equal(some, lambda each: regression(each, center), loss)
 
 
-def test_plackett_luce_compares_no_answers_of_one_grade() -> None:
+def test_plackett_luce_ignores_answers_of_equal_grade() -> None:
     loss = Loss(loss_type="plackett_luce")
     assert_rankings_equal([[(0.3, 1), (2.0, 0), (-1.0, 0)]], lambda each: plackett_luce(each, 1), loss)
 
 
 @pytest.mark.parametrize("ties", ["skip", "davidson"])
-def test_each_comparison_may_count_once(ties: str) -> None:
+def test_comparisons_can_be_weighted_equally(ties: str) -> None:
     some: list[Ranking] = [[(0.5, 2), (-1.0, 1), (2.0, 2)], [(1.0, 0), (0.0, 1)]]
     rows = [{"grades": [grade for _, grade in each]} for each in some]
     rule = ComparisonRule(learns_ties=ties != "skip", counts_comparisons=True)
@@ -202,7 +204,7 @@ grades = st.one_of(st.none(), st.lists(st.integers(0, 3), min_size=K, max_size=K
     st.sampled_from(["sigmoid", "regression"]),
     st.integers(0, 9),
 )
-def test_attributes_are_a_weighted_mean(some: Any, weights: Any, loss_type: str, seed: int) -> None:
+def test_attribute_loss_is_a_weighted_mean(some: Any, weights: Any, loss_type: str, seed: int) -> None:
     def formula(number: int, rewards_AK: Any) -> Any:
         graded = [place for place in range(A) if some[number][place] is not None]
         each = [list(zip(rewards_AK[place], some[number][place], strict=True)) for place in graded]

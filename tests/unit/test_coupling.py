@@ -1,8 +1,8 @@
-"""What other libraries could change without an error: overrides, attributes that are set, names that are looked up.
+"""Couplings that other libraries could break without an error: overrides, attributes we set, names we look up.
 
-An upgrade that renames one of these, or stops calling an override, must fail here and not in a run; whatever is
-imported or called fails by itself. The upper bounds of setup.cfg are those with which this file was last read; raise
-one only together with it.
+An upgrade that renames one of these or stops calling an override must fail here and not in a run. Imports and calls
+need no test, because they raise. The upper bounds in setup.cfg are the versions this file was last reviewed with;
+review it again before raising one.
 """
 
 import ast
@@ -15,16 +15,16 @@ from typing import Any
 
 import overridden
 import pytest
+from environment import ROOT
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
-from places import ROOT
 from transformers import Trainer
 
 import trl_tpu
 from trl_tpu import RewardTrainer
 from trl_tpu.experimental.prm import PRMTrainer
 
-# ---- transformers.Trainer: what is overridden
+# ---- transformers.Trainer: overrides
 
 OVERRIDES = sorted(
     {
@@ -41,58 +41,58 @@ def parameters_of(function: Any) -> list[str]:
     return [name for name in inspect.signature(function).parameters if name != "self"]
 
 
-def test_few_private_methods_are_overridden() -> None:
+def test_only_listed_private_methods_are_overridden() -> None:
     assert len([name for name in OVERRIDES if name.startswith("_")]) < 15
 
 
 @pytest.mark.parametrize("name", OVERRIDES)
-def test_an_override_takes_what_transformers_gives(name: str) -> None:
+def test_overrides_accept_transformers_arguments(name: str) -> None:
     ours = parameters_of(getattr(RewardTrainer, name))
     hands_on = {"args", "kwargs"} & set(ours)
     assert hands_on or name == "create_model_card" or ours == parameters_of(getattr(Trainer, name))
 
 
 def test_overrides_are_called(tmp_path: Path) -> None:
-    """In a run that evaluates, saves, resumes and predicts; `test_old_api.py` trains with a `model_init`."""
+    """The run evaluates, saves, resumes and predicts. `test_old_api.py` trains with a `model_init`."""
     called = overridden.run(trl_tpu, tmp_path)["called"]
     assert set(OVERRIDES) - set().union(*called.values()) == {"call_model_init"}
 
 
-# ---- transformers.Trainer: what is read and set
+# ---- transformers.Trainer: attributes that are read and set
 
 ATTRIBUTES = [
     *("_tr_loss", "_total_loss_scalar", "_globalstep_last_logged", "_initial_global_step", "_signature_columns"),
     *("_train_batch_size", "loss_is_scaled_for_ga", "is_in_train"),
     "is_distributed_loading_by_transformers",
 ]
-# by the method of transformers' Trainer that has to contain it, in this order
+# method of transformers' Trainer -> source lines that it has to contain, in this order
 SOURCES = {
-    "__init__": ["self.init_hf_repo()"],  # the hub's repository is made with the trainer
+    "__init__": ["self.init_hf_repo()"],  # creates the Hub repository with the trainer
     "_finalize_training": ["self.args.save_total_limit == 1"],  # `DeviceTrainer` sets another limit after a stop
-    "_get_dataloader": ["data_collator = self.data_collator"],  # `data/loader.py` has another there meanwhile
+    "_get_dataloader": ["data_collator = self.data_collator"],  # `data/loader.py` replaces it during the call
     "_run_epoch": [
-        # `data/loader.py` puts another function of that name into the module for an epoch
+        # `data/loader.py` replaces the module's function of that name for an epoch
         "train_dataloader = skip_first_batches(train_dataloader,",
-        # `training/statistics.py` replaces the sum where it looks at the gradient's norm, before the update
+        # `training/statistics.py` replaces the loss sum when it reads the gradient norm, before the update
         "self._tr_loss += tr_loss_step",
         *("self.floating_point_ops(", "self._clip_grad_norm(", "self._get_grad_norm(", "self.optimizer.step()"),
     ],
 }
 
 
-def test_attributes_that_are_read_or_set_are_there() -> None:
+def test_attributes_read_or_set_by_us_exist() -> None:
     source = inspect.getsource(inspect.getmodule(Trainer))  # type: ignore[arg-type]
     assert [name for name in ATTRIBUTES if f"self.{name}" not in source] == []
 
 
 @pytest.mark.parametrize("method", SOURCES)
-def test_a_method_does_what_is_built_upon(method: str) -> None:
+def test_trainer_methods_contain_the_code_we_rely_on(method: str) -> None:
     source = inspect.getsource(getattr(Trainer, method))
     places = [source.index(part) for part in SOURCES[method]]
     assert places == sorted(places)
 
 
-# ---- names in modules: read from their source, so that nothing need be imported
+# ---- names in modules: read from their source, without an import
 
 NAMES = {
     "transformers.modeling_layers": ["_gradient_checkpointing_func"],
@@ -107,7 +107,7 @@ NAMES = {
 
 
 @pytest.mark.parametrize("module", NAMES)
-def test_names_are_in_their_module(module: str) -> None:
+def test_imported_names_are_in_their_modules(module: str) -> None:
     top, *rest = module.split(".")
     spec = importlib.util.find_spec(top)
     if spec is None or spec.origin is None:
@@ -119,12 +119,12 @@ def test_names_are_in_their_module(module: str) -> None:
 # ---- versions
 
 
-# the next version of each that this file has to be read again for, the major one where only public names are used
+# next version that requires a review of this file; the next major version if only public names are used
 NEXT = {"torch": "2.16", "torch_xla": "2.10", "transformers": "5.25", "accelerate": "2", "datasets": "6", "peft": "1"}
 
 
 @pytest.mark.parametrize("name", NEXT)
-def test_a_library_that_is_leaned_on_has_an_upper_bound(name: str) -> None:
+def test_coupled_libraries_have_an_upper_bound(name: str) -> None:
     found = re.search(rf"^ +{name}([<=>].+)", (ROOT / "setup.cfg").read_text(encoding="utf-8"), re.MULTILINE)
     assert found is not None
     if name != "torch_xla" or importlib.util.find_spec(name) is not None:
@@ -132,19 +132,19 @@ def test_a_library_that_is_leaned_on_has_an_upper_bound(name: str) -> None:
     assert Version(NEXT[name]) not in SpecifierSet(found[1])
 
 
-# ---- other libraries' own variables: what is changed in the whole process, and why there is no other way
+# ---- variables of other libraries that are replaced for the whole process, and why there is no other way
 
 PATCHES = {
-    "device_choice.py: transformers.USE_TORCH_XLA": "read once, on import; no argument keeps it from XLA",
+    "device_choice.py: transformers.USE_TORCH_XLA": "read once, at import; no argument disables XLA",
     "device_choice.py: accelerate._torch_xla_available": "the same",
-    "loader.py: transformers.trainer.skip_first_batches": "for one loader, while its epoch runs; the loop has no hook",
-    "placeholder.py: xr.global_runtime_device_count": "in a process of its own, which has no device",
-    "placeholder.py: kernels.get_ir_version": "in that process: jax asks a TPU for it",
+    "loader.py: transformers.trainer.skip_first_batches": "for one loader during its epoch; the loop has no hook",
+    "placeholder.py: xr.global_runtime_device_count": "in a subprocess without a device",
+    "placeholder.py: kernels.get_ir_version": "in that subprocess: jax asks a TPU for it",
 }
 LIBRARIES = {"torch", "torch_xla", "transformers", "accelerate", "peft", "datasets", "xm", "xs", "xr", "kernels"}
 
 
-def test_nothing_else_of_another_library_is_replaced() -> None:
+def test_no_unlisted_library_variable_is_replaced() -> None:
     found = {
         f"{path.name}: {ast.unparse(target)}"
         for path in (ROOT / "trl_tpu").rglob("*.py")

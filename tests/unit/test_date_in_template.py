@@ -1,4 +1,4 @@
-"""Chat templates that write the day's date: said when training and scoring begin, and in the card, with the fix."""
+"""Chat templates that write the current date draw a warning with a fix, and the model card names them."""
 
 import logging
 from datetime import datetime
@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from datasets import Dataset, IterableDataset
-from preference_forms import TEMPLATE, assistant, user
+from preference_rows import TEMPLATE, assistant, user
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 import trl_tpu
@@ -16,13 +16,13 @@ from trl_tpu.data.chat_templates import date_written
 from trl_tpu.data.formats import apply_template
 from trl_tpu.scoring.scorer import Scorer
 
-# as Llama 3.2's begins
+# the beginning of Llama 3.2's template
 DATED = (
     "{%- if not date_string is defined %}{%- if strftime_now is defined %}"
     '{%- set date_string = strftime_now("%d %b %Y") %}{%- else %}{%- set date_string = "26 Jul 2024" %}'
     '{%- endif %}{%- endif %}{{- "Today Date: " + date_string + "\n\n" }}' + TEMPLATE
 )
-# as some have it, that need no date where there is a system message
+# some templates write the date only without a system message
 DATED_UNLESS_TOLD = (
     "{% if messages[0]['role'] != 'system' %}It is {{ strftime_now('%Y-%m-%d')[:4] }}.\n{% endif %}" + TEMPLATE
 )
@@ -31,7 +31,7 @@ PAIRS = [{"prompt": ASKED, "chosen": ANSWER, "rejected": [assistant("Green.")]}]
 
 
 @pytest.fixture(autouse=True)
-def not_warned_yet() -> None:
+def reset_warning() -> None:
     chat_templates._warn_of_date.cache_clear()
 
 
@@ -56,7 +56,7 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
         ("{{ strftime_now('%d') ~ strptime() }}" + TEMPLATE, ASKED + ANSWER, {}, None),
     ],
 )
-def test_a_date_is_found_where_it_changes_the_text(
+def test_date_is_found_if_it_changes_the_text(
     tokenizer: Any, template: str, messages: Any, row: dict[str, Any], date_format: str | None
 ) -> None:
     tokenizer.chat_template = template
@@ -64,9 +64,7 @@ def test_a_date_is_found_where_it_changes_the_text(
     assert date_written(tokenizer, [(messages, row)]) == expected
 
 
-def test_the_warning_is_given_once_and_its_fix_keeps_the_text(
-    tokenizer: Any, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_warning_is_given_once_and_its_fix_keeps_the_text(tokenizer: Any, caplog: pytest.LogCaptureFixture) -> None:
     tokenizer.chat_template = DATED
     before = apply_template(tokenizer, ASKED + ANSWER)
     for _ in range(2):
@@ -78,7 +76,7 @@ def test_the_warning_is_given_once_and_its_fix_keeps_the_text(
 
 
 @pytest.mark.parametrize(("template", "is_stream"), [(DATED, False), (DATED, True), (TEMPLATE, False)])
-def test_training_and_its_card_say_it(
+def test_training_and_the_model_card_state_the_date(
     good_model: Path, tokenizer: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture, template: str, is_stream: bool
 ) -> None:
     tokenizer.chat_template = template
@@ -92,7 +90,7 @@ def test_training_and_its_card_say_it(
     assert len(warnings(caplog)) == (template == DATED)
 
 
-def test_scoring_says_it_of_messages_only(good_model: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_scoring_warns_about_the_date_for_messages_only(good_model: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.WARNING)
     scorer = Scorer(str(good_model))
     scorer.tokenizer.chat_template = DATED

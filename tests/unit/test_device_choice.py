@@ -1,12 +1,12 @@
-"""The device is chosen as a user would expect, and transformers and accelerate choose the same, before and after."""
+"""The device choice follows the environment, and transformers and accelerate choose the same device."""
 
 import importlib.util
 import os
 from pathlib import Path
 
-import apart
 import pytest
-from places import ROOT
+import subprocesses
+from environment import ROOT
 
 from trl_tpu.runtime.device_choice import SET_BY_TORCH_XLA, Facts, choose
 
@@ -23,47 +23,47 @@ DEVICES = ("USE_TORCH_XLA", "PJRT_DEVICE", "CPU_NUM_DEVICES", *SET_BY_TORCH_XLA)
 @pytest.mark.parametrize(
     ("facts", "name", "reason"),
     [
-        # installed is not chosen
+        # an installed torch_xla alone is not chosen
         (Facts(**BOTH), "native", "PJRT_DEVICE=CPU"),
         (Facts(**NEITHER), "native", "torch_xla is not installed"),
         # a TPU
         (Facts(**BOTH, tpu_chips=4), "xla", "USE_TORCH_XLA=0"),
         (Facts(**XLA_ONLY, tpu_chips=4), "native", "libtpu is not installed"),
         (Facts(**NEITHER, tpu_chips=4), "native", "torch_xla is not installed"),
-        # a TPU that is torch's own accelerator
+        # a TPU that is torch's accelerator (TorchTPU)
         (Facts(**NEITHER, **TORCHTPU), "torchtpu", "ACCELERATE_USE_CPU=1"),
         (Facts(**BOTH, **TORCHTPU, pjrt_device="TPU", switch="0"), "torchtpu", "torch's accelerator"),
         (Facts(**NEITHER, **TORCHTPU, asks_for_cpu=True), "native", "ACCELERATE_USE_CPU"),
         (Facts(**NEITHER, has_torch_tpu=True, tpu_chips=4), "native", "torch_tpu"),
         (Facts(**NEITHER, has_torch_tpu=True, accelerator="cuda"), "native", "no TPU is attached"),
-        # asked for
+        # requested by PJRT_DEVICE
         (Facts(**XLA_ONLY, pjrt_device="CPU"), "xla", "PJRT_DEVICE=CPU"),
         (Facts(**BOTH, pjrt_device="TPU", tpu_chips=4), "xla", "PJRT_DEVICE=TPU"),
         (Facts(**BOTH, misfit="of another version", tpu_chips=4), "native", "of another version"),
         (Facts(**NEITHER, pjrt_device="CPU"), "native", "PJRT_DEVICE=CPU is set, but torch_xla is not installed"),
-        # switched off, or not
+        # USE_TORCH_XLA
         (Facts(**BOTH, tpu_chips=4, switch="0"), "native", "USE_TORCH_XLA=0"),
         (Facts(**BOTH, pjrt_device="CPU", switch="false"), "native", "USE_TORCH_XLA=false"),
         (Facts(**BOTH, pjrt_device="CPU", switch="1"), "xla", "PJRT_DEVICE=CPU"),
         (Facts(**BOTH, switch="1"), "native", "no TPU is attached"),
     ],
 )
-def test_the_rule(facts: Facts, name: str, reason: str) -> None:
+def test_runtime_is_chosen_by_devices_and_environment(facts: Facts, name: str, reason: str) -> None:
     choice = choose(facts)
     assert choice.name == name and reason in choice.reason
 
 
 def run(code: str, *, transformers_first: bool = False, **environment: str) -> str:
-    """Return what a process prints whose environment names no device but by ``environment``.
+    """Return the output of a process with only the device variables in ``environment``.
 
     Args:
-        transformers_first: Import transformers before trl_tpu, as it is with torch_xla installed.
+        transformers_first: Import transformers before trl_tpu, with torch_xla installed.
     """
     plain = {name: value for name, value in os.environ.items() if name not in DEVICES}
     if not transformers_first:
-        return apart.cold("-c", code, environment=plain, **environment)
-    environment |= {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", apart.ONLY: "transformers.trainer"}
-    done = apart.python("-c", code, environment=plain | environment)
+        return subprocesses.run_without_server("-c", code, environment=plain, **environment)
+    environment |= {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", subprocesses.ONLY: "transformers.trainer"}
+    done = subprocesses.python("-c", code, environment=plain | environment)
     assert done.returncode == 0, done.stderr[-4000:]
     return done.stdout
 
@@ -81,8 +81,8 @@ assert transformers.utils.is_torch_xla_available() and accelerate.utils.is_torch
 
 
 @needs_torch_xla
-def test_other_libraries_choose_the_same() -> None:
-    """A device that torch_xla names by itself does not count. `tests/xla` runs with one that is asked for."""
+def test_other_libraries_choose_the_same_device() -> None:
+    """A device that torch_xla sets on its own is ignored. `tests/xla` runs with a requested device."""
     first = "import sys, trl_tpu; assert 'torch' not in sys.modules"
     assert run(f"{first}\n{SAY}").splitlines()[-1] == "native False"
     named = "import os; assert os.environ['PJRT_DEVICE'] == 'CPU'"
@@ -90,8 +90,8 @@ def test_other_libraries_choose_the_same() -> None:
 
 
 @needs_torch_xla
-def test_a_gpu_is_not_taken_away(tmp_path: Path) -> None:
-    """By installing torch_xla. There is no GPU here: torch only says that there is one."""
+def test_installed_torch_xla_leaves_a_gpu_in_use(tmp_path: Path) -> None:
+    """This machine has no GPU, so torch's functions are replaced to report one."""
     code = f"""
 import torch
 torch.cuda.is_available = torch.cuda.is_bf16_supported = lambda *_, **__: True
@@ -106,7 +106,7 @@ print(args.device, args.bf16, runtime.choice().name, runtime.current().topology(
 
 
 @needs_torch_xla
-def test_devices_that_were_started_before_are_an_error_with_the_fix() -> None:
+def test_devices_started_too_early_are_rejected_with_the_fix() -> None:
     code = """
 from transformers import TrainingArguments
 print(TrainingArguments("nowhere", report_to="none").device)
@@ -120,8 +120,8 @@ except RuntimeError as error:
     assert device == "xla:0" and "USE_TORCH_XLA=0" in error and "PJRT_DEVICE=CPU" in error
 
 
-def test_a_torch_xla_of_another_version_is_left_alone(tmp_path: Path) -> None:
-    """It fails to be imported, and transformers would import it wherever it is installed."""
+def test_torch_xla_of_another_version_is_not_imported(tmp_path: Path) -> None:
+    """Importing it fails, and transformers would import any installed torch_xla."""
     (tmp_path / "torch_xla.py").write_text("raise ImportError('undefined symbol')", encoding="utf-8")
     (tmp_path / "torch_xla-1.0.dist-info").mkdir()
     metadata = "Metadata-Version: 2.1\nName: torch_xla\nVersion: 1.0\n"

@@ -1,4 +1,4 @@
-"""Experts in static shapes equal transformers' own, in rewards and in every gradient."""
+"""Experts in static shapes equal transformers' experts, in rewards and in every gradient."""
 
 import pytest
 import torch
@@ -10,13 +10,13 @@ from trl_tpu.modeling.static_shapes import fit_to_device
 CONFIGS = {
     "Qwen3-MoE": Qwen3MoeConfig(**TINY, num_experts=6, num_experts_per_tok=2, moe_intermediate_size=12),
     "Mixtral": MixtralConfig(**TINY, num_local_experts=4, num_experts_per_tok=2),
-    # biases, and weights stored the other way round
+    # biases, and transposed weights
     "GPT-OSS": GptOssConfig(**TINY, num_local_experts=4, num_experts_per_tok=2),
 }
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_static_experts_equal_the_models_own(name: str) -> None:
+def test_static_experts_equal_transformers_experts(name: str) -> None:
     set_seed(0)
     model = AutoModelForSequenceClassification.from_config(CONFIGS[name], attn_implementation="eager").double()
     for parameter in model.parameters():

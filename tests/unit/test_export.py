@@ -1,4 +1,4 @@
-"""An exported model is the one in the checkpoint, in files as transformers writes them; refusals write nothing."""
+"""An exported model equals the checkpoint, in transformers' files. Rejected exports write nothing."""
 
 import copy
 import json
@@ -12,16 +12,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import apart
-import exports
+import checkpoints
 import fsspec
 import peft
 import pytest
+import subprocesses
 import tiny
 import torch
+from checkpoints import reseal
 from export_memory import make_checkpoint
 from safetensors.torch import load_file, save_file
-from saving import reseal
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -36,7 +36,7 @@ from trl_tpu.checkpoint.state_dict import trained_weights
 from trl_tpu.errors import UserError
 from trl_tpu.modeling.head_spec import write_old_names
 
-MODELS = {"llama": exports.llama, "experts": exports.experts, "tied": exports.tied}
+MODELS = {"llama": checkpoints.llama, "experts": checkpoints.experts, "tied": checkpoints.tied}
 
 
 def loaded(folder: Path) -> dict[str, torch.Tensor]:
@@ -45,43 +45,43 @@ def loaded(folder: Path) -> dict[str, torch.Tensor]:
     return model.state_dict()
 
 
-# ---- whole models
+# ---- full models
 
 
 @pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
-def test_a_sharded_state_becomes_transformers_files(make: Callable[[], PreTrainedModel], tmp_path: Path) -> None:
+def test_sharded_state_is_exported_as_transformers_files(make: Callable[[], PreTrainedModel], tmp_path: Path) -> None:
     model = make()
-    checkpoint = exports.checkpoint_of(model, tmp_path / "c")
+    checkpoint = checkpoints.checkpoint_of(model, tmp_path / "c")
     for size in ("5GB", "20KB"):
         out, reference = tmp_path / f"out-{size}", tmp_path / f"reference-{size}"
         export_checkpoint(checkpoint, out, max_shard_size=size)
         model.save_pretrained(reference, max_shard_size=size)
-        assert exports.same_weights(loaded(out), model.state_dict())
+        assert checkpoints.same_weights(loaded(out), model.state_dict())
         names = {path.name for path in reference.iterdir()}
         assert {path.name for path in out.iterdir()} == names | {"tokenizer_config.json"}
         for name in names - {"config.json"}:
             assert (out / name).read_bytes() == (reference / name).read_bytes(), name
     assert len(names) > 4, "shards, their index, and the config"
-    assert len(list(tmp_path.iterdir())) == 5, "nothing is left beside the outputs"
+    assert len(list(tmp_path.iterdir())) == 5, "only the outputs are left"
 
 
 @pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
 def test_weights_of_two_dtypes_keep_every_bit(make: Callable[[], PreTrainedModel], tmp_path: Path) -> None:
-    """They are written in the wider one, as ``from_pretrained`` reads models in one dtype."""
+    """Weights are written in the wider dtype, since ``from_pretrained`` reads a model in one dtype."""
     model = make().bfloat16()
     *_, last = model.parameters()
     last.data = torch.randn_like(last, dtype=torch.float32)
-    exports.checkpoint_of(model, tmp_path / "state")
+    checkpoints.checkpoint_of(model, tmp_path / "state")
     model.save_pretrained(tmp_path / "files")
     expected = {name: tensor.float() for name, tensor in model.state_dict().items()}
     for form in ("state", "files"):
         export_checkpoint(tmp_path / form, tmp_path / f"from_{form}")
-        assert exports.same_weights(loaded(tmp_path / f"from_{form}"), expected)
+        assert checkpoints.same_weights(loaded(tmp_path / f"from_{form}"), expected)
 
 
-def test_an_ordinary_checkpoint_in_shards_is_exported_in_another_dtype(tmp_path: Path) -> None:
-    """Shards may be numbered in six digits, as in some releases of very large models."""
-    model = exports.llama()
+def test_checkpoint_in_shards_is_exported_in_another_dtype(tmp_path: Path) -> None:
+    """Shards may be numbered with six digits, as in some releases of very large models."""
+    model = checkpoints.llama()
     model.save_pretrained(tmp_path / "c", max_shard_size="20KB")
     index = tmp_path / "c" / "model.safetensors.index.json"
     index.write_text(index.read_text().replace("-of-", "-of-0"))
@@ -91,14 +91,14 @@ def test_an_ordinary_checkpoint_in_shards_is_exported_in_another_dtype(tmp_path:
     words = [str(tmp_path / "c"), str(tmp_path / "out"), "--dtype", "bfloat16", "--max_shard_size", "1MB"]
     assert cli.main(["export", *words]) == 0
     expected = {name: tensor.bfloat16() for name, tensor in model.state_dict().items()}
-    assert exports.same_weights(load_file(tmp_path / "out" / "model.safetensors"), expected)
-    assert exports.same_weights(loaded(tmp_path / "out"), expected)  # the dtype comes from the config
+    assert checkpoints.same_weights(load_file(tmp_path / "out" / "model.safetensors"), expected)
+    assert checkpoints.same_weights(loaded(tmp_path / "out"), expected)  # the dtype comes from the config
     assert {path.name for path in (tmp_path / "out").iterdir()} == {"config.json", "model.safetensors"}
 
 
-def test_what_belongs_to_a_model_goes_along_and_nothing_else(tmp_path: Path) -> None:
+def test_only_files_of_the_model_are_exported(tmp_path: Path) -> None:
     folder, out = tmp_path / "c", tmp_path / "out"
-    exports.llama().save_pretrained(folder)
+    checkpoints.llama().save_pretrained(folder)
     config = json.loads((folder / "config.json").read_text()) | {"auto_map": {"AutoConfig": "own_config.Own"}}
     (folder / "config.json").write_text(json.dumps(config))
     classes = {"AutoTokenizer": ["own.Slow", None], "AutoProcessor": "user/other--theirs.Theirs"}
@@ -122,19 +122,19 @@ def test_what_belongs_to_a_model_goes_along_and_nothing_else(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("out", ["../out", "../link", "."])
-def test_a_folder_that_is_there_stays_and_is_filled(out: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a mount point has to, which cannot be replaced by a rename."""
-    model = exports.llama()
+def test_existing_output_folder_is_kept_and_filled(out: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rename cannot replace an output folder that is a mount point."""
+    model = checkpoints.llama()
     model.save_pretrained(tmp_path / "c")
     (folder := tmp_path / "out").mkdir()
-    (folder / "_unfinished" / "model").mkdir(parents=True)  # of an export that was killed
+    (folder / "_unfinished" / "model").mkdir(parents=True)  # left by a killed export
     (tmp_path / "link").symlink_to(folder)
     monkeypatch.chdir(folder)
     before = folder.stat().st_ino
     export_checkpoint(tmp_path / "c", Path(out))
     assert folder.stat().st_ino == before and (tmp_path / "link").is_symlink()
     assert {path.name for path in folder.iterdir()} == {"config.json", "model.safetensors"}
-    assert exports.same_weights(loaded(folder), model.state_dict())
+    assert checkpoints.same_weights(loaded(folder), model.state_dict())
 
 
 # ---- configs for transformers 4
@@ -157,10 +157,10 @@ OLD_ROPE: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("family", "settings", "old"), OLD_ROPE)
-def test_a_config_has_transformers_4s_names_of_rotary_positions(
+def test_config_has_transformers_4_names_for_rope(
     family: str, settings: dict[str, Any], old: dict[str, Any], tmp_path: Path
 ) -> None:
-    """Beside those of transformers 5, which reads the same as before."""
+    """The names of transformers 5 are kept, and it reads the same values."""
     config: Any = AutoConfig.for_model(family, **copy.deepcopy(settings))
     config.save_pretrained(tmp_path)
     write_old_names(tmp_path)
@@ -171,7 +171,7 @@ def test_a_config_has_transformers_4s_names_of_rotary_positions(
     assert written["rope_parameters"] == config.rope_parameters == again.rope_parameters
 
 
-def test_a_saved_tokenizer_has_names_that_transformers_4_reads(tmp_path: Path) -> None:
+def test_saved_tokenizer_has_names_that_transformers_4_reads(tmp_path: Path) -> None:
     tokenizer = tiny.tiny_tokenizer(["some text"])
     tokenizer.add_special_tokens({"additional_special_tokens": ["<one>", "<two>"]})
     tokenizer.save_pretrained(tmp_path)
@@ -186,31 +186,31 @@ def test_a_saved_tokenizer_has_names_that_transformers_4_reads(tmp_path: Path) -
     for kept in ({"tokenizer_class": "Qwen2Tokenizer"}, {"auto_map": {"AutoTokenizer": ["o.O", None]}}):
         (tmp_path / "tokenizer_config.json").write_text(json.dumps(kept))
         write_old_names(tmp_path)
-        assert json.loads((tmp_path / "tokenizer_config.json").read_text()) == kept, "a class of a model's own"
+        assert json.loads((tmp_path / "tokenizer_config.json").read_text()) == kept, "a custom class of the model"
 
 
 # ---- URLs
 
 
-def test_a_checkpoint_at_a_url_is_exported_and_leaves_no_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checkpoint_at_a_url_is_exported_and_leaves_no_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     temporary = tmp_path / "tmp"
     temporary.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(temporary))
-    model = exports.llama()
-    exports.checkpoint_of(model, tmp_path / "c")
+    model = checkpoints.llama()
+    checkpoints.checkpoint_of(model, tmp_path / "c")
     fsspec.filesystem("memory").put(f"{tmp_path}/c/", "/exported/model/model/", recursive=True)
     for number, url in enumerate(("memory://exported/model/model/", f"file://{tmp_path}/c")):
         out = tmp_path / f"out{number}"
         assert cli.main(["export", url, str(out)]) == 0
-        assert exports.same_weights(loaded(out), model.state_dict())
+        assert checkpoints.same_weights(loaded(out), model.state_dict())
     assert not list(temporary.iterdir())
 
 
 @pytest.mark.parametrize("url", ["ftp://127.0.0.1:1/a", "memory://exported/nothing", "nosuch://exported"])
-def test_unusable_urls_are_named(url: str, refused: Callable[..., str]) -> None:
-    """Files of a URL that would be written outside its copy are refused in `test_checkpointer.py`."""
+def test_unusable_urls_are_named(url: str, error_of: Callable[..., str]) -> None:
+    """`test_checkpointer.py` tests file names that would be written outside the download folder."""
     for words in ((url, "out"), ("c", url)):
-        assert url in refused("export", *words)
+        assert url in error_of("export", *words)
 
 
 # ---- memory
@@ -220,10 +220,10 @@ OTHER_WAYS = ("state bfloat16", "files", "files bfloat16", "merged")
 
 
 @pytest.mark.parametrize("way", ["state", *(pytest.param(way, marks=pytest.mark.long) for way in OTHER_WAYS)])
-def test_the_host_holds_the_model_once(way: str, tmp_path: Path) -> None:
-    """In memory of its own: pages of files that are mapped go when the system needs them."""
+def test_export_holds_the_model_at_most_once(way: str, tmp_path: Path) -> None:
+    """Only allocated memory counts: the system can drop pages of mapped files."""
     make_checkpoint(tmp_path, way.split()[0])
-    process = apart.run("export_memory.py", str(tmp_path), *way.split(), USE_TORCH_XLA="0")
+    process = subprocesses.run("export_memory.py", str(tmp_path), *way.split(), USE_TORCH_XLA="0")
     assert process.returncode == 0, process.stderr[-4000:]
     measured = json.loads((tmp_path / "measured.json").read_text())
     largest, total = max(measured["files"]), sum(measured["files"])
@@ -241,18 +241,18 @@ export.export_checkpoint(*sys.argv[1:])
 """
 
 
-def test_a_killed_export_leaves_no_folder_and_the_next_one_succeeds(tmp_path: Path) -> None:
-    """`tests/xla8/test_export.py` exports without torch_xla."""
-    model = exports.llama()
-    checkpoint, out = exports.checkpoint_of(model, tmp_path / "c"), tmp_path / "out"
-    apart.run("-c", KILLED, str(checkpoint), str(out), status=-signal.SIGKILL)
+def test_killed_export_leaves_no_folder_and_can_be_repeated(tmp_path: Path) -> None:
+    """`tests/xla8/test_export.py` tests exports without torch_xla."""
+    model = checkpoints.llama()
+    checkpoint, out = checkpoints.checkpoint_of(model, tmp_path / "c"), tmp_path / "out"
+    subprocesses.run("-c", KILLED, str(checkpoint), str(out), status=-signal.SIGKILL)
     assert not out.exists() and (tmp_path / "_unfinished" / "out").is_dir()
     export_checkpoint(checkpoint, out)
-    assert exports.same_weights(loaded(out), model.state_dict())
+    assert checkpoints.same_weights(loaded(out), model.state_dict())
     assert not (tmp_path / "_unfinished").exists()
 
 
-# ---- refusals
+# ---- rejected exports
 
 
 class Hostile:
@@ -267,29 +267,29 @@ def _pickled(folder: Path) -> None:
         (folder / name).write_bytes(pickle.dumps(Hostile()))
 
 
-def _torn(folder: Path) -> None:
+def _truncated(folder: Path) -> None:
     reseal(folder)
     with (folder / "model.safetensors").open("r+b") as file:
         file.truncate(1000)
 
 
-def _headless(folder: Path) -> None:
-    """What ``save_pretrained`` of a causal language model writes."""
+def _without_head(folder: Path) -> None:
+    """Write a checkpoint with the head of a causal language model."""
     file = folder / "model.safetensors"
     backbone = {name: tensor for name, tensor in load_file(file).items() if "score" not in name}
     save_file(backbone, file, {"format": "pt"})
 
 
-def _headless_state(folder: Path) -> None:
-    _headless(folder)
-    exports.write_state(folder / "state", load_file(folder / "model.safetensors"))
+def _state_without_head(folder: Path) -> None:
+    _without_head(folder)
+    checkpoints.write_state(folder / "state", load_file(folder / "model.safetensors"))
     (folder / "model.safetensors").unlink()
 
 
 def _part_missing(folder: Path) -> list[str]:
-    """Of a state without a manifest, such as a copy that was broken off."""
+    """Remove a file of a state without a manifest, as in an interrupted copy."""
     (folder / "model.safetensors").unlink()
-    exports.write_state(folder / "state", exports.llama().state_dict())
+    checkpoints.write_state(folder / "state", checkpoints.llama().state_dict())
     (folder / "state" / "host-00000-device-000.safetensors").unlink()
     return ["--dtype", "bfloat16"]
 
@@ -300,7 +300,7 @@ def _existing(folder: Path) -> None:
 
 
 def _linked(name: str, folder: Path) -> None:
-    """A file of the user's under a name of the model's."""
+    """Link a user's file under the name of a model file."""
     (folder.parent / "secret").write_text("{}")
     (folder / name).unlink(missing_ok=True)
     (folder / name).symlink_to(folder.parent / "secret")
@@ -315,10 +315,10 @@ REFUSED: list[tuple[Callable[[Path], list[str] | None], str]] = [
     (lambda folder: ["--merge"], "adapter_config.json.*--merge"),
     (_existing, "out exists"),
     (_pickled, "safetensors"),
-    (_torn, "damaged: model.safetensors"),
+    (_truncated, "damaged: model.safetensors"),
     (_part_missing, "lacks shards of the weight model"),
-    (_headless_state, "model.score.weight"),
-    (_headless, "score.weight"),
+    (_state_without_head, "model.score.weight"),
+    (_without_head, "score.weight"),
     (partial(_linked, "tokenizer.json"), "c/tokenizer.json"),
     (partial(_linked, "model.safetensors"), "c/model.safetensors"),
     (partial(_linked, "adapter_config.json"), "c/adapter_config.json"),
@@ -327,39 +327,39 @@ REFUSED: list[tuple[Callable[[Path], list[str] | None], str]] = [
 
 
 @pytest.mark.parametrize(("spoil", "name"), REFUSED)
-def test_bad_checkpoints_are_refused(spoil: Any, name: str, tmp_path: Path, refused: Callable[..., str]) -> None:
-    """A case may return more words for the command."""
-    exports.llama().save_pretrained(tmp_path / "c")
+def test_bad_checkpoints_are_rejected(spoil: Any, name: str, tmp_path: Path, error_of: Callable[..., str]) -> None:
+    """A case may return additional words for the command."""
+    checkpoints.llama().save_pretrained(tmp_path / "c")
     words = spoil(tmp_path / "c") or []
     before = sorted(tmp_path.rglob("*"))
-    assert re.search(name, refused("export", tmp_path / "c", tmp_path / "out", *words))
+    assert re.search(name, error_of("export", tmp_path / "c", tmp_path / "out", *words))
     assert sorted(tmp_path.rglob("*")) == before
 
 
-# ---- adapters: as peft saves them, and merged into their base
+# ---- adapters: as saved by peft, and merged into their base
 
 LORA: dict[str, Any] = {"task_type": "SEQ_CLS", "r": 4, "init_lora_weights": False}
 KINDS: dict[str, tuple[Callable[[], PreTrainedModel], peft.PeftConfig]] = {
-    "lora": (exports.llama, peft.LoraConfig(target_modules="all-linear", **LORA)),
+    "lora": (checkpoints.llama, peft.LoraConfig(target_modules="all-linear", **LORA)),
     "rslora, biases": (
-        lambda: exports.llama(attention_bias=True),
+        lambda: checkpoints.llama(attention_bias=True),
         peft.LoraConfig(target_modules=["q_proj"], use_rslora=True, bias="all", alpha_pattern={"0.*": 3}, **LORA),
     ),
-    "dora": (exports.llama, peft.LoraConfig(target_modules=["q_proj", "up_proj"], use_dora=True, **LORA)),
-    "embeddings": (exports.llama, peft.LoraConfig(target_modules=["embed_tokens", "v_proj"], **LORA)),
-    "added tokens": (exports.llama, peft.LoraConfig(trainable_token_indices={"embed_tokens": [3, 60]}, **LORA)),
-    "modules to save": (exports.llama, peft.LoraConfig(modules_to_save=["score", "norm", "embed_tokens"], **LORA)),
+    "dora": (checkpoints.llama, peft.LoraConfig(target_modules=["q_proj", "up_proj"], use_dora=True, **LORA)),
+    "embeddings": (checkpoints.llama, peft.LoraConfig(target_modules=["embed_tokens", "v_proj"], **LORA)),
+    "added tokens": (checkpoints.llama, peft.LoraConfig(trainable_token_indices={"embed_tokens": [3, 60]}, **LORA)),
+    "modules to save": (checkpoints.llama, peft.LoraConfig(modules_to_save=["score", "norm", "embed_tokens"], **LORA)),
     "experts": (
-        exports.experts,
+        checkpoints.experts,
         peft.LoraConfig(target_parameters=["experts.gate_up_proj", "experts.down_proj"], **(LORA | {"r": 1})),
     ),
-    "ia3": (exports.llama, peft.IA3Config(task_type="SEQ_CLS", init_ia3_weights=False)),
+    "ia3": (checkpoints.llama, peft.IA3Config(task_type="SEQ_CLS", init_ia3_weights=False)),
 }  # fmt: skip
 QUERIES = LORA | {"target_modules": ["q_proj"]}
 
 
 def adapted(base: PreTrainedModel, config: peft.PeftConfig, folder: Path) -> Any:
-    """Random adapters on a base that is saved in a folder, read in float32."""
+    """Return random adapters on a base model saved in a folder and read in float32."""
     base.save_pretrained(folder)
     read = AutoModelForSequenceClassification.from_pretrained(folder, num_labels=1, dtype=torch.float32)
     result = peft.get_peft_model(read, config)
@@ -370,15 +370,15 @@ def adapted(base: PreTrainedModel, config: peft.PeftConfig, folder: Path) -> Any
 
 
 def state_checkpoint(model: Any, folder: Path) -> Path:
-    """A checkpoint of several hosts: the adapters are in its state alone."""
+    """Write a checkpoint of several hosts, with the adapters only in its state."""
     model.peft_config["default"].save_pretrained(folder)
-    exports.write_state(folder / "state", trained_weights(model))
+    checkpoints.write_state(folder / "state", trained_weights(model))
     return folder
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_adapters_are_written_as_peft_does_and_merged_as_peft_does(kind: str, tmp_path: Path) -> None:
-    """The base is a language model's checkpoint, without a reward head."""
+def test_adapters_are_written_and_merged_as_by_peft(kind: str, tmp_path: Path) -> None:
+    """The base is a language model without a reward head."""
     make, config = KINDS[kind]
     model = adapted(make(), config, tmp_path / "base")
     AutoModelForCausalLM.from_pretrained(tmp_path / "base").save_pretrained(tmp_path / "base")
@@ -387,9 +387,9 @@ def test_adapters_are_written_as_peft_does_and_merged_as_peft_does(kind: str, tm
     expected = load_file(saved / "adapter_model.safetensors")
     for source, out in ((checkpoint, tmp_path / "from_state"), (saved, tmp_path / "from_files")):
         export_checkpoint(source, out)
-        assert exports.same_weights(load_file(out / "adapter_model.safetensors"), expected)
+        assert checkpoints.same_weights(load_file(out / "adapter_model.safetensors"), expected)
         again = peft.AutoPeftModelForSequenceClassification.from_pretrained(out, num_labels=1)
-        assert exports.same_weights(peft.get_peft_model_state_dict(again), peft.get_peft_model_state_dict(model))
+        assert checkpoints.same_weights(peft.get_peft_model_state_dict(again), peft.get_peft_model_state_dict(model))
 
     for source, out in ((checkpoint, tmp_path / "merged_state"), (saved, tmp_path / "merged_files")):
         export_checkpoint(source, out, merge=True, max_shard_size="20KB")
@@ -397,26 +397,26 @@ def test_adapters_are_written_as_peft_does_and_merged_as_peft_does(kind: str, tm
     model.merge_and_unload().save_pretrained(tmp_path / "merged")
     reference = AutoModelForSequenceClassification.from_pretrained(tmp_path / "merged", num_labels=1)
     for out in (tmp_path / "merged_state", tmp_path / "merged_files"):
-        # the same float32 operations
-        assert exports.same_weights(loaded(out), reference.state_dict())
+        # peft does the same float32 operations
+        assert checkpoints.same_weights(loaded(out), reference.state_dict())
 
 
-def test_a_bfloat16_base_is_merged_in_float32_and_rounded_once(tmp_path: Path) -> None:
-    model = adapted(exports.llama().bfloat16(), peft.LoraConfig(**QUERIES), tmp_path / "base")
+def test_bfloat16_base_is_merged_in_float32_and_rounded_once(tmp_path: Path) -> None:
+    model = adapted(checkpoints.llama().bfloat16(), peft.LoraConfig(**QUERIES), tmp_path / "base")
     checkpoint = state_checkpoint(model, tmp_path / "c")
     export_checkpoint(checkpoint, tmp_path / "rounded", merge=True)
     export_checkpoint(checkpoint, tmp_path / "exact", merge=True, dtype=torch.float32)
     expected = model.merge_and_unload().state_dict()
-    assert exports.same_weights(load_file(tmp_path / "exact" / "model.safetensors"), expected)
+    assert checkpoints.same_weights(load_file(tmp_path / "exact" / "model.safetensors"), expected)
     rounded = {name: tensor.bfloat16() for name, tensor in expected.items()}
-    assert exports.same_weights(load_file(tmp_path / "rounded" / "model.safetensors"), rounded)
+    assert checkpoints.same_weights(load_file(tmp_path / "rounded" / "model.safetensors"), rounded)
 
 
-def test_a_head_that_is_nowhere_and_another_base_are_refused(tmp_path: Path) -> None:
-    exports.llama(hidden_size=16).save_pretrained(tmp_path / "narrow")
+def test_missing_head_and_wrong_base_are_rejected(tmp_path: Path) -> None:
+    checkpoints.llama(hidden_size=16).save_pretrained(tmp_path / "narrow")
     model = adapted(
-        exports.llama(), peft.LoraConfig(r=2), tmp_path / "base"
-    )  # no task type: the head is frozen, and not saved
+        checkpoints.llama(), peft.LoraConfig(r=2), tmp_path / "base"
+    )  # without a task type the head is frozen and not saved
     checkpoint = state_checkpoint(model, tmp_path / "c")
     AutoModelForCausalLM.from_pretrained(tmp_path / "base").save_pretrained(tmp_path / "base")
     with pytest.raises(ValueError, match="score.weight"):
@@ -426,11 +426,11 @@ def test_a_head_that_is_nowhere_and_another_base_are_refused(tmp_path: Path) -> 
     assert not (tmp_path / "out").exists()
 
 
-def test_a_value_that_float16_cannot_hold_is_refused(tmp_path: Path) -> None:
-    """In adapters, and in what comes of merging them."""
-    model = adapted(exports.llama(), peft.LoraConfig(**QUERIES), tmp_path / "base")
+def test_value_beyond_float16_is_rejected(tmp_path: Path) -> None:
+    """The value is in the adapters, or results from merging them."""
+    model = adapted(checkpoints.llama(), peft.LoraConfig(**QUERIES), tmp_path / "base")
     for parameter in model.parameters():
-        parameter.data.fill_(300)  # the product of two is beyond float16
+        parameter.data.fill_(300)  # the product of two such weights exceeds float16
     checkpoint = state_checkpoint(model, tmp_path / "c")
     export_checkpoint(checkpoint, tmp_path / "adapters", dtype=torch.float16)
     with pytest.raises(UserError, match="q_proj.weight.*--dtype"):

@@ -1,4 +1,4 @@
-"""The data functions give what TRL 1.16's give, but where TRL's are wrong."""
+"""The data functions return the same as TRL 1.16's, except where TRL's are wrong."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ import torch
 import trl.data_utils as reference
 from hypothesis import given
 from hypothesis import strategies as st
-from preference_forms import TEMPLATE, TOOLS, assistant, rows_of_every_form, tiny_tokenizer, user
+from preference_rows import TEMPLATE, TOOLS, assistant, rows_of_every_format, tiny_tokenizer, user
 from trl.trainer.utils import pad as reference_pad
 from trl.trainer.utils import remove_none_values as reference_remove_none_values
 
@@ -15,7 +15,7 @@ from trl_tpu import data_utils
 from trl_tpu.data import chat_templates, formats
 from trl_tpu.trainer.utils import pad
 
-FORMS = rows_of_every_form()
+FORMS = rows_of_every_format()
 EXAMPLES: list[dict[str, Any]] = [
     {"messages": [user("Hi"), assistant("Yes?")]},
     {"prompt": [user("Hi")]},
@@ -32,7 +32,7 @@ EXAMPLES: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("example", EXAMPLES)
 @pytest.mark.parametrize("tools", [None, [], TOOLS])
-def test_chat_templates_render_as_trls(example: dict[str, Any], tools: Any) -> None:
+def test_chat_templates_render_as_in_trl(example: dict[str, Any], tools: Any) -> None:
     ours, theirs = (
         each.maybe_apply_chat_template(example, tiny_tokenizer(), tools) for each in (chat_templates, reference)
     )
@@ -45,7 +45,7 @@ def test_template_arguments_reach_the_template() -> None:
     assert rendered == {"prompt": "LOUD HEY\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"}
 
 
-def test_parts_of_text_are_rendered_as_the_text() -> None:
+def test_text_parts_render_as_plain_text() -> None:
     parts = {"role": "user", "content": [{"type": "text", "text": "H"}, {"type": "text", "text": "i"}]}
     for form in ("messages", "prompt"):
         render = chat_templates.conversations_formatting_function(tiny_tokenizer(), form)
@@ -53,7 +53,7 @@ def test_parts_of_text_are_rendered_as_the_text() -> None:
             assert how({form: [parts]}) == how({form: [user("Hi")]})
 
 
-def test_a_generation_prompt_that_the_dialogue_lacks_is_no_part_of_the_prompt() -> None:
+def test_absent_generation_prompt_is_not_part_of_the_prompt() -> None:
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = TEMPLATE.replace("assistant\n{% endif %}", "assistant\n<think>{% endif %}")
     row = {"prompt": [user("Hi")], "chosen": [assistant("Yes")], "rejected": [assistant("No")]}
@@ -70,7 +70,7 @@ def test_a_generation_prompt_that_the_dialogue_lacks_is_no_part_of_the_prompt() 
         ({"prompt": [{"role": "system", "content": "Hi"}]}, ValueError),
     ],
 )
-def test_errors_are_trls(example: dict[str, Any], error: type[Exception]) -> None:
+def test_errors_equal_trls(example: dict[str, Any], error: type[Exception]) -> None:
     for module in (chat_templates, reference):
         with pytest.raises(error, match="Invalid"):
             module.apply_chat_template(example, tiny_tokenizer())
@@ -91,11 +91,11 @@ def test_none_values_are_removed_as_in_trl(example: Any) -> None:
 
 
 @pytest.mark.parametrize("example", [each for each in EXAMPLES if {"chosen", "rejected"} <= set(each)])
-def test_prompts_are_extracted_as_trl_does(example: dict[str, Any]) -> None:
+def test_prompts_are_extracted_as_in_trl(example: dict[str, Any]) -> None:
     assert data_utils.maybe_extract_prompt(dict(example)) == reference.maybe_extract_prompt(dict(example))
 
 
 @pytest.mark.parametrize(("side", "multiple"), [("right", None), ("left", 4)])
-def test_tensors_are_padded_as_trl_does(side: str, multiple: int | None) -> None:
+def test_tensors_are_padded_as_in_trl(side: str, multiple: int | None) -> None:
     tensors = [torch.tensor([1, 2, 3]), torch.tensor([4]), torch.tensor([5, 6, 7, 8, 9])]
     assert torch.equal(pad(tensors, 9, side, multiple), reference_pad(tensors, 9, side, multiple))

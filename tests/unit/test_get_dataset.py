@@ -1,4 +1,4 @@
-"""Datasets load by Hub id, folder, file or synthetic name, alone or mixed, and broken ones say where."""
+"""Datasets load by Hub id, folder, file or synthetic name, alone or mixed, and errors name the broken line."""
 
 import gzip
 import math
@@ -8,7 +8,7 @@ from typing import Any
 import datasets
 import pytest
 import trl
-from scored_files import write as jsonl
+from preference_rows import write_jsonl
 
 from trl_tpu.scripts import utils
 from trl_tpu.scripts.utils import DatasetConfig, DatasetMixtureConfig, ScriptArguments, get_dataset, load_named_dataset
@@ -22,7 +22,7 @@ def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def folder(tmp_path: Path, name: str, size: int) -> Path:
-    jsonl(tmp_path / name / "train.jsonl", [{"prompt": f"{name}{i}", "index": i} for i in range(size)])
+    write_jsonl(tmp_path / name / "train.jsonl", [{"prompt": f"{name}{i}", "index": i} for i in range(size)])
     return tmp_path / name
 
 
@@ -40,18 +40,18 @@ def write(path: Path) -> None:
     "name", ["d.jsonl", "d.json", "array.json", "d.parquet", "d.csv", "d.tsv", "d.jsonl.gz", "D.JSONL"]
 )
 @pytest.mark.parametrize("streaming", [False, True])
-def test_one_local_file_is_a_dataset_with_the_split_train(name: str, streaming: bool, tmp_path: Path) -> None:
+def test_local_file_is_a_dataset_with_a_train_split(name: str, streaming: bool, tmp_path: Path) -> None:
     write(tmp_path / name)
     splits = load_named_dataset(ScriptArguments(dataset_name=str(tmp_path / name), dataset_streaming=streaming))
     assert list(splits) == ["train"] and list(splits["train"]) == ROWS
-    assert list(utils.open_rows(str(tmp_path / name))[0]) == ROWS  # as `score` reads
+    assert list(utils.open_rows(str(tmp_path / name))[0]) == ROWS  # the reader of `score`
     mixture = DatasetMixtureConfig([DatasetConfig(str(tmp_path / name), columns=["chosen"])], streaming=streaming)
     assert list(get_dataset(mixture)["train"]) == [{"chosen": row["chosen"]} for row in ROWS]
 
 
-def test_a_folder_of_files_keeps_its_splits(tmp_path: Path) -> None:
-    jsonl(tmp_path / "data" / "train.jsonl", ROWS[:7])
-    jsonl(tmp_path / "data" / "test.jsonl", ROWS[7:])
+def test_folder_of_files_keeps_its_splits(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "data" / "train.jsonl", ROWS[:7])
+    write_jsonl(tmp_path / "data" / "test.jsonl", ROWS[7:])
     splits = load_named_dataset(ScriptArguments(dataset_name=str(tmp_path / "data")))
     assert {name: rows.to_list() for name, rows in splits.items()} == {"train": ROWS[:7], "test": ROWS[7:]}
     with pytest.raises(ValueError, match="'dev'.*'(train|test)', '(train|test)'"):
@@ -59,11 +59,11 @@ def test_a_folder_of_files_keeps_its_splits(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("streaming", [False, True])
-def test_names_of_files_are_no_patterns(streaming: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_file_names_are_not_patterns(streaming: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     base = tmp_path / "br[1]"
     for name, row in {"a[1].jsonl": 0, "a1.jsonl": 1, "b*.json": 2, "b1.json": 3, "sub/c[1].json": 4}.items():
-        jsonl(base / name, [ROWS[row]])
-    jsonl(tmp_path / "br1" / "a1.jsonl", [ROWS[9]])
+        write_jsonl(base / name, [ROWS[row]])
+    write_jsonl(tmp_path / "br1" / "a1.jsonl", [ROWS[9]])
     monkeypatch.chdir(base)
     asked: list[tuple[dict[str, Any], list[int]]] = [
         ({"path": "a[1].jsonl"}, [0]),
@@ -77,13 +77,13 @@ def test_names_of_files_are_no_patterns(streaming: bool, tmp_path: Path, monkeyp
     for settings, rows in asked:
         mixture = DatasetMixtureConfig([DatasetConfig(**settings)], streaming=streaming)
         assert list(get_dataset(mixture)["train"]) == [ROWS[row] for row in rows], settings
-    coming, _ = utils.open_rows("b*.json")  # as `score` reads
+    coming, _ = utils.open_rows("b*.json")  # the reader of `score`
     assert list(coming) == [ROWS[2]]
 
 
-def test_a_slice_of_a_file_and_a_broken_line_of_a_compressed_one(tmp_path: Path) -> None:
-    """Other broken files are in the table of `test_bad_input.py`."""
-    path = jsonl(tmp_path / "d.jsonl", ROWS)
+def test_file_slices_work_and_broken_compressed_lines_are_named(tmp_path: Path) -> None:
+    """More broken files are in the table of `test_bad_input.py`."""
+    path = write_jsonl(tmp_path / "d.jsonl", ROWS)
     mixture = DatasetMixtureConfig([DatasetConfig(str(path), split="train[:30%]")])
     assert get_dataset(mixture)["train"].to_list() == ROWS[:3]
     (tmp_path / "d.jsonl.gz").write_bytes(gzip.compress(path.read_bytes() + b"oops\n"))
@@ -92,7 +92,7 @@ def test_a_slice_of_a_file_and_a_broken_line_of_a_compressed_one(tmp_path: Path)
 
 
 @pytest.mark.parametrize("fractions", [(None, None, None), (0.75, 0.25, 0.5), (0.1, 0.05, 0.7), (3, 2, 1)])
-def test_a_mixture_has_trls_rows_in_trls_order(fractions: tuple[float | None, ...], tmp_path: Path) -> None:
+def test_mixture_has_trls_rows_in_trls_order(fractions: tuple[float | None, ...], tmp_path: Path) -> None:
     folders = [folder(tmp_path, name, size) for name, size in (("a", 13), ("b", 40), ("c", 7))]
     parts = [{"path": str(f), "fraction": fraction} for f, fraction in zip(folders, fractions, strict=True)]
     ours = get_dataset(DatasetMixtureConfig(datasets=list(parts)))
@@ -102,8 +102,8 @@ def test_a_mixture_has_trls_rows_in_trls_order(fractions: tuple[float | None, ..
 
 
 @pytest.mark.parametrize(("size", "rows"), [(2, 2), (2.0, 2), (0.25, 3)])
-def test_the_held_out_rows_are_the_same_on_every_run(size: float, rows: int, tmp_path: Path) -> None:
-    mixture = DatasetMixtureConfig([DatasetConfig(str(jsonl(tmp_path / "d.jsonl", ROWS)))], test_split_size=size)
+def test_held_out_rows_are_the_same_in_every_run(size: float, rows: int, tmp_path: Path) -> None:
+    mixture = DatasetMixtureConfig([DatasetConfig(str(write_jsonl(tmp_path / "d.jsonl", ROWS)))], test_split_size=size)
     first, second = get_dataset(mixture), get_dataset(mixture)
     assert (len(first["train"]), len(first["test"])) == (10 - rows, rows)
     assert first["test"].to_list() == second["test"].to_list()

@@ -1,8 +1,8 @@
-"""What README and the guides show is so: their commands and snippets run, on tiny models that stand in for large ones.
+"""Commands and snippets of the README and the guides run, with tiny models in place of large ones.
 
-Blocks of a page run in order, in a folder that looks like a checkout. Shell runs in a real shell, in which ``trl-tpu``
-is handed to this process, so that nothing heavy is imported anew; ``python``, and ``trl-tpu`` with PJRT_DEVICE set,
-run in forks. What cannot run here is marked ``no-run``, and its flags are read by the commands' own parsers.
+Blocks of a page run in order, in a folder that resembles a checkout. Shell blocks run in a real shell, which passes
+``trl-tpu`` to this process to avoid slow imports; ``python``, and ``trl-tpu`` with PJRT_DEVICE set, run in forks.
+Blocks that cannot run here are marked ``no-run``, and the commands' parsers check their flags.
 """
 
 import ast
@@ -23,11 +23,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
-import apart
 import model_families
 import pytest
+import subprocesses
 import yaml
-from places import EXAMPLES, ROOT
+from environment import EXAMPLES, ROOT
 from recent_families import DECODERS, HYBRIDS, WITH_CLASS
 from transformers import AutoConfig, AutoModelForSequenceClassification
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -49,11 +49,11 @@ MAKE_PARSER: dict[str, Any] = {
 }
 MAKE_PARSER["prm"] = partial(reward.make_parser, config=PRMConfig)
 FLAGS = {option for make in MAKE_PARSER.values() for each in make()._actions for option in each.option_strings}
-#: Pages for the first hour, whose blocks of Python need no block before them.
+#: Introductory pages. Each of their Python blocks runs on its own.
 ON_THEIR_OWN = ("README.md", "examples/guides/first_reward_model.md")
 NAMES = [page.relative_to(ROOT).as_posix() for page in PAGES]
 
-# asks this process over two inherited pipes, and shows what the command said
+# sends the command to this process over two inherited pipes and prints the reply
 ASKS = """#!/bin/bash
 printf '%s\\x1f' "${0##*/}" "$PJRT_DEVICE" "$CPU_NUM_DEVICES" "$@" >&"$ASK"
 printf '\\n' >&"$ASK"
@@ -68,7 +68,7 @@ PROGRAMS = {
 }
 
 
-# ---- pages: their blocks, commands and the messages that they quote
+# ---- pages: blocks, commands and quoted messages
 
 
 class Block(NamedTuple):
@@ -76,8 +76,8 @@ class Block(NamedTuple):
 
     Args:
         language: The first word of its fence.
-        runs: Whether it is to run here; the others have ``no-run`` in the fence, and say why in their first line.
-        line: Where in the page its text begins.
+        runs: Whether the block runs here. Others have ``no-run`` in the fence and give the reason in their first line.
+        line: Line of the page where its text begins.
     """
 
     language: str
@@ -87,7 +87,7 @@ class Block(NamedTuple):
 
 
 def blocks(page: Path) -> list[Block]:
-    """The fenced blocks of a page, in order."""
+    """Return the fenced blocks of a page, in order."""
     text = page.read_text(encoding="utf-8")
     return [
         Block(match[1], match[2] is None, match[3], text.count("\n", 0, match.start(3)) + 1)
@@ -96,12 +96,12 @@ def blocks(page: Path) -> list[Block]:
 
 
 def prose(page: Path) -> str:
-    """A page without its blocks."""
+    """Return a page without its blocks."""
     return BLOCK.sub("", page.read_text(encoding="utf-8"))
 
 
 def commands(block: Block) -> Iterator[list[str]]:
-    """The words after each ``trl-tpu`` of a block of shell or YAML, also where a command is quoted within another."""
+    """Return the words after each ``trl-tpu`` in a block of shell or YAML, also in commands quoted within commands."""
     if block.language == "yaml":
         yield from listed(yaml.safe_load(block.text))
         return
@@ -128,8 +128,8 @@ def listed(value: Any) -> Iterator[list[str]]:
             yield from listed(part)
 
 
-def said_in(package: Path) -> list[str]:
-    """Every text in the source of a package, with "..." where a value goes."""
+def texts_in_source(package: Path) -> list[str]:
+    """Return every text in the source of a package, with "..." in place of values."""
     texts = []
     for path in package.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -143,15 +143,15 @@ def said_in(package: Path) -> list[str]:
 
 
 def quoted(text: str) -> list[str]:
-    """The code spans of a line, of one backtick or of two."""
+    """Return the code spans of a line, in single or double backticks."""
     return [(two or one).strip() for two, one in re.findall(r"``(.+?)``|`([^`]+)`", text)]
 
 
-# ---- in a folder
+# ---- execution in a folder
 
 
 def checkout(folder: Path) -> Path:
-    """A folder with the repository's own files, and small things under the names of large ones."""
+    """Create a folder with the repository's files, and tiny models and datasets under the names of large ones."""
     for name in ("examples", "Makefile", "setup.cfg"):
         (folder / name).symlink_to(ROOT / name)
     language_model = folder / "Qwen" / "Qwen2.5-0.5B-Instruct"
@@ -172,16 +172,16 @@ def checkout(folder: Path) -> Path:
     return folder
 
 
-def called(program: str, device: str, devices: str, *words: str) -> tuple[int, str]:
-    """The status of a command, which takes two steps where it does not say how many, and its output."""
+def run_command(program: str, device: str, devices: str, *words: str) -> tuple[int, str]:
+    """Return the status and output of a command, limited to two steps unless it sets their number."""
     if device or program == "python":
         chosen = {"USE_TORCH_XLA": "1", "PJRT_DEVICE": device, "CPU_NUM_DEVICES": devices} if device else {}
         words = words if program == "python" else ("-m", "trl_tpu.cli", *words)
         environment = os.environ | {"PYTHONPATH": str(ROOT)} | chosen
-        process = apart.python(*words, environment=environment, folder=Path.cwd())
+        process = subprocesses.python(*words, environment=environment, folder=Path.cwd())
         sys.stderr.write(process.stderr)
         return process.returncode, process.stdout
-    if words[0] == "plan":  # it compiles for minutes: tests/tpu runs it
+    if words[0] == "plan":  # compilation takes minutes; tests/tpu covers it
         check_flags(list(words))
         return 0, ""
     if words[0] == "reward" and "--max_steps" not in words:
@@ -210,15 +210,15 @@ def run_shell(text: str, folder: Path) -> None:
     os.close(shell_asks)
     os.close(shell_hears)
     with os.fdopen(ask) as asked, os.fdopen(answer, "w") as answers:
-        for line in asked:  # until the shell has ended
-            status, output = called(*line.rstrip("\n").split("\x1f")[:-1])
+        for line in asked:  # ends with the shell
+            status, output = run_command(*line.rstrip("\n").split("\x1f")[:-1])
             said.write_text(output)
             print(status, file=answers, flush=True)
     assert shell.wait() == 0, text
 
 
 def check_flags(words: list[str]) -> None:
-    """Let a command's own parser read its words, without the file of `--config`, which need not be there."""
+    """Parse the words of a command without its `--config` file, which may not exist."""
     command, *words = words
     if "--config" in words:
         at = words.index("--config")
@@ -228,7 +228,7 @@ def check_flags(words: list[str]) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if any(block.runs for block in blocks(ROOT / name))])
-def test_the_blocks_of_a_page_run_in_order(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_page_blocks_run_in_order(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = [block for block in blocks(ROOT / name) if block.runs]
     monkeypatch.chdir(checkout(tmp_path))
     monkeypatch.setattr(synthetic, "TRAIN_NUMBER_PAIRS", 16)
@@ -252,7 +252,7 @@ def test_the_blocks_of_a_page_run_in_order(name: str, tmp_path: Path, monkeypatc
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_flags_links_and_files_are_there_and_what_does_not_run_says_why(name: str) -> None:
+def test_flags_links_and_files_exist_and_skipped_blocks_say_why(name: str) -> None:
     page = ROOT / name
     for block in blocks(page):
         assert block.runs or block.text.startswith(NOT_RUN)
@@ -266,27 +266,27 @@ def test_flags_links_and_files_are_there_and_what_does_not_run_says_why(name: st
     assert [place for place in places if not place.exists()] == []
 
 
-def test_every_guide_is_linked_in_the_readme_and_names_no_old_one() -> None:
+def test_readme_links_every_guide() -> None:
     links = re.findall(r"\]\((examples/[^)]+\.md)\)", (ROOT / "README.md").read_text(encoding="utf-8"))
     assert {page.relative_to(ROOT).as_posix() for page in EXAMPLES.rglob("*.md")} <= set(links)
 
 
-# ---- facts that the pages copy
+# ---- facts copied into the pages
 
 
-def test_messages_that_are_quoted_are_the_programs_own() -> None:
+def test_quoted_messages_exist_in_the_source() -> None:
     troubleshooting = (GUIDES / "troubleshooting.md").read_text(encoding="utf-8")
     lines = re.findall(r"^### (.+)$|^- (`.+?`):", troubleshooting, re.MULTILINE)
     lines += re.findall(r"^\| (`.+?)( )\| ", prose(GUIDES / "packing.md"), re.MULTILINE)
     messages = {span for line in lines for span in quoted("".join(line))}
-    texts = said_in(ROOT / "trl_tpu")
+    texts = texts_in_source(ROOT / "trl_tpu")
     for message in messages - {"RESOURCE_EXHAUSTED", "CUDA out of memory", "trl-tpu score"}:
         parts = [re.escape(part.strip()) for part in message.split("...") if part.strip()]
         pattern = re.compile(".*".join(parts), re.DOTALL)
         assert any(pattern.search(text) for text in texts), message
 
 
-def test_the_models_that_are_said_to_be_packed_are_those_that_are_proven() -> None:
+def test_readme_lists_the_proven_packed_models() -> None:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     proven, compared = re.findall(r"^\| (.+?) \| packed \|", readme, re.MULTILINE)
     (recurrent,) = re.findall(r"^\| with recurrent layers: (.+?) \|", readme, re.MULTILINE)
@@ -295,34 +295,34 @@ def test_the_models_that_are_said_to_be_packed_are_those_that_are_proven() -> No
     assert set(quoted(recurrent)) == HYBRIDS.keys()
 
 
-def test_every_type_of_causal_language_model_is_listed() -> None:
+def test_guide_lists_every_causal_language_model_type() -> None:
     listed = quoted((GUIDES / "model_families.md").read_text(encoding="utf-8").partition("<!-- written")[2])
     assert set(listed) == {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES}
 
 
 @pytest.mark.long
-def test_the_list_of_types_is_what_trying_them_gives(tmp_path: Path) -> None:
+def test_guide_of_model_families_equals_a_new_trial(tmp_path: Path) -> None:
     model_families.write(tmp_path / "page.md")
     assert (tmp_path / "page.md").read_text(encoding="utf-8") == model_families.PAGE.read_text(encoding="utf-8")
 
 
-def test_the_fields_that_trl_has_not_are_fields() -> None:
+def test_fields_named_as_missing_in_trl_exist() -> None:
     text = prose(GUIDES / "differences_from_trl.md")
     (fields,) = re.findall(r"`RewardConfig` has (.+?)\.\n- ", text, re.DOTALL)
     assert set(quoted(fields)) <= {each.name for each in dataclasses.fields(RewardConfig)}
 
 
-def test_every_field_of_easydel_has_one_row_and_what_replaces_it_is_there() -> None:
+def test_every_easydel_field_has_one_row_with_an_existing_replacement() -> None:
     rows = re.findall(r"^\| (`.+?) \| (.*?) ?\| .*\|$", prose(GUIDES / "from_easydel.md"), re.MULTILINE)
     theirs = [name for names, _ in rows for name in quoted(names)]
-    assert len(theirs) == len(set(theirs)) == 133  # of its 0.3.0
+    assert len(theirs) == len(set(theirs)) == 133  # fields of EasyDeL 0.3.0
     ours = {name for names, own in rows for name in quoted(names if own == "the same" else own)}
     fields = {each.name for kind in (RewardConfig, ModelConfig, ScriptArguments) for each in dataclasses.fields(kind)}
     commands = {f"trl-tpu {name}" for name in cli.COMMANDS}
     assert ours <= fields | commands | set(inspect.signature(RewardTrainer).parameters)
 
 
-#: EasyDeL's RewardConfig as its documentation printed it in December 2025: values, and the fields that have them.
+#: EasyDeL's RewardConfig as printed in its documentation in December 2025: each value with the fields that have it.
 PRINTED = """
 True: auto_shard_states do_last_save do_train is_fine_tuning init_tx log_grad_norms report_metrics low_mem_usage
 True: generation_shard_inputs generation_log_to_wandb use_esurge_generation esurge_use_tqdm esurge_silent_mode
@@ -368,7 +368,7 @@ None: wandb_entity wandb_name dataset_num_proc
 """
 
 
-def test_each_field_of_easydel_is_taken_or_answered_with_a_setting_that_is_there(tmp_path: Path) -> None:
+def test_every_easydel_field_is_accepted_or_gets_a_suggestion(tmp_path: Path) -> None:
     lines = (line.rpartition(": ") for line in PRINTED.strip().splitlines())
     printed = {name: ast.literal_eval(value) for value, _, names in lines for name in names.split()}
     assert len(printed) == 112
@@ -390,7 +390,7 @@ def test_each_field_of_easydel_is_taken_or_answered_with_a_setting_that_is_there
             assert printed[old] == ast.literal_eval(was), old
 
 
-def test_the_tutorials_flags_and_keys_are_answered_with_todays() -> None:
+def test_easydel_tutorial_flags_get_a_suggestion() -> None:
     (text,) = (each.text for each in blocks(GUIDES / "from_easydel.md") if "easydel.scripts.finetune" in each.text)
     words = shlex.split(text.replace("\\\n", " "), comments=True)[3:]
     flags = {"repo_id": "model_name_or_path", "dataset_split": "dataset_train_split", "use_wandb": "report_to"}
@@ -407,7 +407,7 @@ def test_the_tutorials_flags_and_keys_are_answered_with_todays() -> None:
         RewardTrainer("model", arguments=None)
 
 
-def test_the_sharding_plan_that_is_shown_fits_a_llama(tmp_path: Path) -> None:
+def test_example_sharding_plan_fits_a_llama(tmp_path: Path) -> None:
     (block,) = [each for each in blocks(GUIDES / "sharding_and_slices.md") if "plan.yaml" in each.text[:20]]
     (tmp_path / "plan.yaml").write_text(block.text)
     model = synthetic.tiny_model(synthetic.tiny_tokenizer())
@@ -418,13 +418,13 @@ def script(path: Path) -> Any:
     return SimpleNamespace(**runpy.run_path(str(path)))
 
 
-def test_the_picture_is_what_its_script_draws() -> None:
+def test_picture_equals_the_output_of_its_script() -> None:
     drawn = script(GUIDES / "packed_pair.py").picture()
     assert (GUIDES / "packed_pair.svg").read_text(encoding="utf-8") == f"{drawn}\n"
 
 
-def test_the_table_of_slices_is_what_its_command_prints(capsys: pytest.CaptureFixture) -> None:
-    """Each leaves a fifth of a chip free; state is 16 bytes of a trained parameter, and 4 of a frozen one."""
+def test_table_of_slices_equals_the_output_of_its_script(capsys: pytest.CaptureFixture) -> None:
+    """Each entry leaves a fifth of a chip free. State takes 16 bytes per trained and 4 per frozen parameter."""
     memory = script(EXAMPLES / "slice_memory.py")
     memory.main()
     printed = capsys.readouterr().out

@@ -1,12 +1,12 @@
-"""Causal language models of which transformers has no classifier become reward models, here and elsewhere."""
+"""Causal language models without a classifier in transformers become reward models, also without this package."""
 
 import json
 from pathlib import Path
 from typing import Any
 
-import apart
 import peft
 import pytest
+import subprocesses
 import torch
 from decoders import PAD
 from recent_families import DECODERS, HYBRIDS, MULTIMODAL, tiny_config
@@ -25,7 +25,7 @@ from trl_tpu.modeling.packability import make_packable
 FAMILIES = [each for each in (*DECODERS, *HYBRIDS) if each not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES]
 _IDS = torch.randint(3, 128, (2, 9), generator=torch.Generator().manual_seed(0))
 
-#: What a user without this package runs: the rewards of saved models.
+#: Code of a user without this package: computes the rewards of saved models.
 PLAIN = """
 import json, sys, torch
 from pathlib import Path
@@ -42,7 +42,7 @@ print(json.dumps(rewards))
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder of a causal language model of each family."""
+    """Return a folder with a causal language model of each family."""
     folder = tmp_path_factory.mktemp("causal")
     for family in FAMILIES:
         torch.manual_seed(0)
@@ -54,14 +54,14 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def states_of(model: Any, head: Any) -> torch.Tensor:
-    """The hidden states that a model's head is given."""
+    """Return the hidden states that the model passes to its head."""
     seen = list[torch.Tensor]()
     with head.register_forward_pre_hook(lambda _, args: seen.append(args[0])), torch.no_grad():
         model(_IDS, attention_mask=torch.ones_like(_IDS))
     return seen[0]
 
 
-def test_they_load_with_a_new_head_train_and_load_again_anywhere(saved: Path, tmp_path: Path) -> None:
+def test_models_train_with_a_new_head_and_reload_elsewhere(saved: Path, tmp_path: Path) -> None:
     rewards, packed = dict[str, list[float]](), dict[str, bool]()
     for family in FAMILIES:
         model, info = load_classifier(str(saved / family), ONE_REWARD, num_labels=1, dtype=torch.float32)
@@ -89,15 +89,15 @@ def test_they_load_with_a_new_head_train_and_load_again_anywhere(saved: Path, tm
             packed[family] = True
         except PackingImpossible:
             packed[family] = False
-    process = apart.run("-c", PLAIN, str(tmp_path), json.dumps(_IDS.tolist()), USE_TORCH_XLA="0")
+    process = subprocesses.run("-c", PLAIN, str(tmp_path), json.dumps(_IDS.tolist()), USE_TORCH_XLA="0")
     elsewhere = json.loads(process.stdout.splitlines()[-1])
     assert elsewhere == {family: pytest.approx(each, abs=1e-6) for family, each in rewards.items()}
     assert [family for family, is_packed in packed.items() if not is_packed] == []
 
 
 @pytest.mark.parametrize("kind", MULTIMODAL)
-def test_of_a_multimodal_checkpoint_the_language_model_is_read(kind: str, tmp_path: Path) -> None:
-    """Or all of it, where transformers' classifier, or its text model, is a multimodal one."""
+def test_multimodal_checkpoint_loads_its_language_model(kind: str, tmp_path: Path) -> None:
+    """The full model is loaded if transformers' classifier or the text model itself is multimodal."""
     torch.manual_seed(0)
     body = AutoModelForImageTextToText.from_config(tiny_config(kind)).eval()
     body.save_pretrained(tmp_path)
@@ -108,8 +108,8 @@ def test_of_a_multimodal_checkpoint_the_language_model_is_read(kind: str, tmp_pa
     make_packable(model, PAD)
 
 
-def test_adapters_are_loaded_over_a_new_head(saved: Path, tmp_path: Path) -> None:
-    """By a process that has not made the class yet."""
+def test_adapters_load_over_a_new_head(saved: Path, tmp_path: Path) -> None:
+    """The loading process has not created the class before."""
     config = peft.LoraConfig(task_type="SEQ_CLS", r=2, target_modules=["q_proj"], init_lora_weights=False)
     base, _ = load_classifier(str(saved / "granite"), ONE_REWARD, num_labels=1, dtype=torch.float32)
     adapted = peft.get_peft_model(base, config).eval()
@@ -123,7 +123,7 @@ def test_adapters_are_loaded_over_a_new_head(saved: Path, tmp_path: Path) -> Non
         )
 
 
-def test_a_checkpoint_that_lacks_more_than_the_head_is_refused(saved: Path) -> None:
+def test_checkpoint_missing_more_than_the_head_is_rejected(saved: Path) -> None:
     folder = saved / "granite"
     weights = load_file(folder / "model.safetensors")
     del weights["model.layers.1.mlp.up_proj.weight"]
@@ -132,7 +132,7 @@ def test_a_checkpoint_that_lacks_more_than_the_head_is_refused(saved: Path) -> N
         load_classifier(str(folder), ONE_REWARD, num_labels=1)
 
 
-def test_process_rewards_have_a_head_for_each_token(saved: Path) -> None:
+def test_process_reward_models_score_every_token(saved: Path) -> None:
     outputs = HeadSpec(step_separator="\n")
     model, info = load_classifier(str(saved / "cohere2"), outputs, num_labels=2, dtype=torch.float32)
     assert {*info["missing_keys"]} == {"score.weight", "score.bias"}
@@ -140,7 +140,7 @@ def test_process_rewards_have_a_head_for_each_token(saved: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["mamba2", "pegasus", "marian"])
-def test_models_that_cannot_be_are_refused_with_the_reason(kind: str) -> None:
+def test_unsupported_models_are_rejected_with_the_reason(kind: str) -> None:
     with pytest.raises(UserError, match="attention|encoder"):
         auto_class_of(CONFIG_MAPPING[kind](), ONE_REWARD)
     assert AutoModelForSequenceClassification is ONE_REWARD.auto_class

@@ -1,4 +1,4 @@
-"""Imports point one way: which room may import what, read from the source itself."""
+"""Imports between subpackages point in one direction, as read from the source."""
 
 import ast
 from collections.abc import Iterator
@@ -20,9 +20,9 @@ TREES = {module: ast.parse(path.read_text(encoding="utf-8")) for module, path in
 
 @cache
 def imports_of(module: str, *, when_imported: bool = False) -> set[str]:
-    """Full names of what a module imports, relative ones resolved; ``from m import n`` gives n's module or m.
+    """Return the full names of a module's imports; ``from m import n`` gives the module n, or m.
 
-    With ``when_imported`` only what importing it imports: not in functions, for type checkers, or as a program.
+    With ``when_imported`` skip imports in functions, for type checkers and in ``__main__``.
     """
     package = module if MODULES[module].name == "__init__.py" else module.rpartition(".")[0]
     names = set()
@@ -55,7 +55,7 @@ def importers_of(package: str) -> set[str]:
 
 
 def reached_from(module: str) -> set[str]:
-    """Everything that importing ``module`` imports, over the package's own modules and into others."""
+    """Return every module that importing ``module`` imports, directly or through this package's modules."""
     found: set[str] = set()
     waiting = [module]
     while waiting:
@@ -65,15 +65,15 @@ def reached_from(module: str) -> set[str]:
     return found
 
 
-def test_the_source_tree_is_the_one_that_is_read() -> None:
+def test_import_reader_resolves_relative_imports() -> None:
     assert {"trl_tpu", "trl_tpu.runtime.xla", "trl_tpu.data.collators", "trl_tpu.trainer.reward_trainer"} <= {*MODULES}
-    assert "trl_tpu.data.tokenize" in imports_of("trl_tpu.modeling.build")  # a relative import
+    assert "trl_tpu.data.tokenize" in imports_of("trl_tpu.modeling.build")  # from a relative import
     assert "trl_tpu.runtime" in imports_of("trl_tpu.modeling.load")  # ``from .. import runtime``
 
 
-def test_torch_xla_peft_and_trl_are_imported_by_few_or_none() -> None:
+def test_torch_xla_peft_and_trl_are_imported_only_where_listed() -> None:
     by_torch_xla = importers_of("torch_xla")
-    stand_in = "trl_tpu.plan.placeholder"  # a runtime whose tensors hold nothing
+    stand_in = "trl_tpu.plan.placeholder"  # a runtime of tensors without data
     assert {"trl_tpu.runtime.xla", stand_in} <= by_torch_xla
     assert all(module.startswith("trl_tpu.runtime.") for module in by_torch_xla - {stand_in})
     assert importers_of("peft") == {"trl_tpu.modeling.adapters"}
@@ -81,7 +81,7 @@ def test_torch_xla_peft_and_trl_are_imported_by_few_or_none() -> None:
     assert importers_of("trl") == set()
 
 
-def test_the_runtime_imports_nothing_else_of_the_package_and_the_xla_runtime_is_reached_by_choice() -> None:
+def test_runtime_is_independent_and_xla_runtime_is_imported_lazily() -> None:
     imported = {name for module in MODULES if module.startswith("trl_tpu.runtime") for name in imports_of(module)}
     ours = {name for name in imported if name.startswith("trl_tpu") and not name.startswith("trl_tpu.runtime")}
     assert ours <= {"trl_tpu.errors"}
@@ -90,7 +90,7 @@ def test_the_runtime_imports_nothing_else_of_the_package_and_the_xla_runtime_is_
     assert not {name for name in reached if name.startswith(("torch_xla", "trl_tpu.runtime.xla"))}
 
 
-def test_what_a_runtime_can_is_asked_and_not_its_name() -> None:
+def test_no_code_compares_runtime_names() -> None:
     for module in (module for module in MODULES if not module.startswith("trl_tpu.runtime")):
         compared = {
             each.value
@@ -102,7 +102,7 @@ def test_what_a_runtime_can_is_asked_and_not_its_name() -> None:
         assert not compared & {"xla", "native"}, module
 
 
-# each room, and the rooms below it; names at the top of the package are TRL's paths for what the rooms hold
+# subpackage -> subpackages below it; modules at the top level are TRL's paths to the subpackages' contents
 BELOW = {
     "errors": set(),
     "packing": set(),
@@ -133,14 +133,14 @@ BELOW = {
 
 
 @pytest.mark.parametrize("room", BELOW)
-def test_rooms_import_only_rooms_below_them(room: str) -> None:
+def test_subpackages_import_only_those_below_them(room: str) -> None:
     modules = [module for module in MODULES if module.split(".")[1:2] == [room]]
     names = {name for module in modules for name in imports_of(module, when_imported=True)}
     imported = {name.split(".")[1] for name in names if name in MODULES and name != "trl_tpu"}
     assert modules and imported <= BELOW[room] | {room, "errors"}
 
 
-def test_every_room_is_listed_and_no_two_import_each_other() -> None:
+def test_every_subpackage_is_listed_and_imports_are_acyclic() -> None:
     assert {module.split(".")[1] for module in MODULES if module != "trl_tpu"} == set(BELOW)
     list(TopologicalSorter(BELOW).static_order())
     modules = {module: imports_of(module, when_imported=True) & MODULES.keys() for module in MODULES}

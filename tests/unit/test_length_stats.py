@@ -1,4 +1,4 @@
-"""What packing measures of a dataset equals plain loops over its pairs, however arrow stores them."""
+"""Length statistics for packing equal plain loops over the pairs, for every arrow layout."""
 
 import os
 from typing import Any
@@ -9,7 +9,7 @@ import pytest
 from datasets import concatenate_datasets
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenized import dataset_of
+from preference_rows import dataset_of
 
 from trl_tpu.data.length_stats import (
     NO_LABEL,
@@ -22,7 +22,7 @@ from trl_tpu.data.length_stats import (
     read_table,
 )
 
-ids = st.lists(st.integers(1, 2), max_size=9)  # few ids, so that beginnings are shared by chance
+ids = st.lists(st.integers(1, 2), max_size=9)  # few ids, so that sequences share prefixes by chance
 pairs = st.tuples(ids, ids) | ids.map(lambda one: (one, one))
 TYPES = [pa.list_(pa.int64()), pa.list_(pa.int32()), pa.large_list(pa.int64())]
 
@@ -36,7 +36,7 @@ def size(one: list[int], other: list[int]) -> int:
 
 
 def chunked(parts: list[list[Any]], kind: pa.DataType, before: int, after: int, other: Any) -> pa.ChunkedArray:
-    """One chunk for each part, each a slice of a longer array, as a dataset's shards and selections are."""
+    """Return a chunk per part, each a slice of a longer array, as in shards and selections of a dataset."""
     arrays = [pa.array([other] * before + part + [other] * after, kind).slice(before, len(part)) for part in parts]
     return pa.chunked_array(arrays, kind)
 
@@ -53,7 +53,7 @@ FORMS: dict[str, Any] = {
 
 
 @given(st.sampled_from([*FORMS]), st.sampled_from(TYPES), *[st.integers(0, 2)] * 2, st.data())
-def test_a_table_of_any_form_is_read_as_its_rows_are(
+def test_arrow_tables_of_any_type_are_read_like_rows(
     form: str, kind: pa.DataType, before: int, after: int, data: st.DataObject
 ) -> None:
     rows = FORMS[form]
@@ -73,7 +73,7 @@ def test_a_table_of_any_form_is_read_as_its_rows_are(
 
 def test_pairs_are_measured_once() -> None:
     pairs = [([1, 2, 3], [1, 2, 4, 5]), ([1], [1]), ([6, 1], [7])]
-    dataset = dataset_of(pairs * 500)  # read in two parts
+    dataset = dataset_of(pairs * 500)  # large enough to be read in two parts
     measured = length_stats(dataset)
     found = np.column_stack([measured.lengths.prefix_P, measured.lengths.tails_PK])
     assert found.tolist() == [[2, 1, 2], [1, 0, 0], [0, 2, 1]] * 500
@@ -87,7 +87,7 @@ def test_pairs_are_measured_once() -> None:
 @given(
     st.lists(st.integers(1, 2), max_size=5), st.lists(st.lists(pairs, min_size=1, max_size=4), min_size=1, max_size=4)
 )
-def test_sizes_the_common_prefix_and_the_checksum_are_those_of_all_tables(prompt: list[int], parts: list[Any]) -> None:
+def test_stats_of_several_tables_equal_those_of_one(prompt: list[int], parts: list[Any]) -> None:
     parts = [[(prompt + one, prompt + other) for one, other in part] for part in parts]
 
     def measured(parts: list[Any]) -> LengthStats:
@@ -106,7 +106,7 @@ def test_sizes_the_common_prefix_and_the_checksum_are_those_of_all_tables(prompt
     assert measured([changed]).checksum != at_once.checksum
 
 
-def test_the_checksum_knows_margins_and_their_order() -> None:
+def test_checksum_depends_on_margins_and_their_order() -> None:
     rows = [([1], [2])] * 1500
     margins = [float(index) for index in range(1500)]
     datasets = [dataset_of(rows, margin=order) for order in (margins, margins[::-1], margins)]
@@ -115,8 +115,8 @@ def test_the_checksum_knows_margins_and_their_order() -> None:
 
 
 @pytest.mark.parametrize("change", ["whole", "shuffled", "some", "shards", "filtered"])
-def test_the_pairs_of_the_dataset_are_measured_and_no_others(change: str) -> None:
-    """A selection keeps the arrow table and adds indices; joined shards are many chunks."""
+def test_only_selected_rows_of_the_dataset_are_measured(change: str) -> None:
+    """A selection keeps the arrow table and adds indices. Concatenated shards have many chunks."""
     generator = np.random.default_rng(0)
     lengths = [(20 + index, 20 + index % 7) for index in range(60)]
     rows = [[[1] * 4 + generator.integers(1, 4, length).tolist() for length in both] for both in lengths]

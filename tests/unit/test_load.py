@@ -1,4 +1,4 @@
-"""Models and tokenizers are loaded and made to agree as TRL 1.16's trainer does it, and the user's tokenizer stays."""
+"""Models and tokenizers are loaded and aligned as by TRL 1.16's trainer, and the user's tokenizer is kept."""
 
 import re
 import shutil
@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 import trl
+from checkpoints import same_weights
 from datasets import Dataset
-from exports import same_weights
-from preference_forms import TEMPLATE, tiny_config, tiny_model, tiny_tokenizer
+from preference_rows import TEMPLATE, tiny_config, tiny_model, tiny_tokenizer
 from safetensors.torch import save_file
 from transformers import (
     AutoModelForSequenceClassification,
@@ -34,7 +34,7 @@ SPECIAL = ("<|im_start|>", "<|im_end|>", "<|begin|>", "<|endoftext|>")
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A causal language model in bfloat16, with its tokenizer."""
+    """Return the folder of a causal language model in bfloat16 with its tokenizer."""
     folder = str(tmp_path_factory.mktemp("checkpoint"))
     set_seed(1)
     Qwen2ForCausalLM(tiny_config()).to(torch.bfloat16).save_pretrained(folder)
@@ -44,7 +44,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def source_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A tokenizer with a chat template of its own and one token that `tiny_tokenizer` lacks."""
+    """Return the folder of a tokenizer with its own chat template and one token that `tiny_tokenizer` lacks."""
     folder = str(tmp_path_factory.mktemp("source"))
     tokenizer = tiny_tokenizer()
     tokenizer.add_special_tokens({"eos_token": "<|eot|>"})
@@ -54,7 +54,7 @@ def source_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def trainer_of(package: Any, folder: Path, settings: Any = None, n_gpu: int = 1, **changed: Any) -> Any:
-    """Make TRL's trainer, or ours, of one pair."""
+    """Build TRL's trainer, or this package's, on one pair."""
     model = tiny_model()
     model.config._name_or_path = "no-such-model"
     pairs = Dataset.from_list([{"chosen": "a", "rejected": "b"}])
@@ -68,7 +68,7 @@ def settle(model: Any, tokenizer: Any, **settings: Any) -> Any:
     return load.settle_tokenizer(model, tokenizer, trl_tpu.RewardConfig("out", report_to="none", **settings))[0]
 
 
-def test_the_model_of_a_name_is_trls_with_the_same_random_head(checkpoint: str, tmp_path: Path) -> None:
+def test_loaded_model_equals_trls_with_the_same_random_head(checkpoint: str, tmp_path: Path) -> None:
     theirs = trainer_of(trl, tmp_path, {"seed": 7}, model=checkpoint).model
     set_seed(7)
     ours = load.load_model(checkpoint)
@@ -76,13 +76,13 @@ def test_the_model_of_a_name_is_trls_with_the_same_random_head(checkpoint: str, 
     assert same_weights(ours.state_dict(), theirs.state_dict())
 
 
-def test_settings_of_loading_are_trls_or_named(
+def test_loading_arguments_equal_trls_or_are_named(
     checkpoint: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     for dtype in ("bfloat16", "auto", None, torch.bfloat16):
         theirs = create_model_from_path(checkpoint, AutoModelForSequenceClassification, dtype=dtype, num_labels=1)
         assert load.load_model(checkpoint, dtype=dtype).dtype == theirs.dtype
-    # the old name, for which TRL 1.16 loads float32 without a word
+    # the old name of the argument: TRL 1.16 silently loads float32
     assert load.load_model(checkpoint, torch_dtype="bfloat16").dtype == torch.bfloat16
     assert load.load_model(checkpoint, num_labels=3).config.num_labels == 1
     assert "num_labels=3" in caplog.text
@@ -97,7 +97,7 @@ def test_settings_of_loading_are_trls_or_named(
 
 @pytest.mark.parametrize("separator", [None, "\n"])
 @pytest.mark.parametrize("in_files", [False, True])
-def test_a_head_by_another_name_is_read(separator: str | None, in_files: bool, tmp_path: Path) -> None:
+def test_head_under_another_name_is_read(separator: str | None, in_files: bool, tmp_path: Path) -> None:
     outputs = HeadSpec(step_separator=separator)
     labels = len(outputs.weights)
     written = outputs.auto_class.from_config(tiny_config(num_labels=labels))
@@ -123,13 +123,13 @@ def test_a_head_by_another_name_is_read(separator: str | None, in_files: bool, t
     config = tmp_path / "config.json"
     config.write_text(re.sub("For(Sequence|Token)Classification", "ForCausalLM", config.read_text()))
     _, info = loaded(**tensors, **{"extra.weight": torch.zeros(3, 3)})
-    assert info["missing_keys"] == {"score.weight"}  # of a language model, whose head is new
+    assert info["missing_keys"] == {"score.weight"}  # a language model gets a new head
     with pytest.raises(UserError, match=r"score\.weight"):
         loaded(**tensors, **{"value_head.weight": head, "value_head.bias": torch.zeros(labels)})
 
 
-def test_a_backbone_that_a_checkpoint_lacks_part_of_is_the_same_read_in_either_way(tmp_path: Path) -> None:
-    """What is left in files has no value for what they lack, such as BERT's pooler: it is made on the host."""
+def test_incomplete_backbone_loads_equally_eager_or_streamed(tmp_path: Path) -> None:
+    """Weights missing in the files, such as BERT's pooler, are created on the host even if others are streamed."""
     config = {"hidden_size": 8, "num_attention_heads": 2, "num_hidden_layers": 1, "intermediate_size": 16}
     BertForMaskedLM(BertConfig(vocab_size=260, **config)).save_pretrained(tmp_path)
     models = []
@@ -148,14 +148,14 @@ def test_a_backbone_that_a_checkpoint_lacks_part_of_is_the_same_read_in_either_w
         (ValueError, "nn.DataParallel", {"n_gpu": 2}),
     ],
 )
-def test_errors_are_of_trls_kinds(kind: type[Exception], told: str, changed: dict[str, Any], tmp_path: Path) -> None:
+def test_errors_have_trls_types(kind: type[Exception], told: str, changed: dict[str, Any], tmp_path: Path) -> None:
     for package in (trl, trl_tpu):
         with pytest.raises(kind, match=told) as raised:
             trainer_of(package, tmp_path, **changed)
     assert isinstance(raised.value, UserError) and str(raised.value)[0] != "'"
 
 
-def test_one_label_is_required_and_a_config(tmp_path: Path) -> None:
+def test_models_need_one_label_and_a_config(tmp_path: Path) -> None:
     for model, what in ((tiny_model(num_labels=2), "num_labels"), (torch.nn.Linear(1, 1), "Linear without a config")):
         with pytest.raises(UserError, match=what):
             trainer_of(trl_tpu, tmp_path, model=model)
@@ -166,7 +166,7 @@ class Processor(ProcessorMixin):
         self.tokenizer = tokenizer
 
 
-def test_the_tokenizer_is_the_one_given_or_the_models(checkpoint: str) -> None:
+def test_given_tokenizer_wins_over_the_models(checkpoint: str) -> None:
     tokenizer = tiny_tokenizer()
     for given in (tokenizer, Processor(tokenizer)):
         assert load.load_processing_class(tiny_model(), given) is tokenizer
@@ -174,7 +174,7 @@ def test_the_tokenizer_is_the_one_given_or_the_models(checkpoint: str) -> None:
     assert loaded.get_vocab() == tokenizer.get_vocab() and loaded.chat_template == TEMPLATE
 
 
-def test_the_tokenizer_is_read_beside_the_model(
+def test_tokenizer_is_read_from_the_models_folder(
     checkpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shutil.copytree(checkpoint, tmp_path / "repo" / "inner")
@@ -190,7 +190,9 @@ def test_the_tokenizer_is_read_beside_the_model(
 @pytest.mark.parametrize("eos", [None, "<|endoftext|>"])
 @pytest.mark.parametrize("own_pad", ["<|im_start|>", None])
 @pytest.mark.filterwarnings("ignore::FutureWarning")
-def test_special_tokens_are_trls_and_a_users_tokenizer_stays(pad: Any, eos: Any, own_pad: Any, tmp_path: Path) -> None:
+def test_special_tokens_equal_trls_and_users_tokenizer_is_kept(
+    pad: Any, eos: Any, own_pad: Any, tmp_path: Path
+) -> None:
     settings = {"pad_token": pad, "eos_token": eos}
     theirs = trainer_of(trl, tmp_path, settings, processing_class=tiny_tokenizer(pad_token=own_pad))
     model, given = tiny_model(), tiny_tokenizer(pad_token=own_pad)
@@ -208,12 +210,12 @@ def test_special_tokens_are_trls_and_a_users_tokenizer_stays(pad: Any, eos: Any,
         (["<|reserved_special_token_0|>", "<|finetune_right_pad_id|>"], "<|finetune_right_pad_id|>"),  # Llama 3.1
         (["<|reserved_special_token_0|>", "<|reserved_special_token_1|>"], "<|reserved_special_token_0|>"),  # Llama 3
         (["<unused0>"], "<unused0>"),
-        (["(pad)", "pad"], "<|pad|>"),  # words of a text
+        (["(pad)", "pad"], "<|pad|>"),  # ordinary words are not reserved tokens
         ([], "<|pad|>"),
         (["<|im_start|>", "<repo_name>", "<empty_output>", "<|im_end|>"], "<empty_output>"),  # SmolLM2
     ],
 )
-def test_a_pad_token_of_its_own_is_one_that_texts_do_not_contain(reserved: list[str], taken: str) -> None:
+def test_own_pad_token_never_occurs_in_texts(reserved: list[str], taken: str) -> None:
     tokenizer = tiny_tokenizer(pad_token=None)
     tokenizer.add_tokens(reserved, special_tokens="pad" not in reserved)
     tokenizer.chat_template = "".join(SPECIAL)
@@ -226,7 +228,7 @@ def test_a_pad_token_of_its_own_is_one_that_texts_do_not_contain(reserved: list[
     assert len(settled) == len(tokenizer) + (taken == "<|pad|>")
 
 
-def test_a_chat_template_is_read_from_a_file_and_an_eos_is_a_token(tmp_path: Path) -> None:
+def test_chat_template_file_is_read_and_eos_must_be_a_token(tmp_path: Path) -> None:
     path = tmp_path / "chat.jinja"
     path.write_text("{{ messages }}", encoding="utf-8")
     given = tiny_tokenizer()
@@ -239,7 +241,7 @@ def test_a_chat_template_is_read_from_a_file_and_an_eos_is_a_token(tmp_path: Pat
 
 
 @pytest.mark.parametrize("multiple", [64, None, 100])
-def test_cloning_a_chat_template_is_trls(source_tokenizer: str, multiple: int | None) -> None:
+def test_cloning_a_chat_template_equals_trls(source_tokenizer: str, multiple: int | None) -> None:
     results = []
     for clone in (load.clone_chat_template, trl.clone_chat_template):
         set_seed(3)
@@ -253,7 +255,7 @@ def test_cloning_a_chat_template_is_trls(source_tokenizer: str, multiple: int | 
     assert model.config.eos_token_id == their_model.config.eos_token_id == tokenizer.eos_token_id
     assert len(tokenizer.get_vocab()) == model.get_input_embeddings().num_embeddings
     assert same_weights(model.state_dict(), their_model.state_dict())
-    # as a model that is planned has none: there are no embeddings whose mean new ones could have
+    # planned models have no weights, so new embeddings are not set to the mean of the old ones
     bare = load.clone_chat_template(
         model_without_weights(tiny_config(), "float32"), tiny_tokenizer(), source_tokenizer, multiple
     )[0]

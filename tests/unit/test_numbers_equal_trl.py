@@ -1,12 +1,12 @@
-"""The loss of every step, and all that is logged with it, equals trl.RewardTrainer's in plain torch.
+"""The loss of every step and everything logged with it equal trl.RewardTrainer's in plain torch.
 
-A process holds one runtime, so each setting's runs are made in a process of their own.
+A process holds one runtime, so the runs of each setting have their own process.
 
-Losses are held to 1e-6, statistics to 2e-5; seen are 3e-7 and 7e-6. In plain torch only the order of sums differs:
-4e-7 of any number, and 3e-7 is what TRL's own float32 is from its float64. On XLA torch's "capturable" Adam computes
-1 - beta ** step in float32, which makes the first updates smaller by 6e-6, and `grad_norm` other by as much. The
-learning rate is three times TRL's default: at ten times it, training is unstable, and TRL's own `grad_norm` changes
-by 6e-5 with the last digits of the first weights, so that nothing tighter could be asked.
+The tolerance is 1e-6 for losses and 2e-5 for statistics; measured are 3e-7 and 7e-6. In plain torch only the order of
+sums differs: 4e-7 of any number. TRL's float32 differs from its own float64 by 3e-7. On XLA torch's "capturable" Adam
+computes 1 - beta ** step in float32, which makes the first updates smaller by 6e-6 and changes `grad_norm` by as much.
+The learning rate is three times TRL's default. At ten times it, training is unstable: TRL's `grad_norm` then changes
+by 6e-5 with the last digits of the first weights, so a tighter tolerance is impossible.
 """
 
 import json
@@ -15,13 +15,13 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import apart
 import pytest
 import real_pairs
+import subprocesses
 import tiny
-from chosen import chosen
+from subprocesses import selected_cases
 
-XLA = {"USE_TORCH_XLA": "1", "PJRT_DEVICE": "CPU", "XLA_FLAGS": ""}  # programs as users have them
+XLA = {"USE_TORCH_XLA": "1", "PJRT_DEVICE": "CPU", "XLA_FLAGS": ""}  # optimized programs, as for users
 SETTINGS: dict[str, tuple[dict[str, str], int]] = {
     "TRL": ({"USE_TORCH_XLA": "0"}, 8),
     "plain torch": ({"USE_TORCH_XLA": "0"}, 8),
@@ -31,19 +31,19 @@ SETTINGS: dict[str, tuple[dict[str, str], int]] = {
 }
 STATISTICS = ("grad_norm", "accuracy", "margin", "min_reward", "mean_reward", "max_reward")
 TOLERANCES = {"loss": 1e-6, "learning_rate": 1e-12} | dict.fromkeys(STATISTICS, 2e-5)
-# what is compared; where there is accumulation, TRL averages what its micro-batches say, and we weigh every pair alike
+# compared metrics; with accumulation TRL averages over micro-batches, and this package weights every pair equally
 COMPARED = dict.fromkeys(("margins", "settings"), ("loss", "grad_norm", "learning_rate"))
-LEFT_THERE = ("error", "twice", "eval_loss", "eval_error")  # by what the six overrides do
+LEFT_THERE = ("error", "twice", "eval_loss", "eval_error")  # metrics of the six overrides that may differ
 DATA: dict[str, dict[str, Any]] = {
-    # pairs of real lengths; both leave out those that are longer than this, a twelfth of them
+    # pairs of real lengths; both packages drop longer ones, a twelfth of all
     **{source: {"max_steps": 50, "max_length": 400} for source in real_pairs.SOURCES},
-    # margins, centering, accumulation, two epochs and a last batch that is short in pairs and in micro-batches
+    # margins, centering, accumulation, two epochs, and a last batch with fewer pairs and micro-batches
     "margins": {"gradient_accumulation_steps": 3, "center_rewards_coefficient": 0.01, "num_train_epochs": 2},
-    # a subclass that overrides six methods, on real pairs, or made-up ones where those are not there
+    # a subclass with six overrides, on real pairs if available, else on made-up ones
     "overridden": {"max_steps": 10, "max_length": 256, "pad_to_multiple_of": 256, "six_overrides": True}
     | {"eval_strategy": "steps", "eval_steps": 5},
 }
-# settings of ours, and what TRL does under other names
+# settings of this package, and of TRL under other names
 DATA["settings"] = {
     "max_steps": 8,
     "trl_tpu": {"learning_rate_end": 1e-4, "lr_scheduler_type": "cosine", "total_batch_size": 16}
@@ -56,7 +56,7 @@ DATA["settings"] = {
 class Run(NamedTuple):
     setting: str
     data: str
-    packing: bool | None  # None: TRL knows none
+    packing: bool | None  # None: TRL has no packing
 
     def __str__(self) -> str:
         return f"{self.setting}, {self.data} pairs, {'packed' if self.packing else 'padded'}"
@@ -87,8 +87,8 @@ Logs = list[dict[str, float]]
 
 @pytest.fixture(scope="module")
 def logged(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[Run, Logs | str]:
-    """What the runs of the tests that were chosen logged, and TRL's on the same data; where one failed, how."""
-    own = chosen(request, "run")
+    """Return the logs of the selected tests' runs and of TRL on the same data, or the traceback of a failed run."""
+    own = selected_cases(request, "run")
     runs = dict.fromkeys([*(Run("TRL", run.data, None) for run in own), *own])
     folder = tmp_path_factory.mktemp("runs")
     for name in {run.data for run in runs}:
@@ -103,7 +103,7 @@ def logged(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def train(folder: Path, setting: str, runs: Iterable[Run]) -> dict[Run, Logs | str]:
-    """What a process that makes the runs of a setting logs."""
+    """Return the logs of a process that does the runs of a setting."""
     environment, pairs_per_device = SETTINGS[setting]
     out = folder / f"{setting}.json"
     own = {str(run): run for run in runs if run.setting == setting}
@@ -116,14 +116,15 @@ def train(folder: Path, setting: str, runs: Iterable[Run]) -> dict[Run, Logs | s
     package = "trl" if setting == "TRL" else "trl_tpu"
     words = [package, str(folder), str(out), json.dumps(arguments)]
     commands = [("trajectory.py", *words, rank) for rank in "01"[: int(environment.get("WORLD_SIZE", "1"))]]
-    for process in apart.at_once(*commands, timeout=3000, CI="1", **environment):  # the long suite's take minutes
+    # runs of the long suite take minutes
+    for process in subprocesses.run_ranks(*commands, timeout=3000, CI="1", **environment):
         assert process.returncode == 0, process.stderr[-4000:]
     return {own[name]: logs for name, logs in json.loads(out.read_text()).items()}
 
 
 @pytest.mark.parametrize("run", RUNS, ids=str)
-def test_every_step_is_trls(logged: dict[Run, Logs | str], run: Run) -> None:
-    """In packed rows what pairs share is computed once; the loss of every step stays TRL's."""
+def test_every_logged_value_equals_trls(logged: dict[Run, Logs | str], run: Run) -> None:
+    """Packed rows compute shared tokens once; the loss of every step still equals TRL's."""
     found = {each: logged[each] for each in (run, Run("TRL", run.data, None))}
     failed = {each: logs for each, logs in found.items() if isinstance(logs, str)}
     assert not failed, failed

@@ -1,4 +1,4 @@
-"""Models for which packed rows are taken for exact are; the others are told apart, and left as they were."""
+"""Packing is exact for every model type accepted as packable; other models are detected and left unchanged."""
 
 import copy
 from contextlib import nullcontext
@@ -40,7 +40,7 @@ EXACT: dict[str, tuple[str, dict[str, Any]]] = {
     "OPT": ("OPT", {"ffn_dim": 48, "word_embed_proj_dim": 32}),
     "differential attention": ("DiffLlama", {}),
 }
-# their packed rewards differ from the padded ones, in rows long enough; or they attend by code of their own
+# packed rewards differ from padded ones in rows that are long enough, or attention uses custom code
 NOT_EXACT: dict[str, tuple[str, dict[str, Any]]] = {
     "ALiBi": ("Bloom", {}),
     "ALiBi, Falcon": ("Falcon", {"alibi": True}),
@@ -57,22 +57,22 @@ NOT_EXACT: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def tiny_model(family: str, tables: dict[str, Any], **changes: Any) -> PreTrainedModel:
-    """With weights of the size that transformers gives them, among which little attention is far from uniform."""
+    """Return a model with transformers' initial weights, whose attention is nearly uniform."""
     name, settings = tables[family]
     settings = TINY | settings | changes
-    if name in ("Bloom", "Falcon", "GPTNeo"):  # of these, attributes with setters that refuse
+    if name in ("Bloom", "Falcon", "GPTNeo"):  # their configs have attributes with setters that raise
         settings = {key: value for key, value in settings.items() if key not in ("head_dim", "num_key_value_heads")}
     torch.manual_seed(0)
     config = getattr(transformers, f"{name}Config")(**settings)
     return transformers.AutoModelForSequenceClassification.from_config(config)
 
 
-def refused_unless_exact(family: str) -> Any:
+def rejected_unless_exact(family: str) -> Any:
     return nullcontext() if family in EXACT else pytest.raises(PackingImpossible)
 
 
 def long_pairs() -> list[dict[str, Any]]:
-    """Far longer than what is tried before packing: longer than any window above, in rows and in dialogues."""
+    """Return pairs far longer than those of the trial before packing, and longer than any window above."""
     torch.manual_seed(1)
     ids = torch.randint(1, TINY["vocab_size"], (800,)).tolist()
     prompt = ids[:200]
@@ -81,10 +81,10 @@ def long_pairs() -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("family", EXACT)
-def test_other_families_are_packed_and_exact_on_pairs_longer_than_those_tried(family: str) -> None:
+def test_packed_families_stay_exact_on_pairs_longer_than_the_trial(family: str) -> None:
     model = tiny_model(family, EXACT).eval()
     make_packable(model, PAD)
-    for parameter in model.parameters():  # now attention far from uniform
+    for parameter in model.parameters():  # makes attention far from uniform
         parameter.data.add_(torch.randn_like(parameter) * 0.1)
     plan, rewards = RowPlan((RowShape(1, 800),)), []
     for lay_out in (pad, partial(pack, plan=plan), pack_unpadded):
@@ -92,36 +92,36 @@ def test_other_families_are_packed_and_exact_on_pairs_longer_than_those_tried(fa
         with torch.no_grad():
             rewards.append(rewards_of(model, batch)[0])
     for in_packed_rows in rewards[1:]:
-        torch.testing.assert_close(in_packed_rows, rewards[0], rtol=1e-5, atol=1e-5)  # of rewards around 1, in float32
+        torch.testing.assert_close(in_packed_rows, rewards[0], rtol=1e-5, atol=1e-5)  # rewards are about 1, in float32
 
 
 @pytest.mark.parametrize("family", NOT_EXACT)
-def test_families_for_which_it_is_not_exact_are_refused(family: str) -> None:
+def test_families_with_inexact_packing_are_rejected(family: str) -> None:
     with pytest.raises(PackingImpossible, match=NOT_EXACT[family][0]):
         make_packable(tiny_model(family, NOT_EXACT), PAD)
 
 
 @pytest.mark.parametrize("pad_token_id", [0, 2, 9, 12, 24, 63])
-def test_any_pad_token_will_do(pad_token_id: int) -> None:
-    """Dialogues that are tried must not end in it: they would be scored before it."""
+def test_trial_works_with_any_pad_token(pad_token_id: int) -> None:
+    """Sequences of the trial must not end in the pad token: they would be scored before it."""
     make_packable(tiny_model("Mixtral", EXACT, pad_token_id=pad_token_id), pad_token_id)
 
 
-def test_weights_too_coarse_to_tell_are_not_packed() -> None:
-    """The rounding of bfloat16 is larger than what a state or a position changes in small weights."""
+def test_bfloat16_weights_too_coarse_for_the_trial_are_not_packed() -> None:
+    """With small weights, bfloat16 rounding exceeds the effect of a state or a position."""
     with pytest.raises(PackingImpossible, match="bfloat16"):
         make_packable(tiny_model("Mixtral", EXACT).bfloat16(), PAD)
 
 
 @pytest.mark.parametrize("family", ["Mixtral", "recurrent"])
 @pytest.mark.parametrize("training", [True, False])
-def test_trying_it_leaves_the_model_and_the_random_numbers_as_they_were(family: str, training: bool) -> None:
+def test_trial_changes_neither_model_nor_random_state(family: str, training: bool) -> None:
     model = tiny_model(family, EXACT | NOT_EXACT).train(training)
     before, attention = copy.deepcopy(model.state_dict()), model.config._attn_implementation
     torch.manual_seed(3)
     expected = torch.rand(1)
     torch.manual_seed(3)
-    with refused_unless_exact(family):
+    with rejected_unless_exact(family):
         make_packable(model, PAD)
     assert (model.config._attn_implementation == attention) == (family in NOT_EXACT)
     assert torch.equal(torch.rand(1), expected)
@@ -131,15 +131,15 @@ def test_trying_it_leaves_the_model_and_the_random_numbers_as_they_were(family: 
 
 
 @pytest.mark.parametrize("family", ["Mixtral", "recurrent"])
-def test_a_model_with_adapters_is_tried_as_a_whole(family: str) -> None:
+def test_trial_includes_the_adapters(family: str) -> None:
     lora = peft.LoraConfig(task_type="SEQ_CLS", r=2, target_modules=["q_proj"], init_lora_weights=False)
     model = peft.get_peft_model(tiny_model(family, EXACT | NOT_EXACT), lora)
-    with refused_unless_exact(family):
+    with rejected_unless_exact(family):
         make_packable(model, PAD)
 
 
 class OwnMasks(transformers.LlamaForSequenceClassification):
-    """As remote code may be: it takes position ids, and asks nobody for a mask."""
+    """Like some remote code: takes position ids and builds its own mask."""
 
     def forward(self, input_ids: Any, attention_mask: Any = None, position_ids: Any = None, **_: Any) -> Any:
         states = self.model.embed_tokens(input_ids).cumsum(dim=1)
@@ -147,10 +147,10 @@ class OwnMasks(transformers.LlamaForSequenceClassification):
 
 
 class Llama(transformers.LlamaForSequenceClassification):
-    """As remote code may be: nothing but transformers' own, under another name."""
+    """Like some remote code: transformers' class under another name."""
 
 
-def test_remote_code_is_packed_only_where_its_forwards_are_transformers() -> None:
+def test_remote_code_is_packed_only_with_transformers_forwards() -> None:
     make_packable(Llama(transformers.LlamaConfig(**TINY)), PAD)
     with pytest.raises(PackingImpossible, match="OwnMasks"):
         make_packable(OwnMasks(transformers.LlamaConfig(**TINY)), PAD)

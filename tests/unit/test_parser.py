@@ -1,4 +1,4 @@
-"""TrlParser reads flags and YAML as TRL's does, and says clearly what it cannot read."""
+"""TrlParser reads flags and YAML as TRL's parser does, and rejects unreadable input with clear errors."""
 
 import argparse
 import copy
@@ -61,14 +61,14 @@ def converted(action: argparse.Action, word: str) -> Any:
         return type(error)
 
 
-def test_every_flag_of_trls_reward_command_reads_words_as_trls_parser_does() -> None:
+def test_every_trl_reward_flag_parses_as_in_trl() -> None:
     ours, theirs = flags(TrlParser(TRL_TYPES)), flags(ReferenceParser(TRL_TYPES))
     assert ours.keys() == theirs.keys() and len(ours) > 100
     for name, action in ours.items():
         reference = theirs[name]
         for attribute in ("dest", "nargs", "const", "default", "choices", "required"):
             assert getattr(action, attribute) == getattr(reference, attribute), (name, attribute)
-        if action.dest == "liger_kernel_config":  # a dict field: TRL's flag for it takes no spelling of a dict at all
+        if action.dest == "liger_kernel_config":  # a dict field: TRL's flag for it accepts no dict
             assert (converted(action, '{"a": 1}'), converted(reference, '{"a": 1}')) == ({"a": 1}, ValueError)
         else:
             assert [converted(action, w) for w in WORDS] == [converted(reference, w) for w in WORDS], name
@@ -84,8 +84,8 @@ def test_every_flag_of_trls_reward_command_reads_words_as_trls_parser_does() -> 
         ["--load_in_4bit", "--load_in_8bit"],
     ],
 )
-def test_a_command_line_gives_the_values_that_trl_gives(words: list[str]) -> None:
-    """TRL's defaults that are not ours are given: one optimizer is fused, and one kind of adapters not for rewards."""
+def test_command_line_gives_trls_values(words: list[str]) -> None:
+    """Flags with different defaults in TRL are set explicitly: precision, optimizer and LoRA task type."""
 
     def values(parser: Any) -> list[dict[str, str]]:
         alike = ["--bf16", "false", "--use_cpu", "--optim", "adamw_torch_fused", "--lora_task_type", "SEQ_CLS"]
@@ -99,7 +99,7 @@ def test_a_command_line_gives_the_values_that_trl_gives(words: list[str]) -> Non
     assert [mine | other for mine, other in zip(ours, theirs, strict=True)] == ours
 
 
-def test_the_command_line_wins_over_yaml_which_wins_over_defaults_and_serves_required_fields(tmp_path: Path) -> None:
+def test_command_line_overrides_yaml_and_yaml_overrides_defaults(tmp_path: Path) -> None:
     words = config_file(tmp_path, "steps: 3\nname: yaml\nrate: null\n")
     args = parsed(*words, "--name", "flag")
     assert (args.steps, args.name, args.rate, args.mode) == (3, "flag", None, "fast")
@@ -114,7 +114,7 @@ def test_the_command_line_wins_over_yaml_which_wins_over_defaults_and_serves_req
         assert (args.steps, args.name) == (3, command)
 
 
-def test_a_wrong_value_exits_with_one_line_and_the_users_dataclass_stays(capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_value_exits_with_one_line_and_dataclass_is_kept(capsys: pytest.CaptureFixture[str]) -> None:
     before = {field.name: field.type for field in dataclasses.fields(Arguments)}
     assert parsed("--steps", "1", "--extra", '{"a": {"b": 1.5}}').extra == {"a": {"b": 1.5}}
     for flag, word in (("--extra", "[1]"), ("--extra", "{broken"), ("--steps", "many")):
@@ -124,7 +124,7 @@ def test_a_wrong_value_exits_with_one_line_and_the_users_dataclass_stays(capsys:
     assert {field.name: field.type for field in dataclasses.fields(Arguments)} == before
 
 
-def test_yaml_and_the_words_left_over_are_read_as_by_trl_or_named(tmp_path: Path) -> None:
+def test_yaml_and_remaining_words_are_read_as_by_trl_or_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="--rat3=1"):
         parsed("--steps", "1", "--rat3=1")
     with pytest.raises(ValueError, match="'config'"):
@@ -158,7 +158,7 @@ def test_yaml_and_the_words_left_over_are_read_as_by_trl_or_named(tmp_path: Path
         ("steps: 1\nnmae: x\nzzzz: 2\n", "--nmae x --zzzz 2"),
     ],
 )
-def test_yaml_that_cannot_be_meant_is_refused(text: str, name: str, tmp_path: Path) -> None:
+def test_invalid_yaml_is_rejected(text: str, name: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=name):
         parsed(*config_file(tmp_path, text))
 
@@ -175,14 +175,14 @@ def test_yaml_that_cannot_be_meant_is_refused(text: str, name: str, tmp_path: Pa
         *(("rate: &rate 1e-5\nextra: {rate: *rate}", 1e-5), ("extra: {<<: {a: 1}, a: 2}", {"a": 2})),
     ],
 )
-def test_the_flag_decides_what_a_value_of_yaml_means(line: str, value: Any, tmp_path: Path) -> None:
+def test_yaml_values_are_read_by_the_type_of_their_flag(line: str, value: Any, tmp_path: Path) -> None:
     args = parsed(*config_file(tmp_path, line if line.startswith("steps") else f"steps: 1\n{line}"))
     field_value = getattr(args, line.partition(":")[0])
     assert field_value == value and type(field_value) is type(value)
     assert "*rate" not in line or args.extra == {"rate": 1e-5}
 
 
-def test_a_variable_is_exported_as_it_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_env_variables_are_exported_verbatim(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     written = {"A": "true", "B": "010", "C": "12:30", "D": "on", "E": "1.10", "F": "", "G": "2001-01-01"}
     for name in written:
         monkeypatch.setenv(f"TRL_TPU_TEST_{name}", "before")
@@ -191,11 +191,11 @@ def test_a_variable_is_exported_as_it_is_written(tmp_path: Path, monkeypatch: py
     assert {name: os.environ[f"TRL_TPU_TEST_{name}"] for name in written} == written
 
 
-# ---- each field of a config is described once, in the docstring; what is read and copied of it keeps its form
+# ---- config fields: described once, in the docstring; copies and pickles
 
 
 @pytest.mark.parametrize("config", [RewardConfig, ModelConfig, ScriptArguments, DatasetMixtureConfig, ScoreArguments])
-def test_the_help_of_every_field_is_in_the_docstring(config: Any) -> None:
+def test_help_of_every_field_comes_from_the_docstring(config: Any) -> None:
     described = " ".join(config.__doc__.split())
     own = [each for each in dataclasses.fields(config) if each.name in config.__annotations__]
     assert own
@@ -203,7 +203,7 @@ def test_the_help_of_every_field_is_in_the_docstring(config: Any) -> None:
         assert len(each.metadata["help"]) > 10 and each.metadata["help"] in described, each.name
 
 
-def test_a_copy_of_a_config_keeps_the_hubs_token_and_a_pickle_does_not(tmp_path: Path) -> None:
+def test_config_copies_keep_the_hub_token_and_pickles_drop_it(tmp_path: Path) -> None:
     args = RewardConfig(str(tmp_path), bf16=False, report_to="none", hub_token="secret", packing=True)
     args.model_init_kwargs = {"token": "secret", "dtype": "float32"}
     for copied in (copy.copy(args), copy.deepcopy(args)):

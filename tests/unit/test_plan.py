@@ -1,4 +1,4 @@
-"""The command ``trl-tpu plan``: from flags and YAML to what is compiled and printed, with a made-up compiler."""
+"""The command ``trl-tpu plan``: from flags and YAML to compiled layouts and printed text, with a fake compiler."""
 
 import os
 import re
@@ -8,8 +8,8 @@ from typing import Any
 from unittest.mock import ANY
 
 import pytest
-from judgements import solutions
-from planned import REFUSAL, compiled, layouts_of, save_config
+from fake_compiler import OOM_ERROR, compiled, layouts_of, save_config
+from label_formats import solutions
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from trl_tpu.config.reward_config import RewardConfig
@@ -20,7 +20,7 @@ from trl_tpu.packing.shapes import PairLengths
 from trl_tpu.parallel.mesh import GiB, MeshShape, parse_topology
 from trl_tpu.plan import layouts
 from trl_tpu.plan.compile import CompiledProgram, TracedProgram, call_in_child, received
-from trl_tpu.plan.layouts import Attempt, Layout, depths_of, extend
+from trl_tpu.plan.layouts import Attempt, Layout, depths_of, extrapolate
 from trl_tpu.plan.trace import StepRequest
 from trl_tpu.runtime import Remat
 from trl_tpu.runtime.native import Runtime
@@ -40,26 +40,26 @@ def planned(model: str, more: str = "") -> list[Layout]:
     return layouts_of("--model_name_or_path", model, *WORDS, *more.split())
 
 
-def test_a_config_alone_is_planned_and_the_text_printed(model: str, capsys: pytest.CaptureFixture) -> None:
+def test_config_without_data_is_planned_and_printed(model: str, capsys: pytest.CaptureFixture) -> None:
     words = "--per_device_train_batch_size 4 --row_length 512 --pairs_in_dataset 1000 --remat dots"
     (layout,) = planned(model, words)
     assert (layout.pairs, layout.shape, layout.remat) == (4, (4, 512), "dots")
     printed = capsys.readouterr().out
     assert "IT FITS" in printed and "1 pairs of 512 unique tokens" in printed
-    assert "3,000 pairs" in printed  # transformers' default of epochs is 3
+    assert "3,000 pairs" in printed  # transformers trains 3 epochs by default
     planned(model, f"{words} --max_steps 10 --gradient_accumulation_steps 2")
-    assert "80 pairs" in capsys.readouterr().out  # of the steps, whatever the dataset has
+    assert "80 pairs" in capsys.readouterr().out  # `max_steps` decides, not the size of the dataset
     (layout,) = planned(model, f"{words} --packing false")
-    assert layout.shape == (8, 512)  # a dialogue per row
+    assert layout.shape == (8, 512)  # one sequence per row
 
 
-def test_what_does_not_fit_is_followed_by_what_would(model: str, capsys: pytest.CaptureFixture) -> None:
+def test_plan_that_does_not_fit_suggests_alternatives(model: str, capsys: pytest.CaptureFixture) -> None:
     seen: list[tuple[str, str, int]] = []
 
     def compile_one(layout: Layout) -> CompiledProgram:
         seen.append((str(layout.mesh), layout.remat, layout.pairs_per_device))
         if layout.pairs_per_device > 2:
-            raise RuntimeError(REFUSAL)
+            raise RuntimeError(OOM_ERROR)
         return compiled(layout)
 
     words = ["--model_name_or_path", model, *WORDS, "--per_device_train_batch_size", "8", "--remat"]
@@ -76,11 +76,11 @@ def test_what_does_not_fit_is_followed_by_what_would(model: str, capsys: pytest.
     def fail(_: Layout) -> CompiledProgram:
         raise RuntimeError("Used 32.42M of 16.00M vmem.")
 
-    with pytest.raises(RuntimeError, match="vmem"):  # which no smaller batch would need less of
+    with pytest.raises(RuntimeError, match="vmem"):  # a smaller batch needs as much vmem
         plan.main([*words, "full"], fail)
 
 
-def test_a_search_compiles_what_its_flags_name(model: str, capsys: pytest.CaptureFixture) -> None:
+def test_search_compiles_the_layouts_in_its_flags(model: str, capsys: pytest.CaptureFixture) -> None:
     choices = [(each.pairs, each.remat) for each in planned(model, "--search true --compiles 5")]
     assert choices == [(8, "none"), (8, "full"), (8, "dots"), (4, "none"), (4, "full")]
     assert capsys.readouterr().out.count("--mesh data=1,fsdp=1 --remat") == 5
@@ -92,15 +92,15 @@ def test_a_search_compiles_what_its_flags_name(model: str, capsys: pytest.Captur
 
 
 @pytest.fixture
-def traced(monkeypatch: pytest.MonkeyPatch) -> list[StepRequest]:
-    """What is asked to be traced, of which nothing is."""
+def trace_requests(monkeypatch: pytest.MonkeyPatch) -> list[StepRequest]:
+    """Return the requests to trace a program; tracing is replaced."""
     requests: list[StepRequest] = []
 
     def trace(request: StepRequest) -> TracedProgram:
         requests.append(request)
         return TracedProgram(b"", (), (), 1)
 
-    monkeypatch.setattr(synthetic, "TRAIN_NUMBER_PAIRS", 64)  # fewer rows to tokenize
+    monkeypatch.setattr(synthetic, "TRAIN_NUMBER_PAIRS", 64)  # saves tokenization time
     monkeypatch.setattr(plan, "missing", lambda: None)
     monkeypatch.setattr(layouts, "trace_step", trace)
     monkeypatch.setattr(layouts, "compile_for", lambda traced, topology: CompiledProgram(1, 1, 1, 1))
@@ -108,17 +108,19 @@ def traced(monkeypatch: pytest.MonkeyPatch) -> list[StepRequest]:
 
 
 @pytest.mark.parametrize(("packing", "rows", "length"), [("auto", 3, 64), ("false", None, 17)])
-def test_rankings_are_planned_whole(packing: str, rows: int | None, length: int, traced: list[StepRequest]) -> None:
+def test_rankings_are_planned_with_all_their_answers(
+    packing: str, rows: int | None, length: int, trace_requests: list[StepRequest]
+) -> None:
     words = ["--model_name_or_path", "synthetic:tiny", "--dataset_name", "synthetic:rankings", "--packing", packing]
     assert plan.main([*words, *WORDS]) == 0
-    assert [(each.rows, each.length, each.answers) for each in traced] == [(rows, length, 4)]
+    assert [(each.rows, each.length, each.answers) for each in trace_requests] == [(rows, length, 4)]
     (layout,) = planned(words[1], " ".join(words[2:]))
-    assert layout.shape == (rows or 8 * 4, length)  # of 8 prompts
+    assert layout.shape == (rows or 8 * 4, length)  # 8 prompts
 
 
 @pytest.mark.parametrize("packing", ["true", "false"])
-def test_steps_and_attributes_are_planned_as_they_train(
-    packing: str, tmp_path: Path, traced: list[StepRequest], capsys: pytest.CaptureFixture
+def test_process_rewards_and_attributes_are_planned_as_trained(
+    packing: str, tmp_path: Path, trace_requests: list[StepRequest], capsys: pytest.CaptureFixture
 ) -> None:
     solutions(20).to_json(tmp_path / "steps.jsonl")
     words = [*WORDS, "--model_name_or_path", "synthetic:tiny", "--packing", packing]
@@ -126,32 +128,32 @@ def test_steps_and_attributes_are_planned_as_they_train(
     of_steps = ["prm", *words, "--step_separator", " "]
     assert plan.main([*words, "--attributes", "helpful", "brief", "--max_length", "64"]) == 0
     assert plan.main(of_steps) == plan.main([*of_steps, "--dataset_name", str(tmp_path / "steps.jsonl")]) == 0
-    assert [each.model.num_labels for each in traced] == [2, 2, 2]
+    assert [each.model.num_labels for each in trace_requests] == [2, 2, 2]
     wanted = [HeadSpec({"helpful": 0.5, "brief": 0.5}), HeadSpec({}, " "), HeadSpec({}, " ")]
-    assert [HeadSpec.of(each.model) for each in traced] == wanted
-    assert [each.answers for each in traced] == [2, 2, 5]  # without data, as few as can be compared
+    assert [HeadSpec.of(each.model) for each in trace_requests] == wanted
+    assert [each.answers for each in trace_requests] == [2, 2, 5]  # without data, the fewest that can be compared
     rows = re.findall(r"4 pairs in (\d+) rows of", capsys.readouterr().err)
-    assert rows == (["8", "4", "4"] if packing == "false" else ANY)  # a solution is a row
+    assert rows == (["8", "4", "4"] if packing == "false" else ANY)  # one solution per row
 
 
-def test_a_training_yaml_is_traced_as_it_is(model: str, tmp_path: Path, traced: list[StepRequest]) -> None:
+def test_training_yaml_is_traced_unchanged(model: str, tmp_path: Path, trace_requests: list[StepRequest]) -> None:
     config = tmp_path / "train.yaml"
     config.write_text(
         f"model_name_or_path: {model}\nper_device_train_batch_size: 2\nmax_length: 200\nlearning_rate: 2.0e-3\n"
         "gradient_accumulation_steps: 2\n"
     )
     assert plan.main(["--config", str(config), *WORDS, "--remat", "none"]) == 0
-    (request,) = traced
-    # two dialogues of 200 tokens that share half of one, in a row that is a multiple of 128
+    (request,) = trace_requests
+    # two sequences of 200 tokens that share 100, in a row length that is a multiple of 128
     assert (request.rows, request.length, request.dtype) == (2, 384, "float32")
     given = request.arguments
     assert (given["learning_rate"], given["remat"], given["gradient_accumulation_steps"]) == (2e-3, "none", 2)
     assert not {"gradient_checkpointing", "topology", "model_name_or_path"} & set(given)
 
 
-def test_a_named_dataset_and_adapters_are_planned_without_weights(model: str, capsys: pytest.CaptureFixture) -> None:
+def test_dataset_and_adapters_are_planned_without_weights(model: str, capsys: pytest.CaptureFixture) -> None:
     (layout,) = planned("synthetic:tiny", "--dataset_name synthetic:numbers --max_length 16 --bf16 false")
-    # a dialogue has 13 tokens, and the answers differ in the last two
+    # a sequence has 13 tokens, and answers differ in the last two
     assert set(layout.lengths.sizes_P.tolist()) == {15}
     assert "6,144 pairs" in capsys.readouterr().out
     (layout,) = planned(model, "--use_peft true --lora_r 4 --lora_target_modules q_proj v_proj")
@@ -160,7 +162,7 @@ def test_a_named_dataset_and_adapters_are_planned_without_weights(model: str, ca
     assert all(parameter.device.type == "meta" for parameter in layout.module.parameters())
 
 
-def test_a_model_that_is_not_named_or_not_there_is_refused(model: str, tmp_path: Path) -> None:
+def test_missing_model_is_rejected(model: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="--model_name_or_path"):
         plan.main(WORDS, compiled)
     for missing, more in ((str(tmp_path / "gone"), ""), (model, "--dataset_name synthetic:numbers")):
@@ -168,18 +170,18 @@ def test_a_model_that_is_not_named_or_not_there_is_refused(model: str, tmp_path:
             planned(missing, more)
 
 
-def test_a_plan_is_of_one_slice(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Runtime, "default_mesh", lambda *_, **__: ("fsdp=-1", 4, 1))  # as many devices as chips
+def test_plan_rejects_several_slices(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Runtime, "default_mesh", lambda *_, **__: ("fsdp=-1", 4, 1))  # 4 chips
     with pytest.raises(UserError, match="v6e:2x2 is one slice"):
         planned(model, "--topology v6e:2x2 --mesh slices=2,fsdp=-1")
 
 
-# ---- layouts: bounds against arithmetic, the report, and what is compiled for a search
+# ---- layouts: bounds by arithmetic, the report, and compiled layouts of a search
 
 
 @pytest.fixture(scope="module")
 def layout() -> Layout:
-    """A Llama of 1.2 billion parameters, without weights, on 16 chips."""
+    """Return the layout of a Llama with 1.2 billion parameters, without weights, on 16 chips."""
     sizes = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "vocab_size": 128256}
     config = AutoConfig.for_model("llama", num_attention_heads=32, num_key_value_heads=8, **sizes)
     args = RewardConfig("unused", report_to="none", use_cpu=True, bf16=True)
@@ -187,16 +189,16 @@ def layout() -> Layout:
     return Layout(model, args, lengths, None, parse_topology("v6e:4x4"), MeshShape(fsdp=16), Remat.FULL, 2)
 
 
-def test_times_are_the_compilers_operations_and_received_bytes_at_published_speeds(layout: Layout) -> None:
+def test_times_follow_from_operations_and_bytes_at_published_speeds(layout: Layout) -> None:
     seconds = Attempt(layout, compiled(layout, flops=90e12)).seconds
     assert seconds == {"arithmetic": 90e12 / 918e12, "links": 4e9 / 400e9}
-    # the compiler counts no operations of kernels, and a loop once: a step needs no less than the model
+    # the compiler ignores operations of kernels and counts loops once: a step needs at least the model's operations
     least = layout.needed_flops / 16
     assert Attempt(layout, compiled(layout, flops=0.0)).seconds["arithmetic"] == least / 918e12
     assert Attempt(layout, compiled(layout)).most_pairs_per_second == 32 / max(4e9 / 400e9, least / 918e12)
 
 
-def test_collectives_count_what_a_chip_receives_once_per_channel() -> None:
+def test_received_bytes_count_each_channel_once() -> None:
     lines = [
         " %a = bf16[8,128]{1,0:T(8,128)} all-gather(%x), channel_id=1, replica_groups={{0,1},{2,3}}, dimensions={0}",
         " %again = bf16[8,128]{1,0} all-gather(%x), channel_id=1, replica_groups={{0,1},{2,3}}, dimensions={0}",
@@ -208,7 +210,7 @@ def test_collectives_count_what_a_chip_receives_once_per_channel() -> None:
     assert received("\n".join(lines)) == 2 * 8 * 128 / 2 + 4 * 101 * 3 / 4 + 4 * 25 * 4 * 3 / 4 + 64
 
 
-def test_an_error_in_a_child_process_says_why_or_with_which_signal_it_ended() -> None:
+def test_child_process_error_states_reason_or_signal() -> None:
     with pytest.raises(RuntimeError, match="status -6"):
         call_in_child(os.abort, environment={})
     with pytest.raises(RuntimeError, match="TypeError: .* not int"):
@@ -224,7 +226,7 @@ def tiny(model_type: str, layers: int, **settings: Any) -> Any:
     return AutoConfig.for_model(model_type, num_hidden_layers=layers, **sizes, **settings)
 
 
-def test_of_many_layers_two_depths_with_whole_periods_are_compiled_and_extended() -> None:
+def test_deep_models_compile_two_depths_of_whole_periods() -> None:
     assert depths_of(tiny("llama", 24)) == (24,)
     assert depths_of(tiny("llama", 80), compiles_all=True) == (80,)
     assert depths_of(tiny("llama", 32)) == (2, 4)
@@ -236,16 +238,16 @@ def test_of_many_layers_two_depths_with_whole_periods_are_compiled_and_extended(
     def program(layers: int) -> CompiledProgram:
         return CompiledProgram(10 + 3 * layers, 1, 1000 + 7 * layers, 5 + layers, 2.0 * layers, 8.0 + layers)
 
-    assert extend([program(4), program(8)], (4, 8), 48) == program(48)
-    assert extend([program(8)], (8,), 8) == program(8)
-    assert extend([program(8), replace(program(4), results=0)], (4, 8), 480).results == 0
-    assert min(astuple(extend([program(8), program(4)], (4, 8), 4800))) == 0
+    assert extrapolate([program(4), program(8)], (4, 8), 48) == program(48)
+    assert extrapolate([program(8)], (8,), 8) == program(8)
+    assert extrapolate([program(8), replace(program(4), results=0)], (4, 8), 480).results == 0
+    assert min(astuple(extrapolate([program(8), program(4)], (4, 8), 4800))) == 0
     whole = tiny("gemma3_text", 12, layer_types=["sliding_attention", "full_attention"] * 6, head_dim=8)
     assert len(AutoModelForSequenceClassification.from_config(layouts.with_layers(whole, 4)).model.layers) == 4
     assert whole.num_hidden_layers == len(whole.layer_types) == 12
 
 
-def test_of_several_layouts_the_fastest_that_fits_comes_first(layout: Layout) -> None:
+def test_fastest_layout_that_fits_comes_first(layout: Layout) -> None:
     def tried(fsdp: int, **changes: float) -> Attempt:
         return Attempt(replace(layout, mesh=MeshShape(fsdp=fsdp)), compiled(layout, **changes))
 

@@ -1,4 +1,4 @@
-"""The conversions of the guide of popular data sets make rows that training reads, from rows of each schema."""
+"""Conversions in the guide of popular datasets turn rows of each schema into rows that training reads."""
 
 import re
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import tiny
 from datasets import Dataset
-from places import EXAMPLES
+from environment import EXAMPLES
 from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification
 
 from trl_tpu import RewardConfig
@@ -42,7 +42,7 @@ PRM = [
     {"completions": [{"text": "2 + 3 is 5.", "rating": 1}], "chosen_completion": 0},
     {"completions": [{"text": "So 5.", "rating": 0}, {"text": "So 6.", "rating": -1}], "chosen_completion": 1},
 ]
-#: Rows of each schema, with the settings that the guide names, and the grades or labels that are expected.
+#: Rows of each schema, the settings named in the guide, and the expected grades or labels.
 ROWS: dict[str, tuple[list[dict[str, Any]], dict[str, Any], dict[str, Any]]] = {
     "ultrafeedback": (
         [
@@ -131,14 +131,14 @@ _TAKE_ALL_ROWS = ("helpsteer2", "helpsteer3", "oasst")
 
 @pytest.fixture(scope="module")
 def functions() -> dict[str, Any]:
-    """The functions that the guide defines."""
+    """Return the functions that the guide defines."""
     names: dict[str, Any] = {}
     for block in re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL):
         exec(block, names)
     return names
 
 
-def test_each_function_of_the_guide_is_tried(functions: dict[str, Any]) -> None:
+def test_every_function_in_the_guide_is_tested(functions: dict[str, Any]) -> None:
     named = set(re.findall(r"\| `(\w+)` \|", PAGE))
     assert named == ROWS.keys() <= functions.keys()
 

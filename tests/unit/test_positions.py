@@ -1,11 +1,11 @@
-"""How many positions a model has learned is what it can read: one more token is an error of the model."""
+"""Models with learned positions read sequences up to that length; one more token makes the model raise."""
 
 from typing import Any
 
 import pytest
 import torch
 from datasets import Dataset
-from preference_forms import tiny_tokenizer
+from preference_rows import tiny_tokenizer
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from trl_tpu import RewardConfig
@@ -26,7 +26,7 @@ def tiny_model(family: str) -> Any:
 
 
 @pytest.mark.parametrize(("family", "count"), FAMILIES.items())
-def test_learned_positions_are_as_many_as_a_model_reads(family: str, count: int) -> None:
+def test_learned_positions_equal_the_longest_readable_sequence(family: str, count: int) -> None:
     model = tiny_model(family)
     assert learned_positions(model) == count
     with torch.no_grad():
@@ -35,7 +35,7 @@ def test_learned_positions_are_as_many_as_a_model_reads(family: str, count: int)
             model(input_ids=torch.full((1, count + 1), 5))
 
 
-def test_xlnet_whose_limit_is_minus_one_has_none() -> None:
+def test_xlnet_has_no_limit_of_positions() -> None:
     sizes = {"d_model": 8, "n_layer": 1, "n_head": 2, "d_head": 4, "d_inner": 8, "vocab_size": 300}
     config = AutoConfig.for_model("xlnet", pad_token_id=1, num_labels=1, **sizes)
     model = AutoModelForSequenceClassification.from_config(config).eval()
@@ -45,7 +45,7 @@ def test_xlnet_whose_limit_is_minus_one_has_none() -> None:
 
 
 @pytest.mark.parametrize("is_stream", [False, True])
-def test_a_dialogue_beyond_the_learned_positions_is_an_error(is_stream: bool, tmp_path: Any) -> None:
+def test_sequence_beyond_the_learned_positions_is_rejected(is_stream: bool, tmp_path: Any) -> None:
     model, args = tiny_model("roberta"), RewardConfig(str(tmp_path), max_length=None, report_to="none")
 
     def built(longest: int, is_old: bool = False) -> Any:

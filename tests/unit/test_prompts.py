@@ -1,4 +1,4 @@
-"""Pairs that share a prompt are found by their tokens, come together, and have row shapes that they fill."""
+"""Pairs of one prompt are found by their tokens, stay together in an epoch, and get row shapes that fit them."""
 
 from pathlib import Path
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 from datasets import Dataset
-from tokenized import dataset_of
+from preference_rows import dataset_of
 
 from trl_tpu import RewardConfig
 from trl_tpu.data.collate import ComparisonRule, sequences_of
@@ -18,8 +18,8 @@ from trl_tpu.training.planned_shapes import plan_rows_of
 SYSTEM = [9, 8, 7]
 
 
-def pairs_of(prompts: int, answers: int) -> Any:
-    """The best answer to each prompt with each other one, in any order; most answers begin with one of two tokens."""
+def ranked_pairs(prompts: int, answers: int) -> Any:
+    """Pair the best answer to each prompt with every other, in random order; many answers start alike."""
     generator = np.random.default_rng(0)
     rows, prompt_N = [], np.repeat(np.arange(prompts), answers - 1)
     for _ in range(prompts):
@@ -31,19 +31,19 @@ def pairs_of(prompts: int, answers: int) -> Any:
     return Dataset.from_list([rows[at] for at in order]), prompt_N[order]
 
 
-def test_pairs_of_a_prompt_are_one_group_though_answers_begin_alike() -> None:
-    dataset, prompt_N = pairs_of(500, 4)  # read in two parts
+def test_pairs_of_a_prompt_form_one_group() -> None:
+    dataset, prompt_N = ranked_pairs(500, 4)  # large enough to be read in two parts
     group_N = prompt_groups(dataset)
     assert sorted(set(group_N)) == list(range(500)) == sorted(set(prompt_N))
     assert len(set(zip(group_N, prompt_N, strict=True))) == 500
 
 
-def test_a_system_prompt_alone_is_no_group_nor_is_a_prompt_much_shorter_than_what_a_pair_shares() -> None:
+def test_system_prompts_and_short_shared_prompts_form_no_group() -> None:
     turn = list(range(20, 50))
     both = [
         *[([*SYSTEM, number, 1], [*SYSTEM, 9 + number, 1]) for number in range(4)],
         ([*SYSTEM, 60, 1], [*SYSTEM, 60, 2]),
-        ([*SYSTEM, 60, *turn, 1], [*SYSTEM, 60, *turn, 2]),  # the second turn of a chat with the same first one
+        ([*SYSTEM, 60, *turn, 1], [*SYSTEM, 60, *turn, 2]),  # a second turn after the same first turn
         ([*SYSTEM, 60, 1, 2], [*SYSTEM, 60, 1, 3]),
         ([*SYSTEM, 60, *turn, 1], [*SYSTEM, 60, *turn, 1]),  # chosen and rejected are equal
     ]
@@ -52,7 +52,7 @@ def test_a_system_prompt_alone_is_no_group_nor_is_a_prompt_much_shorter_than_wha
     assert group_N[4] == group_N[6] != group_N[5] == group_N[7]
 
 
-def test_an_order_is_a_permutation_for_each_seed_and_epoch_in_which_groups_are_together() -> None:
+def test_order_permutes_pairs_and_keeps_groups_together() -> None:
     group_N = np.repeat(np.arange(40), 3)[np.random.default_rng(0).permutation(120)]
     orders = {}
     for seed, epoch in ((0, 0), (0, 1), (1, 0), (1, 1)):
@@ -63,12 +63,12 @@ def test_an_order_is_a_permutation_for_each_seed_and_epoch_in_which_groups_are_t
     assert len(set(map(tuple, orders.values()))) == 4
     for order in orders.values():
         updates = [set(group_N[order[first : first + 9]]) for first in range(0, 120, 9)]
-        assert [len(groups) for groups in updates] == [3] * 13 + [1]  # the last update is the short one
-    sampler = ByPrompt(group_N, 9, 0)  # which nobody tells the epoch
+        assert [len(groups) for groups in updates] == [3] * 13 + [1]  # only the last update is short
+    sampler = ByPrompt(group_N, 9, 0)  # without a call of set_epoch
     assert [list(sampler) for _ in range(2)] == [orders[0, 0], orders[0, 1]] and len(sampler) == 120
 
 
-def test_updates_that_one_group_fills_do_not_follow_one_another() -> None:
+def test_updates_of_one_large_group_are_not_consecutive() -> None:
     group_N = np.array([0] * 100 + list(range(1, 301)))
     order = np.array(list(ByPrompt(group_N, 10)))
     filled = np.flatnonzero((group_N[order].reshape(-1, 10) == 0).all(axis=1))
@@ -76,8 +76,8 @@ def test_updates_that_one_group_fills_do_not_follow_one_another() -> None:
 
 
 @pytest.mark.parametrize(("pairs", "shards"), [(8, 1), (32, 8)])
-def test_planned_rows_hold_any_batch_and_grouped_ones_tightly(pairs: int, shards: int, tmp_path: Path) -> None:
-    dataset, _ = pairs_of(150, 4)
+def test_planned_rows_hold_any_batch_and_fit_grouped_batches(pairs: int, shards: int, tmp_path: Path) -> None:
+    dataset, _ = ranked_pairs(150, 4)
     args, order_N = RewardConfig(str(tmp_path), report_to="none"), list(ByPrompt(prompt_groups(dataset), pairs))
     by_prompt = sizes_by_prompt(dataset, pairs)
     plans = [plan_rows_of(dataset, 512, pairs, shards, args, sizes_N=sizes) for sizes in (None, by_prompt)]
@@ -96,9 +96,9 @@ def test_planned_rows_hold_any_batch_and_grouped_ones_tightly(pairs: int, shards
     assert columns(plans[1], largest.tolist()) > 0 < columns(plans[1], list(range(len(dataset))))
 
 
-def test_a_stream_cannot_be_put_into_this_order() -> None:
+def test_streams_cannot_be_grouped_by_prompt() -> None:
     with pytest.raises(ValueError, match="group_by_prompt"):
-        sizes_by_prompt(pairs_of(4, 2)[0].to_iterable_dataset(), 4)
+        sizes_by_prompt(ranked_pairs(4, 2)[0].to_iterable_dataset(), 4)
 
 
 ROWS = [{"prompt": f"What is {n}?", "chosen_ids": [1], "rejected_ids": [2]} for n in range(6)]
@@ -109,16 +109,16 @@ AS_IDS = [{"chosen_ids": [1, *ids, 5], "rejected_ids": [1, *ids, 6]} for ids in 
 @pytest.mark.parametrize(
     ("train", "evaluation", "expected"),
     [
-        (ROWS[:4], ROWS[2:] + ROWS[3:], (2, 4)),  # distinct prompts count
+        (ROWS[:4], ROWS[2:] + ROWS[3:], (2, 4)),  # counts distinct prompts
         ([row | {"prompt": [{"role": "user", "content": row["prompt"]}]} for row in ROWS], ROWS[:1], (0, 1)),
         (AS_IDS[:4], AS_IDS[2:], (2, 4)),
         ([row | {"prompt": ""} for row in ROWS], [row | {"prompt": ""} for row in ROWS], (0, 0)),
         ([row | {"prompt": "Choose."} for row in ROWS], [row | {"prompt": "Choose."} for row in ROWS], (0, 1)),
         ([{"chosen_ids": [1, n], "rejected_ids": [1, 9]} for n in (5, 6)], AS_IDS, (0, 6)),
-        (ROWS, [{"prompt": "What is 1?", "chosen": "yes", "rejected": "no"}], ()),  # not prepared
+        (ROWS, [{"prompt": "What is 1?", "chosen": "yes", "rejected": "no"}], ()),  # rows that are not tokenized
     ],
 )
-def test_evaluation_prompts_that_are_also_in_the_training_data_are_counted(
+def test_evaluation_prompts_found_in_training_data_are_counted(
     train: Any, evaluation: Any, expected: tuple[int, ...], caplog: pytest.LogCaptureFixture
 ) -> None:
     found = prompts_in_training(Dataset.from_list(train), Dataset.from_list(evaluation), "held out")

@@ -1,4 +1,4 @@
-"""Ranked answers, also by several attributes: their metrics, their prepared rows, and their settings."""
+"""Ranked answers, also by several attributes: metrics, prepared rows and settings."""
 
 import tracemalloc
 from itertools import combinations, permutations
@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenized import prepare
+from preference_rows import prepare
 from transformers import LlamaConfig
 
 from trl_tpu.data.collate import ComparisonRule, Labels, sequences_of
@@ -22,12 +22,12 @@ from trl_tpu.packing.pack import pack_unpadded
 from trl_tpu.report.verdicts import LabeledRewards
 
 K = 5
-answers = st.tuples(st.floats(-20, 20, width=32), st.integers(0, 3))  # reward, grade
+answers = st.tuples(st.floats(-20, 20, width=32), st.integers(0, 3))  # (reward, grade)
 prompts = st.lists(st.lists(answers, min_size=2, max_size=K), min_size=1, max_size=4)
 
 
 @given(prompts)
-def test_the_comparisons_of_a_prompt_together_count_once_in_all_metrics(some: Any) -> None:
+def test_metrics_weight_every_prompt_equally(some: Any) -> None:
     rewards_PK, grade_PK = (padded([[each[at] for each in row] for row in some]) for at in (0, 1))
     sums = sums_on_host(torch.from_numpy(rewards_PK)[:, None], labels_of(grade_PK))
     margins = [[r - s for (r, a), (s, b) in permutations(each, 2) if a > b] for each in some]
@@ -57,7 +57,7 @@ def labels_of(grade_NK: np.ndarray) -> Labels:
     return Labels(grade_NK[:, None].astype(np.float32), kind="rankings")
 
 
-def test_the_verdict_on_many_answers_takes_memory_for_the_answers_and_not_for_their_comparisons() -> None:
+def test_verdict_memory_grows_with_answers_not_comparisons() -> None:
     chooser = np.random.default_rng(0)
     grade_NK = chooser.permuted(np.tile(np.arange(64.0), (400, 1)), axis=1)
     rewards_NK = grade_NK / 30 + chooser.standard_normal((400, 64))
@@ -72,7 +72,7 @@ def test_the_verdict_on_many_answers_takes_memory_for_the_answers_and_not_for_th
     assert verdict.loss == pytest.approx(np.logaddexp(0, -margins_M).mean(), rel=0.02)
 
 
-def test_a_prompt_is_computed_once_for_all_its_answers() -> None:
+def test_prompt_is_computed_once_for_all_its_answers() -> None:
     prompts = [[*range(10, 110)], [*range(10, 60), *range(200, 250)]]
     rows = [
         {"answer_ids": [[*prompt, 1000 + answer, 7] for answer in range(count)], "grades": [*range(count)]}
@@ -80,13 +80,13 @@ def test_a_prompt_is_computed_once_for_all_its_answers() -> None:
     ]
     batch = sequences_of(rows, 0, ComparisonRule(answers=8).table(rows))
     (packed,) = pack_unpadded(batch, attention_crossover_length=1e6)
-    assert packed.input_ids_RL.size == 150 + 2 * 11  # both prompts' first 50 tokens once, too
+    assert packed.input_ids_RL.size == 150 + 2 * 11  # the 50 tokens that both prompts share are held once, too
 
 
 TWO = {"prompt": "a", "completions": ["b", "c"]}
 
 
-def test_scores_that_grade_no_answers_are_not_compared() -> None:
+def test_scores_that_do_not_grade_answers_are_ignored() -> None:
     answered = {"completions": ["a", "b"], "rewards": [1.0, 0.0], "not_scored": None}
     evaluation = Evaluation()
     for grades in ({"scores": each} for each in (None, [1.0], {"helpful": 1}, [1.0, 1.0])):
@@ -100,7 +100,7 @@ def test_scores_that_grade_no_answers_are_not_compared() -> None:
 
 
 @pytest.mark.parametrize("other", [{"completions": ["b", "c"], "labels": [1, 0]}, {"scores": [1.0, 2.0]}])
-def test_a_pair_beside_answers_or_grades_alone_is_a_pair(other: dict[str, Any]) -> None:
+def test_pair_with_only_answers_or_only_grades_stays_a_pair(other: dict[str, Any]) -> None:
     assert row_format_of(prepare([{"prompt": "a", "chosen": "b", "rejected": "c"} | other]).column_names) == PAIR
 
 
@@ -118,7 +118,7 @@ FORMS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_extra_columns_change_no_row_and_no_label(form: str) -> None:
+def test_extra_columns_change_neither_rows_nor_labels(form: str) -> None:
     row = FORMS[form]
     plain, more = prepare([row]), prepare([row | {key: value for key, value in EXTRA.items() if key not in row}])
     rule = ComparisonRule(answers=length_stats(plain).answers)
@@ -130,7 +130,7 @@ def test_extra_columns_change_no_row_and_no_label(form: str) -> None:
         assert length_stats(prepared).checksum == length_stats(plain).checksum
 
 
-def test_the_forms_of_rankings_and_those_that_are_too_long() -> None:
+def test_ranking_formats_are_prepared_and_long_answers_removed() -> None:
     equal = {**TWO, "scores": [1.0, 1.0]}
     assert prepare([equal], rankings=RankingKind(may_tie=True, may_all_tie=True))["grades"] == [[1.0, 1.0]]
     rows = [{**TWO, "completions": ["b", "c", "d" * 9], "ranks": [2, 1, 2]}, {**TWO, "ranks": [1, 2]}]
@@ -150,7 +150,7 @@ graded = st.lists(st.lists(grades, min_size=A, max_size=A).filter(any), min_size
 
 
 @given(graded, st.integers(0, 9))
-def test_each_attribute_is_a_ranking_and_the_reward_is_the_weighted_sum(some: Any, seed: int) -> None:
+def test_attributes_are_rankings_and_the_reward_is_their_weighted_sum(some: Any, seed: int) -> None:
     rewards_PAK = torch.randn(len(some), A, K, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     weights = [0.65, -0.4, 0.5]
     sums = sums_on_host(rewards_PAK, Labels.of([{"grades": each} for each in some], K, A), weights)
@@ -161,17 +161,17 @@ def test_each_attribute_is_a_ranking_and_the_reward_is_the_weighted_sum(some: An
     assert (sums.reward, sums.deviations) == pytest.approx((rewards_PK.sum(), rewards_PK.size * rewards_PK.var()))
 
 
-def test_a_model_of_other_outputs_may_begin_as_one_of_attributes(tmp_path: Path) -> None:
+def test_attribute_head_can_start_from_another_number_of_outputs(tmp_path: Path) -> None:
     config = LlamaConfig(num_labels=2, attribute_weights=[0.5, 2.0])
     write_head_spec(config, NAMES, None, None)
     config.save_pretrained(tmp_path)
     assert HeadSpec.saved(tmp_path) == HeadSpec(dict(zip(NAMES, [0.5, 2.0], strict=True)))
-    one = LlamaConfig.from_pretrained(tmp_path, num_labels=1)  # as it is loaded to have one reward
+    one = LlamaConfig.from_pretrained(tmp_path, num_labels=1)  # loaded as a model with one reward
     write_head_spec(one, (), None, None)
     assert HeadSpec.of(one) == HeadSpec() and one.num_labels == 1
 
 
-def test_a_row_may_lack_an_attribute() -> None:
+def test_rows_may_lack_an_attribute() -> None:
     rows = [
         {**TWO, "scores": {"helpful": None, "brief": [1, 2]}},
         {**TWO, "scores": {"helpful": [1, 2], "brief": [3, 3]}},

@@ -1,4 +1,4 @@
-"""Families of today: packed rows have the rewards and gradients of padded ones, also through recurrent layers."""
+"""Recent model families: packed rows give the rewards and gradients of padded ones, also in recurrent layers."""
 
 from contextlib import nullcontext
 from typing import Any
@@ -19,23 +19,28 @@ from trl_tpu.packing.pack import pack_unpadded
 _IDS = torch.randint(1, 64, (400,), generator=torch.Generator().manual_seed(5)).tolist()
 
 
-def branched(depth: int, one: int, other: int) -> tuple[list[int], list[int]]:
-    """A pair of sequences with this many common tokens, and tails of these lengths that begin with other tokens."""
+def pair_with_prefix(depth: int, one: int, other: int) -> tuple[list[int], list[int]]:
+    """Return a pair of sequences with ``common`` shared tokens and tails of these lengths that differ at once."""
     first = _IDS[depth]
     return _IDS[:depth] + _IDS[depth : depth + one], _IDS[:depth] + ([first % 63 + 1] + _IDS[200:])[:other]
 
 
-#: Branches on either side of the chunks of 64 and 16 tokens in which layers scan, tails of one token, a sequence that
-#: is a prefix of the other, nothing shared, and prompts of several pairs.
+#: Branches before and after the boundaries of the 64- and 16-token chunks of scans, tails of one token, a sequence
+#: that is a prefix of the other, no shared tokens, and prompts with several pairs.
 PAIRS = [
-    *(branched(depth, 3 + depth % 5, 1 + depth % 67) for depth in (1, 16, 17, 63, 64, 65)),
-    *((branched(130, 70, 65)), branched(64, 1, 1), branched(5, 0, 4), branched(128, 1, 0)),
+    *(pair_with_prefix(depth, 3 + depth % 5, 1 + depth % 67) for depth in (1, 16, 17, 63, 64, 65)),
+    *(
+        (pair_with_prefix(130, 70, 65)),
+        pair_with_prefix(64, 1, 1),
+        pair_with_prefix(5, 0, 4),
+        pair_with_prefix(128, 1, 0),
+    ),
     *(([9, 8, 7], [9, 8, 7]), ([3], [4]), (_IDS[300:320], _IDS[350:390])),
 ]
 
 
 def exact_model(family: str, way: str = "plain") -> Any:
-    """A model with weights among which little is uniform, that reads packed rows."""
+    """Return a model that reads packed rows, with weights far from uniform."""
     model: Any = tiny_classifier(family).double()
     torch.manual_seed(1)
     for parameter in model.parameters():
@@ -70,7 +75,7 @@ def test_rewards_and_gradients_equal_the_padded_forward(family: str, way: str) -
     (rows,) = pack_unpadded(rows_of(PAIRS))
     batch = rows.map_tensors(torch.from_numpy)
     assert batch.input_ids_RL.shape[1] < 0.7 * sum(len(ids) for pair in PAIRS for ids in pair)
-    # layers that are computed again do so outside the mode, with norms in float32
+    # recomputation runs outside the mode, with norms in float32
     rounding, mode = (1e-5, nullcontext()) if "recomputed" in way else (1e-9, StayInFloat64())
     with mode:
         expected = padded(model, PAIRS)
@@ -84,7 +89,7 @@ def test_rewards_and_gradients_equal_the_padded_forward(family: str, way: str) -
         assert difference < 100 * rounding, name
 
 
-def test_nodes_are_the_tokens_between_branches() -> None:
+def test_tree_nodes_are_the_tokens_between_branches() -> None:
     whole = Tree(3, 9, (Tail(0, 6, ()),))
     tails = Tail(0, 5, ()), Tail(5, 7, ((0, 3),)), Tail(7, 9, ((0, 3), (5, 6))), Tail(9, 10, ())
     tree = Tree(9, 19, tails)
@@ -94,10 +99,10 @@ def test_nodes_are_the_tokens_between_branches() -> None:
 
 
 @pytest.mark.parametrize("family", ["jamba", "zamba"])
-def test_layers_that_take_no_state_are_found_by_trying(family: str) -> None:
+def test_layers_that_ignore_the_state_are_detected_by_trial(family: str) -> None:
     model = tiny_classifier(family)
     with pytest.raises(PackingImpossible, match="not go on"):
         make_packable(model, PAD)
-    assert use_tree_states(model)  # not in use any more
+    assert use_tree_states(model)  # the first call had no lasting effect
     with pytest.raises(PackingImpossible, match="planned"):
         make_packable(tiny_classifier("qwen3_5_text"), PAD, is_unpadded=False)

@@ -1,4 +1,4 @@
-"""The recipes of examples/recipes: parsed, planned as their heads say, and in the folder's table."""
+"""Recipes of examples/recipes: parsed, planned as stated in their headers, and listed in the folder's table."""
 
 import re
 import shlex
@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import yaml
-from places import EXAMPLES
-from planned import layouts_of, save_config
-from preference_forms import assistant, tiny_tokenizer, user
+from environment import EXAMPLES
+from fake_compiler import layouts_of, save_config
+from preference_rows import assistant, tiny_tokenizer, user
 
 from trl_tpu.data.chat_templates import date_written
 from trl_tpu.data.formats import apply_template
@@ -21,15 +21,15 @@ OF_THE_TRAINING = ("max_length", "total_batch_size", "per_device_train_batch_siz
 
 
 def head(recipe: Path) -> str:
-    """The comment that a recipe begins with, as one line."""
+    """Return the comment at the beginning of a recipe as one line."""
     lines = recipe.read_text().split("\n\n")[0].splitlines()
     assert all(line.startswith("#") for line in lines)
     return " ".join(" ".join(line.lstrip("# ") for line in lines).split())
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.stem)
-def test_a_recipe_is_parsed_and_planned_as_its_head_says_and_is_in_the_table(recipe: Path, tmp_path: Path) -> None:
-    """It is planned with a small model in the place of its own, and a made-up compiler."""
+def test_recipe_is_parsed_planned_and_listed_as_its_header_states(recipe: Path, tmp_path: Path) -> None:
+    """A small model replaces the recipe's, and the compiler is fake."""
     arguments = ["--config", str(recipe), "--report_to", "none", "--use_cpu", "true"]
     script, args, model, data = reward.make_parser().parse_args_and_config(arguments)
     settings = yaml.safe_load(recipe.read_text())
@@ -39,7 +39,7 @@ def test_a_recipe_is_parsed_and_planned_as_its_head_says_and_is_in_the_table(rec
     told = head(recipe)
     assert "Not run by us." in told and "Source " in told and "Published " in told and "IT FITS" in told
     (row,) = [line for line in (FOLDER / "README.md").read_text().splitlines() if f"({recipe.name})" in line]
-    assert row.rstrip(" |").endswith("| -"), "what we measured, which is nothing yet"
+    assert row.rstrip(" |").endswith("| -"), "recipes have no measurements yet"
 
     (command,) = re.findall(r"`trl-tpu plan (.*?)`", told)
     words = shlex.split(command)
@@ -51,7 +51,7 @@ def test_a_recipe_is_parsed_and_planned_as_its_head_says_and_is_in_the_table(rec
     assert layout.args.gradient_accumulation_steps * layout.pairs == settings["total_batch_size"]
 
 
-def test_the_template_without_a_date_is_llamas_format_and_has_none() -> None:
+def test_llama3_template_has_no_date() -> None:
     tokenizer: Any = tiny_tokenizer(bos_token="<|begin|>")
     tokenizer.chat_template = (FOLDER / "llama3_without_date.jinja").read_text()
     chat = [user(" Sky? "), assistant("Blue.")]

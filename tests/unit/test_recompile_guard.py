@@ -1,4 +1,4 @@
-"""The recompile guard warns neither early nor late. What it says is in tests/xla/test_recompile_guard.py."""
+"""The recompile guard warns at the right step. tests/xla/test_progress_on_xla.py checks its message."""
 
 import pytest
 import torch
@@ -11,9 +11,9 @@ OTHER = {"input_ids": torch.zeros(4, 2, 77)}
 
 
 class Counting(Runtime):
-    """Plain torch, and a number of compiled programs that the test sets."""
+    """Plain torch with a number of compiled programs that the test sets."""
 
-    compiled = 100  # programs from before training do not count
+    compiled = 100  # programs compiled before training do not count
     plans_shapes = True
 
     def compile_count(self) -> int:
@@ -21,7 +21,7 @@ class Counting(Runtime):
 
 
 def warned(guard: RecompileGuard, steps: list[tuple[dict, int]], caplog: pytest.LogCaptureFixture) -> list[int]:
-    """Take steps that compile so many programs each; return those, from 1 on, at which the guard warned."""
+    """Take steps that each compile a number of programs; return the 1-based steps at which the guard warned."""
     found, runtime = [], guard._runtime
     assert isinstance(runtime, Counting)
     for step, (batch, compiles) in enumerate(steps, start=1):
@@ -39,30 +39,30 @@ ROUND = [(BATCH, 300), (BATCH, 20), (BATCH, 1), (OTHER, 9), (BATCH, 2), (OTHER, 
 @pytest.mark.parametrize(
     ("planned", "steps", "at"),
     [
-        (2, ROUND, []),  # the first two steps of each shape, and the step after those
-        (2, [*ROUND, (BATCH, 0), (OTHER, 1), (BATCH, 1)], [9]),  # once
+        (2, ROUND, []),  # no warning at the first two steps of each shape and the step after them
+        (2, [*ROUND, (BATCH, 0), (OTHER, 1), (BATCH, 1)], [9]),  # one warning
         (2, [*ROUND, (OTHER, 0), ({"input_ids": torch.zeros(4, 2, 80)}, 1)], [9]),
         (None, [(BATCH, 1), (OTHER, 1), (OTHER, 1)], [3]),
         (None, [(BATCH, 1)] * 4, [4]),
     ],
 )
-def test_the_guard_warns_once_of_programs_after_warm_up(
+def test_guard_warns_once_about_programs_after_warm_up(
     planned: int | None, steps: list[tuple[dict, int]], at: list[int], caplog: pytest.LogCaptureFixture
 ) -> None:
     guard = RecompileGuard(Counting())
-    for _ in range(2):  # a second run counts anew
+    for _ in range(2):  # a second run counts from zero
         guard.start(planned)
         assert warned(guard, steps, caplog) == at
 
 
-def test_the_guard_is_silent_about_what_others_compile(caplog: pytest.LogCaptureFixture) -> None:
+def test_guard_ignores_programs_compiled_outside_training(caplog: pytest.LogCaptureFixture) -> None:
     runtime = Counting()
     guard = RecompileGuard(runtime)
     guard.start(1)
     assert warned(guard, [(BATCH, 1)] * 3, caplog) == []
     for step in range(10):
         guard.pause()
-        runtime.compiled += 50  # an evaluation, say
+        runtime.compiled += 50  # for example by an evaluation
         guard.resume()
         guard.check(step)
     assert caplog.records == []

@@ -1,4 +1,4 @@
-"""Which activations are computed again: the settings, and what plain torch does."""
+"""Activation recomputation: its settings, and its effect in plain torch."""
 
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,7 @@ class Counting(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def test_plain_torch_keeps_matrix_products_too() -> None:
+def test_plain_torch_can_keep_matrix_products() -> None:
     products, gradients = {}, {}
     for policy in ("none", "full", "dots"):
         model = tiny.tiny_model(tiny.tiny_tokenizer(["a few words to spell"], vocab_size=300))

@@ -1,4 +1,4 @@
-"""The command `report`: one page that needs nothing else, on which data is only letters, and pictures beside it."""
+"""The command `report`: a self-contained page that escapes data, and separate pictures."""
 
 import importlib.util
 import json
@@ -10,7 +10,7 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
-from scored_files import write
+from preference_rows import write_jsonl
 
 from trl_tpu import cli
 from trl_tpu.errors import UserError
@@ -36,7 +36,7 @@ def scored(path: Path, **more: Any) -> Path:
         | more
         for number in range(30)
     ]
-    return write(path, made)
+    return write_jsonl(path, made)
 
 
 def history(steps: int = 6, scale: float = 1.0) -> list[dict[str, Any]]:
@@ -54,7 +54,7 @@ def write_state(folder: Path, logs: list[dict[str, Any]], step: int = 12) -> Non
 
 
 def run_folder(folder: Path, logs: list[dict[str, Any]]) -> Path:
-    """A run that was resumed at step 4, with two checkpoints."""
+    """Create the folder of a run that was resumed at step 4, with two checkpoints."""
     for step in (4, 12):
         (folder / f"checkpoint-{step}").mkdir(parents=True)
         write_state(folder / f"checkpoint-{step}", [each for each in logs if each["step"] <= step], step)
@@ -63,7 +63,7 @@ def run_folder(folder: Path, logs: list[dict[str, Any]]) -> Path:
 
 
 class Elements(HTMLParser):
-    """Which elements a page has, with their attributes, and its text."""
+    """Parser that collects the elements of a page, their attributes, and the text."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()
@@ -78,7 +78,7 @@ class Elements(HTMLParser):
         self.text += data
 
 
-def test_a_report_needs_nothing_else_and_obeys_no_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_report_is_self_contained_and_escapes_data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = run_folder(tmp_path / "run", history())
     assert cli.main(["report", str(run)]) == 0
     own = (run / "report" / "index.html").read_bytes()
@@ -92,7 +92,7 @@ def test_a_report_needs_nothing_else_and_obeys_no_data(tmp_path: Path, capsys: p
     sources = [attributes["src"] or "" for tag, attributes in elements.found if tag == "img"]
     assert len(sources) == 5 and all(source.startswith("data:image/png;base64,") for source in sources)
     assert ("http-equiv", "Content-Security-Policy") in {item for _, each in elements.found for item in each.items()}
-    assert HOSTILE in elements.text, "texts of the data are there, as letters"
+    assert HOSTILE in elements.text, "texts of the data are escaped"
     assert max(map(len, elements.text.split("chosen"))) < 5000 and "characters ...]" in elements.text
     assert not re.search(r"(src|href)=[\"']?https?:|@import|url\(", (folder / "index.html").read_text())
     assert "12 of 12 steps" in elements.text and "It has no verdict.json" in elements.text
@@ -102,7 +102,7 @@ def test_a_report_needs_nothing_else_and_obeys_no_data(tmp_path: Path, capsys: p
     assert all((folder / name).read_bytes().startswith(b"\x89PNG") for name in written)
 
 
-def test_without_matplotlib_the_page_says_how_to_get_pictures(tmp_path: Path) -> None:
+def test_report_without_matplotlib_says_how_to_get_pictures(tmp_path: Path) -> None:
     found = importlib.util.find_spec
     with patch.object(page, "find_spec", lambda name: None if name == "matplotlib" else found(name)):
         assert cli.main(["report", str(scored(tmp_path / "s.jsonl"))]) == 0
@@ -111,7 +111,7 @@ def test_without_matplotlib_the_page_says_how_to_get_pictures(tmp_path: Path) ->
     assert "img" not in {tag for tag, _ in elements.found}
 
 
-def test_a_run_is_read_from_its_last_checkpoint_or_its_folder_where_that_goes_on(tmp_path: Path) -> None:
+def test_run_is_read_from_its_folder_or_its_last_checkpoint(tmp_path: Path) -> None:
     run = run_folder(tmp_path / "run", history())
     found = read_run(run, "run")
     assert (found.step, found.max_steps, found.resumed_at) == (12, 12, [4])
@@ -135,34 +135,34 @@ def test_a_run_is_read_from_its_last_checkpoint_or_its_folder_where_that_goes_on
     assert "train_runtime 1" in elements.text and "img" not in {tag for tag, _ in elements.found}
 
 
-def test_rows_of_several_answers_are_reported_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_report_covers_rows_of_several_answers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lists: dict[str, Any] = {"reward_chosen": [1.0], "reward_rejected": [0.0, 2.0], "chosen": ["a"]}
     best = scored(tmp_path / "best.jsonl", rejected=["b"] * 2, **lists)
     assert cli.main(["report", str(best), "--output", str(tmp_path / "out")]) == 0
     text = Elements(tmp_path / "out" / "index.html").text
-    assert "Its best reward goes to a right answer in 0.0%" in text and "rejected [0.0, 2.0], chosen [1.0]" in text
+    assert "The highest reward goes to a right answer in 0.0%" in text and "rejected [0.0, 2.0], chosen [1.0]" in text
     assert "Best of several answers" in capsys.readouterr().out
 
 
-def test_what_cannot_be_reported_is_one_line(tmp_path: Path, refused: Callable[..., str]) -> None:
+def test_unreportable_input_is_rejected_in_one_line(tmp_path: Path, error_of: Callable[..., str]) -> None:
     empty = scored(tmp_path / "s.jsonl", reward_chosen=None)
     for source, name in ((tmp_path / "none", "none"), (tmp_path, "trainer_state.json"), (empty, "30 pairs")):
-        assert name in refused("report", source, "--output", tmp_path / "out")
+        assert name in error_of("report", source, "--output", tmp_path / "out")
         assert not (tmp_path / "out").exists()
 
 
-def test_a_report_overwrites_only_what_a_report_wrote(tmp_path: Path, refused: Callable[..., str]) -> None:
+def test_report_overwrites_only_files_of_a_report(tmp_path: Path, error_of: Callable[..., str]) -> None:
     source, out = scored(tmp_path / "s.jsonl"), tmp_path / "out"
-    for _ in range(2):  # its own files are replaced
+    for _ in range(2):  # a report replaces its own files
         assert cli.main(["report", str(source), "--output", str(out)]) == 0
     for name, content in (("verdict.json", "changed since"), ("index.html", "mine")):
         (out / name).write_text(content)
         before = {path.name: path.read_bytes() for path in out.iterdir()}
-        assert "--output" in refused("report", source, "--output", out)
+        assert "--output" in error_of("report", source, "--output", out)
         assert {path.name: path.read_bytes() for path in out.iterdir()} == before
         (out / name).unlink()
 
 
-def test_names_of_evaluation_sets_are_kept_apart() -> None:
+def test_verdict_files_of_evaluation_sets_have_distinct_names() -> None:
     files = {verdict_name(name) for name in ("a/b", "a_b", "a b", "", "ä%")}
     assert len(files) == 5 and not any("/" in file for file in files)

@@ -1,4 +1,4 @@
-"""A few shapes cover every batch of the data, in as little work as they can."""
+"""A few planned shapes hold every batch of the data with little extra work."""
 
 import functools
 
@@ -8,7 +8,7 @@ import real_pairs
 import tiny
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenized import dataset_of
+from preference_rows import dataset_of
 
 from trl_tpu.data.collate import ComparisonRule, sequences_of
 from trl_tpu.data.length_stats import length_stats
@@ -25,7 +25,9 @@ from trl_tpu.packing.shapes import bucket_lengths, plan_rows
     st.integers(1, 5),
     st.data(),
 )
-def test_every_batch_is_covered(sizes: list[int], pairs: int, shards: int, most: int, data: st.DataObject) -> None:
+def test_planned_shapes_hold_every_batch(
+    sizes: list[int], pairs: int, shards: int, most: int, data: st.DataObject
+) -> None:
     row_length = data.draw(st.sampled_from([None, 208]))
     given = {"max_shapes": most, "multiple": 8, "attention_crossover_length": 300, "row_length": row_length}
     plan = plan_rows(np.array(sizes), pairs, shards, **given)
@@ -33,14 +35,14 @@ def test_every_batch_is_covered(sizes: list[int], pairs: int, shards: int, most:
     assert all(shape.rows % shards == 0 and shape.length % 8 == 0 for shape in plan.shapes)
     assert row_length is None or {shape.length for shape in plan.shapes} == {row_length}
     drawn = data.draw(st.permutations(range(len(sizes))))[:pairs]
-    # nothing shared between pairs, the worst case: token ids tell pairs apart
+    # the worst case: distinct token ids, so pairs share nothing
     rows = [{"answers": [[index + 1] * sizes[index], [index + 1]]} for index in drawn]
     table = ComparisonRule().table(rows, pairs)
     assert sum((each.tokens_S > 0).sum() for each in pack(sequences_of(rows, 0, table), plan)) == 2 * len(drawn)
 
 
 @given(st.integers(1, 5000), st.integers(1, 6), st.sampled_from([1, 8, 64, 128]))
-def test_bucket_lengths_cover_the_longest_in_few_even_steps(longest: int, most: int, multiple: int) -> None:
+def test_bucket_lengths_reach_the_longest_in_few_even_steps(longest: int, most: int, multiple: int) -> None:
     lengths = bucket_lengths(longest, most, multiple)
     assert list(lengths) == sorted(set(lengths))
     assert 1 <= len(lengths) <= most
@@ -52,7 +54,7 @@ def test_bucket_lengths_cover_the_longest_in_few_even_steps(longest: int, most: 
 
 @functools.cache
 def tokenized(source: str) -> list[tuple[list[int], list[int]]]:
-    """The pairs whose dialogues have at most 1,024 tokens."""
+    """Return the tokenized pairs with sequences of at most 1,024 tokens."""
     rows = real_pairs.pairs_from(source)
     tokenizer = tiny.tiny_tokenizer([*rows["chosen"][:400], *rows["rejected"][:400]])
     halves = [tokenizer(list(rows[half]))["input_ids"] for half in ("chosen", "rejected")]
@@ -63,8 +65,8 @@ def tokenized(source: str) -> list[tuple[list[int], list[int]]]:
     "source", [pytest.param(each, marks=[pytest.mark.long] * (each == "real")) for each in real_pairs.SOURCES]
 )
 @pytest.mark.parametrize(("pairs", "shards", "most_tokens"), [(8, 1, 0.72), (64, 8, 0.70)])
-def test_tokens_processed_per_real_token(source: str, pairs: int, shards: int, most_tokens: float) -> None:
-    """For a model of hidden size 1,024, with at most four shapes; padding to the longest takes 2.5."""
+def test_packing_computes_few_tokens_per_real_token(source: str, pairs: int, shards: int, most_tokens: float) -> None:
+    """Hidden size 1,024, at most four shapes. Padding to the longest sequence computes 2.5 tokens per real token."""
     both = tokenized(source)
     sizes = length_stats(dataset_of(both)).lengths.sizes_P
     plan = plan_rows(sizes, pairs, shards, attention_crossover_length=6 * 1024)

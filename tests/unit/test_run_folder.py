@@ -1,4 +1,4 @@
-"""A folder is one run's: no other process trains there, and what another run left is moved aside."""
+"""A folder belongs to one run: no other process trains there, and files of another run are moved away."""
 
 import json
 import os
@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import apart
 import fsspec
 import pytest
-from saving import made_checkpoint
+import subprocesses
+from checkpoints import write_checkpoint
 
 from trl_tpu.checkpoint.folders import MANIFEST_FILE, RUN_FILE, STAGING_FOLDER, RemoteRun, RunFolder
 from trl_tpu.config.reward_config import private_folder
@@ -30,7 +30,7 @@ def names(folder: Path) -> set[str]:
 
 @contextmanager
 def training(folder: Path, resumed: Path | None = None, step: int = 0) -> Iterator[RunFolder]:
-    """As a process does that trains, here on from a checkpoint."""
+    """Claim and begin a run folder as a training process does, optionally resuming from a checkpoint."""
     found = RunFolder(folder, None, writes=True)
     found.claim()
     try:
@@ -40,22 +40,22 @@ def training(folder: Path, resumed: Path | None = None, step: int = 0) -> Iterat
         found.release()
 
 
-def test_a_second_process_is_refused_until_the_first_has_ended(tmp_path: Path) -> None:
-    """The lock stays whatever the process reads."""
+def test_second_process_is_rejected_until_the_first_has_ended(tmp_path: Path) -> None:
+    """Reading files does not release the lock."""
     for _ in range(2):
         with training(tmp_path):
             assert json.loads((tmp_path / RUN_FILE).read_text())["process"] == os.getpid()
-            with pytest.raises(UserError, match="output_dir"):  # a second trainer in this process, by another path
+            with pytest.raises(UserError, match="output_dir"):  # a second trainer of this process, under another path
                 RunFolder(tmp_path / ".." / tmp_path.name, None, writes=True).claim()
-            RunFolder(tmp_path, None, writes=False).claim()  # one that does not write may look
-            other = apart.run("-c", CLAIMS, str(tmp_path), status=1)
+            RunFolder(tmp_path, None, writes=False).claim()  # a reader needs no claim
+            other = subprocesses.run("-c", CLAIMS, str(tmp_path), status=1)
             assert f"UserError: Process {os.getpid()} on " in other.stderr
-    apart.run("-c", CLAIMS, str(tmp_path))
+    subprocesses.run("-c", CLAIMS, str(tmp_path))
 
 
-def test_a_base_model_in_the_folder_is_not_moved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Adapters would name a folder that is gone, or, if it stayed, another model: the new run saves step 6 as well."""
-    made_checkpoint(tmp_path / "out", 6)
+def test_base_model_inside_the_run_folder_is_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Adapters would refer to a moved folder, or to another model, because the new run also saves step 6."""
+    write_checkpoint(tmp_path / "out", 6)
     monkeypatch.chdir(tmp_path)
     run = RunFolder(Path("out"), None, writes=True)
     with pytest.raises(UserError, match="output_dir"):
@@ -65,27 +65,27 @@ def test_a_base_model_in_the_folder_is_not_moved(tmp_path: Path, monkeypatch: py
     assert names(tmp_path / "out") == set()
 
 
-def test_a_resumed_run_keeps_its_own_up_to_there_and_nothing_if_it_is_from_elsewhere(tmp_path: Path) -> None:
+def test_resumed_run_keeps_only_its_own_earlier_checkpoints(tmp_path: Path) -> None:
     here = tmp_path / "here"
-    checkpoints = {step: made_checkpoint(here, step) for step in (10, 40, 60)}
+    checkpoints = {step: write_checkpoint(here, step) for step in (10, 40, 60)}
     with training(here, checkpoints[40], 40):
         assert names(here) == {"checkpoint-10", "checkpoint-40"}
-    with training(here, made_checkpoint(tmp_path / "elsewhere", 30), 30):
+    with training(here, write_checkpoint(tmp_path / "elsewhere", 30), 30):
         assert names(here) == set()
     found = RunFolder(here, None, writes=False)
     found.claim()
-    assert not found.began_without_a_checkpoint, "it did not begin from nothing"
+    assert not found.began_without_a_checkpoint, "the run began from a checkpoint"
 
 
-def test_all_steps_that_a_run_went_on_from_needs_table(tmp_path: Path) -> None:
+def test_run_file_lists_every_resumed_step(tmp_path: Path) -> None:
     def resumed_at(step: int | None = None) -> list[int]:
-        with training(tmp_path, None if step is None else made_checkpoint(tmp_path, step), step or 0):
+        with training(tmp_path, None if step is None else write_checkpoint(tmp_path, step), step or 0):
             return json.loads((tmp_path / RUN_FILE).read_text())["resumed_at"]
 
     assert resumed_at() == []
     assert resumed_at(10) == [10]
     assert resumed_at(40) == resumed_at(40) == [10, 40]
-    assert resumed_at(20) == [10, 20], "what came after 20 is not this run's any more"
+    assert resumed_at(20) == [10, 20], "steps after 20 do not belong to this run"
     assert resumed_at() == []
 
 
@@ -93,19 +93,19 @@ def test_all_steps_that_a_run_went_on_from_needs_table(tmp_path: Path) -> None:
     ("limit", "needed", "left"),
     [(None, 8, {2, 4, 6, 8}), (0, 8, {2, 4, 6, 8}), (2, 8, {6, 8}), (1, 4, {4}), (3, 2, {2, 6, 8})],
 )
-def test_the_first_steps_are_deleted_unless_needed(
+def test_earliest_checkpoints_are_deleted_unless_needed(
     limit: int | None, needed: int, left: set[int], tmp_path: Path
 ) -> None:
-    """Whatever their dates are; what only begins like a checkpoint is nobody's to delete."""
+    """Steps decide, not dates. Folders whose names only begin like a checkpoint's are kept."""
     for age, step in enumerate((8, 6, 4, 2)):
-        os.utime(made_checkpoint(tmp_path, step), (1000 + age,) * 2)
+        os.utime(write_checkpoint(tmp_path, step), (1000 + age,) * 2)
     (tmp_path / "checkpoint-1-my-backup").mkdir()
     RunFolder(tmp_path, None, writes=True).rotate(limit, {f"checkpoint-{needed}"})
     assert names(tmp_path) == {f"checkpoint-{step}" for step in left} | {"checkpoint-1-my-backup"}
     assert not (tmp_path / STAGING_FOLDER).exists()
 
 
-def test_what_a_killed_process_left_in_staging_is_removed(tmp_path: Path) -> None:
+def test_staging_files_of_a_killed_process_are_removed(tmp_path: Path) -> None:
     staging = tmp_path / STAGING_FOLDER
     (staging / "checkpoint-6").mkdir(parents=True)
     (staging / "my notes").write_text("of the user")
@@ -113,7 +113,7 @@ def test_what_a_killed_process_left_in_staging_is_removed(tmp_path: Path) -> Non
     assert [path.name for path in staging.iterdir()] == ["my notes"]
 
 
-def test_a_run_at_a_url_has_its_folder_too(tmp_path: Path) -> None:
+def test_run_at_a_url_owns_its_remote_folder(tmp_path: Path) -> None:
     files, url = fsspec.filesystem("memory"), "memory://runs/shared"
     for name in (MANIFEST_FILE, "progress.json", "state/host-0.safetensors"):
         files.pipe_file(f"/runs/shared/checkpoint-60/{name}", b"{}")
@@ -128,14 +128,14 @@ def test_a_run_at_a_url_has_its_folder_too(tmp_path: Path) -> None:
     assert again.began_without_a_checkpoint
 
 
-def test_a_url_that_cannot_be_written_to_is_found_before_training(tmp_path: Path) -> None:
+def test_unwritable_url_is_rejected_before_training(tmp_path: Path) -> None:
     (tmp_path / "a file").write_text("")
     run = RunFolder(tmp_path, RemoteRun(f"file://{tmp_path}/a file/run"), writes=True)
     with pytest.raises(UserError, match="a file/run"):
         run.claim()
 
 
-def test_files_of_a_url_pass_through_a_folder_that_is_nobody_elses() -> None:
+def test_downloads_use_a_private_folder() -> None:
     one, other = (Path(private_folder("memory://runs/shared")) for _ in range(2))
     assert one != other and one.name == other.name == "shared"
     assert stat.S_IMODE(one.parent.stat().st_mode) == 0o700 and not one.is_symlink()

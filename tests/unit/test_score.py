@@ -1,4 +1,4 @@
-"""The command `score` reads rows as training does, names what it cannot score, and writes rows as they are scored."""
+"""The command `score` reads rows as training does, names unscorable rows, and writes scored rows at once."""
 
 import io
 import json
@@ -13,16 +13,15 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
-import apart
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import subprocesses
 import tiny
 import torch
 from datasets import Dataset
-from preference_forms import TEMPLATE, TOOLS, assistant, user
-from scored_files import read, words, write
+from preference_rows import TEMPLATE, TOOLS, assistant, read_jsonl, score_command, user, write_jsonl
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
 import trl_tpu
@@ -36,7 +35,7 @@ from trl_tpu.scripts import score
 CHAT = [user("Hi"), assistant("Hello")]
 
 
-def test_messages_are_rendered_with_their_rows_tools_and_template_arguments(good_model: Path) -> None:
+def test_messages_are_rendered_with_tools_and_template_arguments(good_model: Path) -> None:
     scorer = score.Scorer(str(good_model))
     scorer.tokenizer.chat_template = TEMPLATE
     others: list[dict[str, Any]] = [
@@ -56,18 +55,18 @@ def test_messages_are_rendered_with_their_rows_tools_and_template_arguments(good
     "spoiled",
     [
         {"text": None},
-        {"text": "a " * 300},  # beyond the model's learned positions
+        {"text": "a " * 300},  # longer than the model's learned positions
         {"messages": [{"role": "user", "content": None}]},
         {"messages": CHAT, "tools": "["},
     ],
 )
-def test_a_row_that_cannot_be_scored_is_named_and_the_others_are_scored(
+def test_unscorable_row_is_named_and_others_are_scored(
     spoiled: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     good = {key: {"text": "a", "messages": CHAT}.get(key) for key in spoiled}
-    rows, output = write(tmp_path / "rows.jsonl", [good, spoiled, good]), tmp_path / "out.jsonl"
-    assert cli.main(words(save(tmp_path / "model", "gpt2"), rows, output)) == 0
-    first, second, third = read(output)
+    rows, output = write_jsonl(tmp_path / "rows.jsonl", [good, spoiled, good]), tmp_path / "out.jsonl"
+    assert cli.main(score_command(save(tmp_path / "model", "gpt2"), rows, output)) == 0
+    first, second, third = read_jsonl(output)
     assert first == third and isinstance(first["reward"], float) and first["not_scored"] is None
     told = f"Row 1 of the scored dataset: `{next(iter(spoiled))}`"
     assert second["reward"] is None and second["not_scored"].startswith(told)
@@ -75,14 +74,14 @@ def test_a_row_that_cannot_be_scored_is_named_and_the_others_are_scored(
     assert "1 of 3 rows" in caplog.text and told in caplog.text
 
 
-def test_rows_of_two_forms_are_refused(good_model: Path, tmp_path: Path, refused: Callable[..., str]) -> None:
+def test_rows_in_two_formats_are_rejected(good_model: Path, tmp_path: Path, error_of: Callable[..., str]) -> None:
     model, pair = str(good_model), {"chosen": "a", "rejected": "b"}
     several: dict[str, Any] = pair | {"completions": ["a", "b"], "scores": [1, 2]}
-    both = write(tmp_path / "both.jsonl", [several])
-    assert "completions, scores" in refused(*words(good_model, both))
-    assert "`mean` and `std`" in refused(*words(good_model, both), "--standardize")
+    both = write_jsonl(tmp_path / "both.jsonl", [several])
+    assert "completions, scores" in error_of(*score_command(good_model, both))
+    assert "`mean` and `std`" in error_of(*score_command(good_model, both), "--standardize")
     with pytest.raises(UserError, match="completions, scores"):
-        read_scored(write(tmp_path / "scored.jsonl", [several | {"reward_chosen": 1.0, "reward_rejected": 0.0}]))
+        read_scored(write_jsonl(tmp_path / "scored.jsonl", [several | {"reward_chosen": 1.0, "reward_rejected": 0.0}]))
     (best,) = trl_tpu.score(model, [several], best_of_n=True)
     assert best["completion"] in ("a", "b")
     *_, without_prompt = trl_tpu.score(model, [pair | {"prompt": "p"}, pair | {"prompt": None}])
@@ -90,31 +89,31 @@ def test_rows_of_two_forms_are_refused(good_model: Path, tmp_path: Path, refused
     assert without_prompt["reward_chosen"] == pytest.approx(plain["reward_chosen"])
 
 
-def test_half_a_character_in_a_text_is_refused(good_model: Path, tmp_path: Path, refused: Callable[..., str]) -> None:
+def test_lone_surrogate_in_a_text_is_rejected(good_model: Path, tmp_path: Path, error_of: Callable[..., str]) -> None:
     argv = ["score", "--model_name_or_path", good_model, "--text", "whole", "--text", "ab\ud800"]
-    assert "`--text` number 2" in refused(*argv)
+    assert "`--text` number 2" in error_of(*argv)
     for dialogue in ("ab\ud800", [user("ab\ud800")], [{"role": "user", "content": [{"text": "ab\ud800"}]}]):
         (row,) = trl_tpu.score(str(good_model), [dialogue])
         assert row["reward"] is None and "character" in row["not_scored"]
     notes = ["ß 語 😀", "\ud800", "é\udfff", "\ude00\ud83d"]
     given = [{"text": "a", "note": note} for note in notes]
-    rows, output = write(tmp_path / "rows.jsonl", given), tmp_path / "out.jsonl"
-    assert cli.main(words(good_model, rows, output)) == 0
-    written = read(output)
+    rows, output = write_jsonl(tmp_path / "rows.jsonl", given), tmp_path / "out.jsonl"
+    assert cli.main(score_command(good_model, rows, output)) == 0
+    written = read_jsonl(output)
     assert "ß 語 😀" in output.read_text()
     assert [{key: row[key] for key in given[0]} for row in written] == given
     assert all(isinstance(row["reward"], float) for row in written)
-    told = refused(*words(good_model, rows, tmp_path / "out.parquet"))
+    told = error_of(*score_command(good_model, rows, tmp_path / "out.parquet"))
     (partial,) = (tmp_path / "out.parquet.partial").glob("*.jsonl")
     assert "Parquet" in told and str(partial.parent) in told
-    assert read(partial) == written
+    assert read_jsonl(partial) == written
     assert not {path.name for path in tmp_path.iterdir() if path.suffix == ".parquet"}
 
 
 def test_bad_outputs_are_rejected_before_anything_is_loaded(
-    tmp_path: Path, refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, error_of: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rows = write(tmp_path / "data" / "rows.jsonl", [{"text": "a"}])
+    rows = write_jsonl(tmp_path / "data" / "rows.jsonl", [{"text": "a"}])
     os.mkfifo(tmp_path / "pipe")
     before = {path: path.is_file() and path.read_bytes() for path in tmp_path.rglob("*")}
     for dataset, output, world, name in [
@@ -122,10 +121,10 @@ def test_bad_outputs_are_rejected_before_anything_is_loaded(
         (rows.parent, tmp_path / "data/out.jsonl", "1", "dataset itself"),
         (rows, tmp_path / "none/out.jsonl", "1", "none/out.jsonl"),
         (rows, tmp_path / "pipe", "1", "pipe"),
-        (rows, tmp_path / "out.jsonl", "2", "WORLD_SIZE=2"),  # each would delete the others' partial output
+        (rows, tmp_path / "out.jsonl", "2", "WORLD_SIZE=2"),  # one would delete the other's partial output
     ]:
         monkeypatch.setenv("WORLD_SIZE", world)
-        assert name in refused(*words(tmp_path / "no model", dataset, output))
+        assert name in error_of(*score_command(tmp_path / "no model", dataset, output))
         assert {path: path.is_file() and path.read_bytes() for path in tmp_path.rglob("*")} == before
 
 
@@ -139,7 +138,7 @@ TYPED = {
 }
 
 
-def test_parquet_output_keeps_types_also_when_it_is_resumed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_parquet_output_keeps_types_also_after_a_resume(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     output = str(tmp_path / "out.parquet")
     rows = [{"row": 0, **TYPED}, {"row": 1, **TYPED, "made": None}, {"row": 2}, {"row": 3, "day": TYPED["day"]}]
     with pytest.raises(KeyboardInterrupt), score.RowsFile(output, {}, chunk=1) as file:
@@ -148,7 +147,7 @@ def test_parquet_output_keeps_types_also_when_it_is_resumed(tmp_path: Path, capl
         raise KeyboardInterrupt
     with score.RowsFile(output, {}, chunk=1) as file:
         coming = iter(rows)
-        assert list(file.kept(coming)) == [[row] for row in rows[:3]]
+        assert list(file.written_chunks(coming)) == [[row] for row in rows[:3]]
         file.write(left := list(coming), left)
     table = pq.read_table(output)
     assert table.to_pylist() == [dict.fromkeys(rows[0]) | row for row in rows]
@@ -157,7 +156,7 @@ def test_parquet_output_keeps_types_also_when_it_is_resumed(tmp_path: Path, capl
     assert "JSON" not in caplog.text and [path.name for path in tmp_path.iterdir()] == ["out.parquet"]
 
 
-def test_json_lines_say_once_which_columns_they_cannot_hold(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_json_lines_warn_once_about_columns_they_cannot_hold(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     plain = {"text": "a", "number": 1.5, "list": [{"a": None}]}
     for name, value in TYPED.items():
         caplog.clear()
@@ -166,10 +165,10 @@ def test_json_lines_say_once_which_columns_they_cannot_hold(tmp_path: Path, capl
                 file.write([row], [row])
         (told,) = [record.getMessage() for record in caplog.records]
         assert f" {name}:" in told
-        assert [{key: row[key] for key in plain} for row in read(tmp_path / "out.jsonl")] == [plain] * 3
+        assert [{key: row[key] for key in plain} for row in read_jsonl(tmp_path / "out.jsonl")] == [plain] * 3
 
 
-def test_what_is_not_finite_is_null_and_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_nonfinite_rewards_are_null_and_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     folder = save(tmp_path / "model")
     model: Any = AutoModelForSequenceClassification.from_pretrained(folder)
     with torch.no_grad():
@@ -178,22 +177,22 @@ def test_what_is_not_finite_is_null_and_told(tmp_path: Path, caplog: pytest.LogC
     row = {"text": "a", "reward": 2.0, "weight": math.nan, "of": [math.inf, 1.0]}
     Dataset.from_list([row, {**row, "text": "b"}]).to_parquet(tmp_path / "rows.parquet")
     with caplog.at_level(logging.WARNING, logger="trl_tpu"):
-        assert cli.main(words(folder, tmp_path / "rows.parquet", tmp_path / "out.jsonl")) == 1
+        assert cli.main(score_command(folder, tmp_path / "rows.parquet", tmp_path / "out.jsonl")) == 1
     expected = {"reward": None, "weight": None, "of": [None, 1.0]}
-    for text, written in zip("ab", read(tmp_path / "out.jsonl"), strict=True):
+    for text, written in zip("ab", read_jsonl(tmp_path / "out.jsonl"), strict=True):
         assert {key: written[key] for key in ("text", *expected)} == {"text": text, **expected}
     assert "2 of 2 rows" in caplog.text and "Row 0 of the scored dataset: `text`" in caplog.text
-    assert "dataset's: reward" in caplog.text, "a column that is overwritten"
+    assert "dataset's: reward" in caplog.text, "overwritten column"
 
 
-# ---- many rows: rewards are those of one dialogue at a time; resumed by chunks; in flat memory
+# ---- many rows: rewards equal those of single conversations; resumed by chunks; in constant memory
 
 PAIRS = tiny.made_up_pairs(40).to_list()
 TOKENIZER = tiny.tiny_tokenizer([text for row in PAIRS for text in row.values()], vocab_size=320)
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 48},
     "gpt2": {"n_head": 4, "n_layer": 2, "n_embd": 32, "n_positions": 256},
-    "bloom": {"n_head": 4, "n_layer": 2},  # ALiBi: padded rows
+    "bloom": {"n_head": 4, "n_layer": 2},  # ALiBi, scored in padded rows
 }
 
 
@@ -214,7 +213,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_form_gets_the_rewards_of_each_dialogue_alone(family: str, tmp_path: Path) -> None:
+def test_rewards_equal_those_of_each_conversation_alone(family: str, tmp_path: Path) -> None:
     folder = save(tmp_path, family)
     scorer = Scorer(str(folder), tokens_per_pass=300)
     assert (scorer.batches == scorer.padded) is (family == "bloom")
@@ -244,33 +243,35 @@ def test_every_form_gets_the_rewards_of_each_dialogue_alone(family: str, tmp_pat
 
 LONG = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [4.0, 6.0, 8.0, 9.0], "rope_theta": 1e4}
 DYNAMIC = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}
-ROPES: dict[str, dict[str, Any]] = {  # that change beyond 32 tokens
+ROPES: dict[str, dict[str, Any]] = {  # rotary embeddings that change beyond 32 tokens
     "phi3": {"max_position_embeddings": 128, "original_max_position_embeddings": 32, "rope_parameters": LONG},
     "llama": {"max_position_embeddings": 32, "rope_parameters": DYNAMIC},
 }
 
 
 @pytest.mark.parametrize("family", ROPES)
-def test_positions_that_change_beyond_a_length(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rope_types_that_depend_on_length_score_exactly(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(FAMILIES, family, FAMILIES["llama"] | ROPES[family])
     scorer = Scorer(str(save(tmp_path, family)))
     texts = [" ".join(map(str, range(count))) for count in (3, 60, 20, 12, 45, 60, 9, 14, 16, 46, 8)]
     expected = [tiny.rewards_alone(tmp_path, [text])[0] for text in texts]
-    for order in (texts, texts[::-1]):  # one after the other: what a long one leaves behind reaches no other
+    for order in (texts, texts[::-1]):  # a long text must not affect later ones
         found = {row["text"]: row["reward"] for row in trl_tpu.score(scorer, order)}
         assert [found[text] for text in texts] == pytest.approx(expected, abs=1e-5)
 
 
-def test_the_best_answer_is_the_first_of_the_highest_reward(model: Path, tmp_path: Path) -> None:
+def test_best_answer_is_the_first_with_the_highest_reward(model: Path, tmp_path: Path) -> None:
     rows: list[dict[str, Any]] = [
         {"prompt": row["prompt"], "completions": [row["rejected"], row["chosen"], row["rejected"], 5], "id": number}
         for number, row in enumerate(PAIRS)
     ]
     rows[3]["completions"] = [5]
     every = list(trl_tpu.score(str(model), rows))
-    source, output = write(tmp_path / "rows.jsonl", rows), tmp_path / "out.jsonl"
-    assert cli.main([*words(model, source, output), "--best_of_n"]) == 0
-    for row, full, best in zip(rows, every, read(output), strict=True):
+    source, output = write_jsonl(tmp_path / "rows.jsonl", rows), tmp_path / "out.jsonl"
+    assert cli.main([*score_command(model, source, output), "--best_of_n"]) == 0
+    for row, full, best in zip(rows, every, read_jsonl(output), strict=True):
         assert best["id"] == row["id"] and "completions" not in best and "[" in best["not_scored"]
         rewards = [reward for reward in full["rewards"] if reward is not None]
         if not rewards:
@@ -282,7 +283,7 @@ def test_the_best_answer_is_the_first_of_the_highest_reward(model: Path, tmp_pat
         trl_tpu.score(str(model), PAIRS, best_of_n=True)
 
 
-# the command in windows of 8 rows, killed when it writes a row: the first word says which
+# runs the command in windows of 8 rows and kills it when it writes the row in the first argument
 KILLED = """
 import os, signal, sys
 from trl_tpu import cli
@@ -300,62 +301,62 @@ cli.main(sys.argv[2:])
 """
 
 
-def test_killed_and_started_again_it_keeps_whole_chunks(
+def test_killed_scoring_resumes_after_complete_chunks(
     model: Path,
     tmp_path: Path,
-    refused: Callable[..., str],
+    error_of: Callable[..., str],
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """Parquet is resumed in the test of its types."""
+    """The test of Parquet types covers resuming Parquet output."""
     rows = [{**row, "note": {"number": n, "of": [n / 7]} if n % 3 else None} for n, row in enumerate(PAIRS)]
     rows[30]["chosen"] = None  # type: ignore[assignment]
-    source = write(tmp_path / "rows.jsonl", rows)
+    source = write_jsonl(tmp_path / "rows.jsonl", rows)
     whole, output = tmp_path / "whole.jsonl", tmp_path / "out.jsonl"
 
     def printed(output: Path) -> list[str]:
-        assert cli.main(words(model, source, output)) == 0
+        assert cli.main(score_command(model, source, output)) == 0
         return capsys.readouterr().out.splitlines()[:-1]
 
     monkeypatch.setattr(stream, "WINDOW", 8)
     verdict = printed(whole)
     output.write_text("an earlier run's")
-    for at, kept in ((5, 0), (20, 2), (12, 3)):  # in the first chunk; in the third; in the second after those
-        apart.run("-c", KILLED, str(at), *words(model, source, output), status=-9)
+    for at, kept in ((5, 0), (20, 2), (12, 3)):  # killed in chunk 1, in chunk 3, and in chunk 2 of the rest
+        subprocesses.run("-c", KILLED, str(at), *score_command(model, source, output), status=-9)
         assert output.read_text() == "an earlier run's"
         assert len(list(Path(f"{output}.partial").glob("*.jsonl"))) == kept
 
     other_data = ([{**rows[0], "chosen": "changed"}, *rows[1:]], rows[:9])
     for changed, flags in ((rows, ["--max_length", "9"]), *((data, []) for data in other_data)):
-        write(source, changed)
-        assert f"{output}.partial" in refused(*words(model, source, output), *flags)
-    write(source, rows)
-    assert printed(output) == verdict, "it is on all rows"
+        write_jsonl(source, changed)
+        assert f"{output}.partial" in error_of(*score_command(model, source, output), *flags)
+    write_jsonl(source, rows)
+    assert printed(output) == verdict, "the verdict covers all rows"
     assert "24 rows" in caplog.text and output.read_bytes() == whole.read_bytes()
     assert {path.name for path in tmp_path.iterdir()} == {"out.jsonl", "rows.jsonl", "whole.jsonl"}
-    found = read(output)
+    found = read_jsonl(output)
     assert len(found) == len(rows) and found[30]["reward_chosen"] is None and "Row 30" in found[30]["not_scored"]
     assert [row["note"] for row in found] == [row["note"] for row in rows]
 
 
-def test_a_broken_line_is_a_row_without_reward_also_of_stdin(
-    model: Path, tmp_path: Path, refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+def test_broken_line_is_a_row_without_reward_also_from_stdin(
+    model: Path, tmp_path: Path, error_of: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Files of all kinds are read in `test_get_dataset.py`."""
+    """`test_get_dataset.py` reads all kinds of files."""
     source, output = tmp_path / "rows.jsonl", tmp_path / "out.jsonl"
     source.write_text('{"text": "a"}\n\n{"text": "b"\n[1]\n{"text": "c"}\n')
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(source.read_bytes())))
     for dataset in (source, "-"):
-        assert cli.main(words(model, dataset, output)) == 0
-        first, *broken, last = read(output)
+        assert cli.main(score_command(model, dataset, output)) == 0
+        first, *broken, last = read_jsonl(output)
         assert [(row["text"], row["not_scored"]) for row in (first, last)] == [("a", None), ("c", None)]
         assert ["line 3" in broken[0]["not_scored"], "line 4" in broken[1]["not_scored"]] == [True, True]
     source.write_text("no JSON\n")
-    assert "line 1" in refused(*words(model, source, output))
+    assert "line 1" in error_of(*score_command(model, source, output))
 
 
-def test_a_dialogue_that_computes_nan_takes_none_of_its_neighbors_along(tmp_path: Path) -> None:
+def test_nan_reward_does_not_spread_to_other_rows(tmp_path: Path) -> None:
     folder = save(tmp_path)
     model: Any = AutoModelForSequenceClassification.from_pretrained(folder)
     texts = ["Count on from 1: 2 3", "Count on from 1: 2 ~", "Count on from 1: 2 3 4", "Count on", "~"]
@@ -373,7 +374,7 @@ def test_a_dialogue_that_computes_nan_takes_none_of_its_neighbors_along(tmp_path
         assert ["the reward is nan" in (row["not_scored"] or "") for row in scored] == np.isnan(expected).tolist()
 
 
-def test_bfloat16_is_near_and_keeps_the_rewards_in_float32(model: Path) -> None:
+def test_bfloat16_scores_are_close_and_stored_in_float32(model: Path) -> None:
     texts = [row["prompt"] + row["chosen"] for row in PAIRS]
     exact, near = (
         np.array([row["reward"] for row in trl_tpu.score(str(model), texts, bf16=bf16)]) for bf16 in (False, True)
@@ -382,7 +383,7 @@ def test_bfloat16_is_near_and_keeps_the_rewards_in_float32(model: Path) -> None:
     assert (near != torch.tensor(near).bfloat16().double().numpy()).any()
 
 
-def test_memory_does_not_grow_with_the_rows(good_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_does_not_grow_with_the_number_of_rows(good_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stream, "WINDOW", 64)
     scorer = Scorer(str(good_model))
 
@@ -403,8 +404,8 @@ def test_memory_does_not_grow_with_the_rows(good_model: Path, monkeypatch: pytes
         tracemalloc.stop()
 
 
-def test_packed_rows_hold_what_dialogues_share_once() -> None:
-    """Planned rows have few shapes: `test_score_on_xla` counts their programs."""
+def test_packed_rows_hold_shared_tokens_once() -> None:
+    """`test_score_on_xla.py` counts the programs of the few planned shapes."""
     chooser = np.random.default_rng(0)
     dialogues = []
     for _ in range(30):

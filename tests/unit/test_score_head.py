@@ -1,4 +1,4 @@
-"""Score heads compute in float32, also within autocast, and in every copy with the copy's own weights."""
+"""Score heads compute in float32, also within autocast, and every copy uses its own weights."""
 
 import copy
 from typing import Any
@@ -15,7 +15,7 @@ from trl_tpu.modeling.head_spec import find_score_head, keep_heads_in_float32
 @pytest.fixture
 def model() -> torch.nn.Module:
     model = tiny.tiny_model(tiny.tiny_tokenizer(["1 2 3"]))
-    for _ in range(2):  # as two trainers of one model do
+    for _ in range(2):  # two trainers of one model patch it twice
         keep_heads_in_float32(model)
     return model
 
@@ -23,7 +23,7 @@ def model() -> torch.nn.Module:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("kind", [transformers.BertConfig, transformers.LlamaConfig])
 def test_rewards_of_narrow_weights_are_float32(kind: Any, dtype: torch.dtype) -> None:
-    """The weights keep their type, as in TRL, and learn in it."""
+    """Weights keep their dtype, as in TRL, and are trained in it."""
     torch.manual_seed(0)
     size: dict[str, Any] = {"num_hidden_layers": 1, "hidden_size": 16, "intermediate_size": 16, "vocab_size": 9}
     config = kind(**size, num_attention_heads=2, num_labels=1, pad_token_id=0, dropout=0.0)
@@ -46,17 +46,17 @@ def rewards(model: torch.nn.Module) -> torch.Tensor:
         return model(torch.tensor([[5, 6, 7]])).logits
 
 
-def test_a_copy_scores_with_its_own_weights(model: torch.nn.Module) -> None:
+def test_copied_model_scores_with_its_own_weights(model: torch.nn.Module) -> None:
     copied = copy.deepcopy(model)
     head = find_score_head(copied)
     assert head is not None
     with torch.no_grad():
         head.weight.mul_(2)
-    assert rewards(model).dtype == torch.float32  # also within autocast
+    assert rewards(model).dtype == torch.float32  # in autocast, too
     torch.testing.assert_close(rewards(copied), 2 * rewards(model))
 
 
-def test_a_head_that_adapters_copy_is_the_one_that_is_trained(model: torch.nn.Module) -> None:
+def test_head_copied_by_peft_is_the_trained_one(model: torch.nn.Module) -> None:
     adapted = peft.get_peft_model(model, peft.LoraConfig(task_type="SEQ_CLS", r=2, target_modules=["q_proj"]))
     rewards(adapted).sum().backward()
     gradients = {name: parameter.grad for name, parameter in adapted.named_parameters() if ".score." in name}

@@ -1,6 +1,6 @@
-"""Where parameters go: `tensor` by the model's own plan, `fsdp` along one dimension that is left, or whole and why.
+"""Parameter placement: `tensor` by the model's plan, `fsdp` along one remaining dimension, or replicated.
 
-A user's sharding plan goes before: its patterns decide, and whatever does not fit is rejected, as in meshes.
+Patterns of the user's sharding plan take precedence. Rules and meshes that do not fit are rejected.
 """
 
 import re
@@ -31,8 +31,8 @@ shapes = st.lists(sizes, max_size=4).map(tuple)
 
 
 @given(shapes, st.integers(2, 16))
-def test_fsdp_splits_one_dimension_by_rows_in_whole_tiles_or_the_largest(shape: tuple[int, ...], fsdp: int) -> None:
-    """A tile is 16 rows; the last dimension has no rows."""
+def test_fsdp_splits_rows_in_whole_tiles_or_the_largest_dimension(shape: tuple[int, ...], fsdp: int) -> None:
+    """A tile has 16 rows. The last dimension has no tiles."""
     placement = Plan(MeshShape(fsdp=fsdp)).place("w", shape)
     divisible = [dim for dim, size in enumerate(shape) if size % fsdp == 0]
     in_tiles = [dim for dim in divisible if shape[dim] % (16 * fsdp) == 0 and shape[dim + 1 :]]
@@ -68,22 +68,22 @@ LAYER = {
         ("layers.0.sinks", (8,), ("tensor",)),
         ("layers.0.experts.gate_up", (6, 64, 32), (None, "tensor", "fsdp")),
         ("layers.0.experts.down", (6, 32, 64), (None, "fsdp", "tensor")),
-        # adapters: B puts out what a colwise layer splits, A takes in what a rowwise one does
+        # adapters: B has the output dimension split by colwise layers, A the input dimension split by rowwise layers
         ("layers.0.q.lora_A.default.weight", (4, 32), (None, "fsdp")),
         ("layers.0.q.lora_B.default.weight", (64, 4), ("tensor", "fsdp")),
         ("layers.0.o.lora_A.default.weight", (4, 64), ("fsdp", "tensor")),
         ("layers.0.o.lora_B.default.weight", (32, 4), ("fsdp", None)),
     ],
 )
-def test_tensor_goes_before_fsdp(name: str, shape: tuple[int, ...], axes: PartitionSpec) -> None:
+def test_tensor_axis_is_placed_before_fsdp(name: str, shape: tuple[int, ...], axes: PartitionSpec) -> None:
     plan = Plan(MESH, LAYER)
     assert plan.place(name, shape).axes == axes
     wrapped = f"base_model.model.{name}" if "lora" in name else name.replace(".weight", ".base_layer.weight")
     assert plan.place(wrapped, shape).axes == axes
 
 
-def test_whole_experts_go_over_tensor_where_it_divides_them() -> None:
-    """The expert-parallel plan goes before the tensor-parallel one, as in transformers."""
+def test_experts_are_split_over_tensor_if_it_divides_them() -> None:
+    """The expert-parallel plan takes precedence over the tensor-parallel plan, as in transformers."""
     plan = Plan(MESH, LAYER, {"layers.*.experts.gate_up": "grouped_gemm"})
     assert plan.place("layers.0.experts.gate_up", (8, 64, 32)).axes == ("tensor", "fsdp", None)
     assert plan.place("layers.0.experts.gate_up", (7, 64, 32)).axes == (None, "tensor", "fsdp")
@@ -95,16 +95,16 @@ def test_whole_experts_go_over_tensor_where_it_divides_them() -> None:
         (MeshShape(fsdp=8), (1000, 64), (None, "fsdp")),
         (MeshShape(tensor=8), (1000, 64), (None, "tensor")),
         (MeshShape(data=2, fsdp=2, tensor=2), (1000, 64), (None, ("tensor", "fsdp"))),
-        (MeshShape(fsdp=8), (1000, 60), ("fsdp", None)),  # 60 / 8 is no whole number
+        (MeshShape(fsdp=8), (1000, 60), ("fsdp", None)),  # 8 does not divide 60
         (MeshShape(data=8), (1000, 64), (None, None)),
     ],
 )
-def test_an_embedding_table_is_split_by_features(mesh: MeshShape, shape: tuple[int, int], axes: PartitionSpec) -> None:
+def test_embedding_table_is_split_by_features(mesh: MeshShape, shape: tuple[int, int], axes: PartitionSpec) -> None:
     plan = Plan(mesh, {"embed": "embedding_rowwise"}, embeddings={"embed.weight"})
     assert plan.place("embed.weight", shape).axes == plan.place("embed.base_layer.weight", shape).axes == axes
 
 
-def test_every_style_of_transformers_splits_a_weight_or_is_known_to_leave_it_whole() -> None:
+def test_every_transformers_parallel_style_is_known() -> None:
     how_modules_communicate = {
         *("replicate", "replicated_with_grad_allreduce", "sequence_parallel", "mla_kv_a_proj", "all_reduce"),
         *("local_params", "moe_tp_experts", "moe_identity_expert", "ep_dispatch_experts"),
@@ -114,7 +114,7 @@ def test_every_style_of_transformers_splits_a_weight_or_is_known_to_leave_it_who
     assert placed.axes == (None, None) and placed.reason == "replicate leaves it whole"
 
 
-# ---- real models, without memory
+# ---- real models on the meta device
 
 
 def on_meta(model_type: str, **sizes: Any) -> Any:
@@ -135,7 +135,7 @@ MODELS = {
 @pytest.mark.parametrize(
     "mesh", [MeshShape(fsdp=8), MeshShape(data=2, fsdp=4, tensor=2), MeshShape(tensor=8)], ids=str
 )
-def test_of_real_models_next_to_nothing_stays_replicated(model_type: str, mesh: MeshShape) -> None:
+def test_real_models_replicate_almost_no_parameters(model_type: str, mesh: MeshShape) -> None:
     model = on_meta(model_type, **MODELS[model_type])
     plan = plan_model(model, mesh)
     whole = parts = 0
@@ -150,14 +150,14 @@ def test_of_real_models_next_to_nothing_stays_replicated(model_type: str, mesh: 
     assert whole / devices <= parts < 1.02 * whole / devices
 
 
-def test_a_model_without_a_plan_is_refused_on_a_tensor_axis_and_no_other() -> None:
+def test_model_without_a_plan_is_rejected_on_a_tensor_axis_only() -> None:
     model = on_meta("gpt2", n_layer=1, n_embd=64, n_head=4)
     plan_model(model, MeshShape(fsdp=8))
     with pytest.raises(ValueError, match="GPT2ForSequenceClassification .* tensor=2"):
         plan_model(model, MeshShape(fsdp=4, tensor=2))
 
 
-def test_heads_are_whole_over_tensor_where_it_is_larger_and_refused_where_it_would_cut_them() -> None:
+def test_tensor_axis_never_splits_within_attention_heads() -> None:
     model = on_meta("qwen3", num_attention_heads=20, num_key_value_heads=2, num_hidden_layers=1)
     with pytest.raises(ValueError, match="num_attention_heads=20 / tensor=8"):
         plan_model(model, MeshShape(tensor=8))
@@ -168,14 +168,14 @@ def test_heads_are_whole_over_tensor_where_it_is_larger_and_refused_where_it_wou
         assert plan.place(weight, tuple(parameters[weight].shape)).axes == axes, name
 
 
-# ---- placing, and the report
+# ---- placement, and its report
 
 
 def place(model: nn.Module, mesh: MeshShape, device: str = "cpu") -> ShardReport:
     return place_model(model, plan_model(model, mesh), Runtime(), torch.device(device))
 
 
-def test_the_report_gives_bytes_and_the_lines_of_a_sharding_plan() -> None:
+def test_report_gives_bytes_and_sharding_plan_lines() -> None:
     layers = [nn.Linear(64, 1024, bias=False), nn.Linear(64, 1024, bias=False), nn.Linear(1024, 5)]
     report = place(nn.ModuleDict({"layers": nn.ModuleList(layers)}), MeshShape(data=2, fsdp=4))
     assert report.total_bytes == (2 * 64 * 1024 + 1024 * 5 + 5) * 4
@@ -186,12 +186,12 @@ def test_the_report_gives_bytes_and_the_lines_of_a_sharding_plan() -> None:
     assert str(place(nn.Linear(4, 4), MeshShape())).count("\n") == 0
 
 
-def test_tied_parameters_stay_tied_count_once_and_keep_their_flags() -> None:
+def test_tied_parameters_stay_tied_and_count_once() -> None:
     model: Any = nn.ModuleDict({"embed": nn.Embedding(8, 16), "head": nn.Linear(16, 8, bias=False)}).to(torch.bfloat16)
     model["head"].weight = model["embed"].weight
     model["embed"].weight.requires_grad_(False)
     model.register_buffer("steps", torch.zeros(3))
-    report = place(model, MeshShape(fsdp=8), device="meta")  # any device that the model is not on
+    report = place(model, MeshShape(fsdp=8), device="meta")  # any other device than the model's
     assert report.sizes == {"embed.weight": 8 * 16 * 2} and report.bytes_per_device == 16 * 2
     assert report.placements["embed.weight"].axes == (None, "fsdp")
     assert model["head"].weight is model["embed"].weight
@@ -217,7 +217,7 @@ def rules(folder: Path, text: str) -> Rules:
     return Rules.read(path)
 
 
-def test_the_first_pattern_decides_and_auto_leaves_it_to_the_derived_plan(tmp_path: Path) -> None:
+def test_first_matching_pattern_decides_and_auto_uses_the_derived_plan(tmp_path: Path) -> None:
     text = "model.embed_tokens.weight: [tensor, fsdp]\nmodel.layers.1.*: [null, [fsdp, tensor]]\n"
     given = rules(tmp_path, f"{text}model.layers.*.down_proj.weight: [data, null]\n'*': auto")
     plan = Plan(MESH, {"model.norm": "replicate"}, rules=given)
@@ -225,7 +225,7 @@ def test_the_first_pattern_decides_and_auto_leaves_it_to_the_derived_plan(tmp_pa
     placed = {name: plan.place(name, shape) for name, shape in SHAPES.items()}
     assert {name: placement.axes for name, placement in placed.items()} == {
         "model.embed_tokens.weight": ("tensor", "fsdp"),
-        "model.layers.0.mlp.down_proj.weight": (None, None),  # the mesh has one device of `data`
+        "model.layers.0.mlp.down_proj.weight": (None, None),  # `data` has size 1 in this mesh
         "model.layers.1.mlp.down_proj.weight": (None, ("fsdp", "tensor")),
         "model.norm.weight": ("fsdp",),
         "score.weight": (None, "fsdp"),
@@ -235,7 +235,7 @@ def test_the_first_pattern_decides_and_auto_leaves_it_to_the_derived_plan(tmp_pa
     assert placed["model.norm.weight"].reason == "replicate leaves it whole; largest divisible dimension"
 
 
-def test_names_are_those_of_the_bare_model(tmp_path: Path) -> None:
+def test_sharding_plan_uses_names_of_the_bare_model(tmp_path: Path) -> None:
     given = rules(tmp_path, "score.weight: [null, tensor]\n'*.lora_A.*': [null, fsdp]")
     plan = Plan(MESH, rules=given)
     heads = [f"base_model.model.score.{part}.weight" for part in ("modules_to_save.default", "original_module")]
@@ -248,13 +248,13 @@ def test_names_are_those_of_the_bare_model(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        # no pattern for a parameter, and a pattern for none
+        # a parameter without a pattern, and a pattern without a parameter
         ("model.*: auto", "score.weight"),
         ("q_proj: auto\n'*': auto", "q_proj"),
-        # a rule that does not fit the shape
+        # rules that do not fit the shape
         ("score.weight: [fsdp, null]\n'*': auto", "'score.weight': [fsdp, null]"),
         ("score.weight: [fsdp]\n'*': auto", "'score.weight': [fsdp]"),
-        # no plan at all
+        # not a plan
         ("", "patterns"),
         ("score.weight: fsdp", "'score.weight': 'fsdp'"),
         ("score.weight: [null, expert]", "'score.weight': [None, 'expert']"),
@@ -262,7 +262,7 @@ def test_names_are_those_of_the_bare_model(tmp_path: Path) -> None:
         ("score.weight: [1, null]", "'score.weight': [1, None]"),
     ],
 )
-def test_a_wrong_plan_is_rejected_by_pattern_and_parameter(tmp_path: Path, text: str, said: str) -> None:
+def test_wrong_sharding_plan_is_rejected_by_pattern_and_parameter(tmp_path: Path, text: str, said: str) -> None:
     with pytest.raises(UserError, match=re.escape(said)) as caught:
         given = rules(tmp_path, text)
         given.check(SHAPES)
@@ -277,10 +277,10 @@ counts = st.integers(1, 16)
 
 
 @given(counts, counts, counts, st.integers(1, 4))
-def test_the_product_is_the_number_of_devices_and_minus_one_fills(
+def test_mesh_sizes_multiply_to_the_devices_and_minus_one_is_inferred(
     within: int, fsdp: int, tensor: int, slices: int
 ) -> None:
-    """Slices are the outer part of data."""
+    """Slices are the outer part of the data axis."""
     data = slices * within
     devices = data * fsdp * tensor
     shape = MeshShape(data, fsdp, tensor, slices)
@@ -292,9 +292,9 @@ def test_the_product_is_the_number_of_devices_and_minus_one_fills(
         f"data={data},fsdp={fsdp},tensor=-1",
     ):
         assert parse_mesh(f"slices={slices},{spec}", devices) == shape
-        assert parse_mesh(spec, devices, slices) == shape  # found by the runtime
+        assert parse_mesh(spec, devices, slices) == shape  # as detected by the runtime
     assert shape.devices == prod(shape.sizes.values()) == shape.batch_shards * tensor == devices
-    assert parse_mesh("tensor=-1", devices) == MeshShape(tensor=devices)  # axes without a name have size 1
+    assert parse_mesh("tensor=-1", devices) == MeshShape(tensor=devices)  # axes that are not named have size 1
     assert parse_mesh(f"slices={slices},fsdp=-1", devices) == MeshShape(slices, devices // slices, 1, slices)
     assert tuple(shape.sizes) == AXES == (*BATCH_AXES, "tensor")
     assert parse_mesh(str(shape), devices) == shape
@@ -303,7 +303,7 @@ def test_the_product_is_the_number_of_devices_and_minus_one_fills(
 @pytest.mark.parametrize(
     ("spec", "devices", "rule"),
     [
-        # sizes that do not multiply to the devices: the message shows the equation
+        # sizes that do not multiply to the number of devices: the message shows the equation
         ("data=2,fsdp=3", 8, "8, but are data=2 x fsdp=3 x tensor=1"),
         ("fsdp=-1,tensor=3", 8, "8, but are data=1 x fsdp=-1 x tensor=3"),
         ("slices=2,fsdp=-1", 9, "9, but are data=2 x fsdp=-1 x tensor=1"),
@@ -314,14 +314,14 @@ def test_the_product_is_the_number_of_devices_and_minus_one_fills(
         *((spec, 8, "AXIS=SIZE") for spec in ("fsdp=²", "slices=-1")),
     ],
 )
-def test_a_wrong_mesh_is_rejected_with_its_text(spec: str, devices: int, rule: str) -> None:
+def test_wrong_mesh_is_rejected_with_its_text(spec: str, devices: int, rule: str) -> None:
     with pytest.raises(UserError, match=re.escape(rule)) as caught:
         parse_mesh(spec, devices)
     assert str(caught.value).startswith(f"mesh {spec!r}: ")
 
 
-def test_a_topology_is_read_or_rejected_with_what_works() -> None:
-    """libtpu knows no slice of one chip: one of the smallest slice stands for it."""
+def test_topology_is_parsed_or_rejected_with_valid_choices() -> None:
+    """libtpu has no one-chip slice: a chip of the smallest slice represents it."""
     for text, chips, compiled_as in (("v5p:4x8x8", 256, "v5p:4x8x8"), ("V6E:1x1", 1, "v6e:2x2")):
         topology = parse_topology(text)
         assert (topology.chips, str(topology), topology.compiled_as) == (chips, text.lower(), compiled_as)

@@ -1,6 +1,6 @@
-"""Layers held as one: what goes in comes out, a step is the same in between, and what cannot be so is refused.
+"""Stacked layers keep their weights, optimizer steps equal those of separate layers, and impossible ones raise.
 
-On plain torch. There is no loop here, so the gradients are given; tests/xla/test_scan.py runs it.
+These tests run in plain torch without the loop, with given gradients; tests/xla/test_scan.py runs the loop.
 """
 
 from typing import Any
@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import tiny
 import torch
-from families import family
 from peft import LoraConfig, get_peft_model
+from tiny import tiny_family
 from torch import nn
 from transformers import LlamaForSequenceClassification
 from transformers.optimization import Adafactor
@@ -30,7 +30,7 @@ def make_stack(model: nn.Module) -> LayerStack:
 
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
-    """Two groups, as transformers makes them, and an order of its own in each."""
+    """Return AdamW with transformers' two parameter groups, each in a different order."""
     named = list(model.named_parameters())[::-1]
     decaying = [parameter for name, parameter in named if "norm" not in name]
     others = [parameter for name, parameter in named if "norm" in name]
@@ -50,7 +50,7 @@ def give_stacked_gradients(model: nn.Module, like: nn.Module) -> None:
         parameter.grad = torch.stack(layers) if "layers.0" in name else own[name].grad.clone()
 
 
-def test_steps_and_clipping_are_those_of_layers_one_by_one() -> None:
+def test_stacked_steps_equal_steps_of_separate_layers() -> None:
     model, plain = make_model(), make_model()
     optimizer, plain_optimizer = adamw(model), adamw(plain)
     groups = [list(group["params"]) for group in optimizer.param_groups]
@@ -58,7 +58,7 @@ def test_steps_and_clipping_are_those_of_layers_one_by_one() -> None:
     stack = make_stack(model)
     for seed in range(4):
         give_gradients(plain, seed)
-        if seed == 2:  # in between, with moments
+        if seed == 2:  # stack after some steps, with moments
             stack.unstack()
         stack.stack(optimizer)
         assert sum(len(group["params"]) for group in optimizer.param_groups) == 3 + 9
@@ -70,7 +70,7 @@ def test_steps_and_clipping_are_those_of_layers_one_by_one() -> None:
     stack.unstack()
     for name, parameter in plain.named_parameters():
         assert own[name] is dict(model.named_parameters())[name]
-        torch.testing.assert_close(own[name], parameter, atol=1e-7, rtol=1e-6, msg=name)  # the norms' rounding
+        torch.testing.assert_close(own[name], parameter, atol=1e-7, rtol=1e-6, msg=name)  # rounding of the norms
         state, plain_state = optimizer.state[own[name]], plain_optimizer.state[parameter]
         assert state.keys() == plain_state.keys() != set()
         for kind, value in plain_state.items():
@@ -80,7 +80,7 @@ def test_steps_and_clipping_are_those_of_layers_one_by_one() -> None:
     assert len(optimizer.state) == len(own)
 
 
-def test_a_model_with_its_layers_as_one_holds_them_once_and_names_them_by_layer() -> None:
+def test_stacked_model_holds_weights_once_and_names_them_by_layer() -> None:
     model = get_peft_model(make_model(), LoraConfig(task_type="SEQ_CLS", target_modules="all-linear"))
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     stack = make_stack(model)
@@ -100,7 +100,7 @@ def test_a_model_with_its_layers_as_one_holds_them_once_and_names_them_by_layer(
         (lambda model: Adafactor(model.parameters()), "Adafactor"),
     ],
 )
-def test_an_optimizer_that_would_not_do_the_same_is_rejected(make_optimizer: Any, named: str) -> None:
+def test_optimizer_with_different_results_on_stacked_layers_is_rejected(make_optimizer: Any, named: str) -> None:
     model = make_model()
     before = {name: parameter.clone() for name, parameter in model.named_parameters()}
     with pytest.raises(ScanImpossible, match=named):
@@ -108,12 +108,12 @@ def test_an_optimizer_that_would_not_do_the_same_is_rejected(make_optimizer: Any
     assert all(torch.equal(parameter, before[name]) for name, parameter in model.named_parameters())
 
 
-def test_layers_that_cannot_be_a_loop_are_refused_by_name() -> None:
+def test_layers_that_cannot_be_a_loop_are_rejected_by_name() -> None:
     shared, random = make_model(), make_model()
     shared.model.layers[1].mlp.up_proj.weight = shared.model.layers[0].mlp.up_proj.weight
     for layer in random.model.layers:
         layer.self_attn.attention_dropout = 0.1
-    different = family("gemma3_text", tiny.tiny_tokenizer(["a few words to spell"], vocab_size=300))
+    different = tiny_family("gemma3_text", tiny.tiny_tokenizer(["a few words to spell"], vocab_size=300))
     for model, named in ((shared, "up_proj.weight"), (random, "attention_dropout"), (different, "layers.1")):
         with pytest.raises(ScanImpossible, match=named):
             find_layers(model)

@@ -1,4 +1,4 @@
-"""What asks a run to stop or save before its time, the one spelling of durations, and hosts that decide as one."""
+"""Early stops and saves, the format of durations, and votes of hosts."""
 
 import itertools
 import os
@@ -12,9 +12,9 @@ from unittest.mock import create_autospec
 
 import pytest
 from accelerate import Accelerator
+from fake_hosts import AllGather, Host
 from hypothesis import given
 from hypothesis import strategies as st
-from meeting import Host, Meeting
 from transformers import TrainerControl, TrainerState, TrainingArguments
 
 from trl_tpu.config.reward_config import RewardConfig, parse_duration
@@ -25,13 +25,13 @@ PARTS = st.tuples(*(st.integers(0, 999_999) for _ in "dhm"))
 
 
 @given(PARTS.filter(any))
-def test_a_duration_is_what_its_parts_add_up_to(parts: tuple[int, int, int]) -> None:
+def test_duration_is_the_sum_of_its_parts(parts: tuple[int, int, int]) -> None:
     text = "".join(f"{count}{unit}" for count, unit in zip(parts, "dhm", strict=True) if count)
     days, hours, minutes = parts
     assert parse_duration(text, "training_time_limit") == timedelta(minutes=minutes + 60 * (hours + 24 * days))
 
 
-def test_a_configuration_says_when_to_save_and_stop() -> None:
+def test_config_sets_when_to_save_and_stop() -> None:
     args = RewardConfig("out", training_time_limit="1d", save_interval_minutes=0.5)
     assert (args.time_limit, args.save_interval) == (timedelta(days=1), timedelta(seconds=30))
     assert (RewardConfig("out").time_limit, RewardConfig("out").save_interval) == (None, None)
@@ -40,9 +40,9 @@ def test_a_configuration_says_when_to_save_and_stop() -> None:
 # ---- SIGTERM
 
 
-def test_a_handler_is_set_in_the_main_thread_only_and_where_asked_for() -> None:
+def test_sigterm_handler_is_set_in_the_main_thread_on_request() -> None:
     def handler(listens: bool) -> Any:
-        with Preemption(None, None).hearing_sigterm(listens):
+        with Preemption(None, None).handle_sigterm(listens):
             return signal.getsignal(signal.SIGTERM)
 
     with ThreadPoolExecutor(1) as pool:
@@ -51,9 +51,9 @@ def test_a_handler_is_set_in_the_main_thread_only_and_where_asked_for() -> None:
     assert [each is own for each in found] == [False, True, True]
 
 
-def test_what_is_forked_while_it_hears_ends_by_sigterm() -> None:
-    """A pool that a callback uses waits for its workers to end so."""
-    with Preemption(None, None).hearing_sigterm(listens=True):
+def test_forks_during_training_end_by_sigterm() -> None:
+    """A process pool in a callback relies on it to end its workers."""
+    with Preemption(None, None).handle_sigterm(listens=True):
         if (worker := os.fork()) == 0:
             if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
                 os.kill(os.getpid(), signal.SIGTERM)
@@ -61,11 +61,11 @@ def test_what_is_forked_while_it_hears_ends_by_sigterm() -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(worker, 0)[1]) == -signal.SIGTERM
 
 
-def test_forks_keep_a_handler_of_the_users_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_forks_keep_a_users_signal_handler(monkeypatch: pytest.MonkeyPatch) -> None:
     end_forks_by_sigterm()
-    monkeypatch.setattr(sys, "unraisablehook", lambda _: os._exit(9))  # what errors after a fork are given to
+    monkeypatch.setattr(sys, "unraisablehook", lambda _: os._exit(9))  # called with errors after a fork
     arrived: list[Any] = []
-    before = signal.signal(signal.SIGTERM, arrived.extend)  # which names no module
+    before = signal.signal(signal.SIGTERM, arrived.extend)  # a handler without a module name
     try:
         if (worker := os.fork()) == 0:
             os._exit(signal.getsignal(signal.SIGTERM) != arrived.extend)
@@ -74,19 +74,19 @@ def test_forks_keep_a_handler_of_the_users_own(monkeypatch: pytest.MonkeyPatch) 
     assert os.waitstatus_to_exitcode(os.waitpid(worker, 0)[1]) == 0
 
 
-# ---- hosts: threads, which meet as processes do
+# ---- hosts: threads that gather values as processes do
 
 
-def test_what_one_host_asks_for_all_do_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`test_two_hosts` has real hosts. They meet after step 1, then every few seconds and at each log."""
-    clock, meeting = itertools.count(), Meeting(3)
+def test_request_of_one_host_applies_to_all_at_the_same_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hosts vote after step 1, then every few seconds and at each log. `test_two_hosts.py` has real hosts."""
+    clock, all_gather = itertools.count(), AllGather(3)
     monkeypatch.setattr(stopping.time, "monotonic", lambda: next(clock) * 0.01)
     args = TrainingArguments("out", use_cpu=True, report_to="none", logging_steps=10, save_strategy="no")
     state, accelerator = TrainerState(max_steps=40, logging_steps=10), create_autospec(Accelerator, num_processes=1)
 
     def run(index: int) -> list[tuple[int, bool]]:
-        """All take the same steps, or this would not end."""
-        agreed, decided = HostAgreement(Host(index, meeting), accelerator), []
+        """All hosts must take the same steps, or this would not end."""
+        agreed, decided = HostAgreement(Host(index, all_gather), accelerator), []
         agreed.start(0)
         for step in range(1, 41):
             control = TrainerControl(should_save=index == 1 and step == 5)
@@ -102,4 +102,4 @@ def test_what_one_host_asks_for_all_do_at_once(monkeypatch: pytest.MonkeyPatch) 
     assert others == [first] * 2
     (saved,) = (step for step, saves in first if saves)
     assert 5 <= saved <= 10 and 23 <= first[-1][0] <= 30  # at the log at the latest
-    assert 3 <= meeting.times <= 20
+    assert 3 <= all_gather.calls <= 20

@@ -1,4 +1,4 @@
-"""The quickstart's data has a right answer to be generalised, and its model and tokenizer load like any other."""
+"""The quickstart's data has answers that a model can generalize, and its model and tokenizer load as usual."""
 
 import re
 from pathlib import Path
@@ -8,7 +8,7 @@ import pytest
 import torch
 import yaml
 from datasets import DatasetDict
-from places import EXAMPLES
+from environment import EXAMPLES
 from safetensors.torch import load_file
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
@@ -32,14 +32,14 @@ def tokenizer(model_folder: str) -> PreTrainedTokenizerBase:
 
 
 def read(row: dict[str, Any]) -> tuple[str, list[int], int, int]:
-    """What a person reads: the question's word, its two numbers, and the chosen and the rejected number."""
+    """Return a row's word, its two numbers, and the chosen and rejected number."""
     text = row["prompt"][0]["content"]
     word, *numbers = re.fullmatch(r"Which is (larger|smaller), (\d+) or (\d+)\?", text).groups()
     return word, [int(n) for n in numbers], int(row["chosen"][0]["content"]), int(row["rejected"][0]["content"])
 
 
-def test_the_chosen_answer_is_right_and_no_comparison_of_the_test_split_is_trained_on(splits: DatasetDict) -> None:
-    """Each pair of numbers is asked both ways, so no answer wins without its question."""
+def test_chosen_answers_are_right_and_test_pairs_are_unseen(splits: DatasetDict) -> None:
+    """Each pair of numbers occurs in both questions, so no answer is right without its question."""
     asked = []
     for split, rows, pairs in (("train", 2048, 512), ("test", 512, 128)):
         answers = []
@@ -53,7 +53,7 @@ def test_the_chosen_answer_is_right_and_no_comparison_of_the_test_split_is_train
     assert not asked[0] & asked[1]
 
 
-def test_quickstart_meets_one_shape(splits: DatasetDict, tokenizer: PreTrainedTokenizerBase) -> None:
+def test_quickstart_needs_one_shape(splits: DatasetDict, tokenizer: PreTrainedTokenizerBase) -> None:
     quickstart = yaml.safe_load((EXAMPLES / "quickstart.yaml").read_text())
     assert (quickstart["model_name_or_path"], quickstart["dataset_name"]) == (MODEL, DATASET)
     lengths = set()
@@ -67,11 +67,11 @@ def test_quickstart_meets_one_shape(splits: DatasetDict, tokenizer: PreTrainedTo
     assert len(splits["test"]) % (8 * quickstart["per_device_eval_batch_size"]) == 0
 
 
-def test_model_and_data_are_the_same_at_every_call(model_folder: str, splits: DatasetDict, tmp_path: Path) -> None:
-    """A later process leaves alone what another reads."""
+def test_model_and_data_are_reproducible(model_folder: str, splits: DatasetDict, tmp_path: Path) -> None:
+    """A later process does not rewrite files that another process reads."""
     random_state = torch.random.get_rng_state()
     again = Path(synthetic.resolve_model(MODEL, str(tmp_path)))
-    assert torch.equal(torch.random.get_rng_state(), random_state), "the caller's random numbers moved"
+    assert torch.equal(torch.random.get_rng_state(), random_state), "the caller's random state changed"
     weights, weights_again = (load_file(Path(each, "model.safetensors")) for each in (model_folder, again))
     assert all(torch.equal(weights[name], weights_again[name]) for name in weights)
     reloaded = synthetic.load_dataset(DATASET)
@@ -81,7 +81,7 @@ def test_model_and_data_are_the_same_at_every_call(model_folder: str, splits: Da
     assert {path: path.stat().st_mtime_ns for path in again.iterdir()} == written
 
 
-def test_unknown_names_are_refused_with_the_known_ones(tmp_path: Path) -> None:
+def test_unknown_names_are_rejected_with_the_known_ones(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=f"'synthetic:huge'.*{MODEL}"):
         synthetic.resolve_model("synthetic:huge", str(tmp_path))
     assert not any(tmp_path.iterdir())

@@ -1,4 +1,4 @@
-"""Rates are arithmetic on a clock and on counts, and a step's work is what torch counts of real models."""
+"""Rates follow from a clock and counts, and operations per step equal torch's count for real models."""
 
 import inspect
 import sys
@@ -8,15 +8,15 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import apart
 import numpy as np
 import pytest
+import subprocesses
 import tiny
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from peft import LoraConfig, get_peft_model
-from tokenized import dataset_of
+from preference_rows import dataset_of
 from torch.utils.flop_counter import FlopCounterMode
 from training import trained
 from transformers import AutoConfig, AutoModelForSequenceClassification
@@ -56,7 +56,7 @@ def model_of(model_type: str, **more: Any) -> Any:
     return model_without_weights(config, "float32")
 
 
-def test_rates_leave_out_pauses_and_what_was_done_before_a_resume(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rates_exclude_pauses_and_steps_before_a_resume(monkeypatch: pytest.MonkeyPatch) -> None:
     clock, runtime = SimpleNamespace(now=100.0), Runtime()
     monkeypatch.setattr(time, "monotonic", lambda: clock.now)
     monkeypatch.setattr(runtime, "chip", lambda: "v5litepod")
@@ -75,7 +75,7 @@ def test_rates_leave_out_pauses_and_what_was_done_before_a_resume(monkeypatch: p
     statistics.start(3, [saved | {"nonfinite": vars(StepCounts())}])
     clock.now += 4
     statistics.pause()
-    clock.now += 1000  # an evaluation
+    clock.now += 1000  # a pause, for example an evaluation
     statistics.resume()
     clock.now += 1
     assert rates(10, 200, step=5) == {
@@ -90,8 +90,8 @@ def test_rates_leave_out_pauses_and_what_was_done_before_a_resume(monkeypatch: p
     assert rates(20, 400, step=6) == {}  # no time has passed
 
 
-def test_the_work_of_an_average_pair_counts_once_what_its_dialogues_share() -> None:
-    """It is unknown for streams, encoders, recurrent layers and other columns."""
+def test_operations_per_pair_count_shared_tokens_once() -> None:
+    """The count is unknown for streams, encoders, recurrent layers and other columns."""
     model, dataset = model_of("llama"), dataset_of([([1, 2, 3, 4], [1, 2, 5]), ([1], [2, 3])])
     expected = needed_flops(read_model(model), PairLengths.of([(2, 2, 1), (0, 1, 2)])) / 2
     assert work_of_a_pair(model, dataset) == expected > 0
@@ -103,14 +103,14 @@ def test_the_work_of_an_average_pair_counts_once_what_its_dialogues_share() -> N
         assert work_of_a_pair(unknown, dataset) is None
 
 
-def test_peak_memory_is_not_that_of_the_process_that_started_this_one() -> None:
-    """The child imports nothing large, and this process has imported torch."""
+def test_peak_memory_excludes_the_parent_process() -> None:
+    """The child imports no large module, whereas this process has imported torch."""
     imports = "import re, resource, sys\nfrom pathlib import Path"
     code = f"{imports}\n{inspect.getsource(peak_resident_bytes)}\nprint(peak_resident_bytes())"
-    assert 2**20 < int(apart.cold("-c", code)) < 2**26 < peak_resident_bytes()
+    assert 2**20 < int(subprocesses.run_without_server("-c", code)) < 2**26 < peak_resident_bytes()
 
 
-# ---- work: torch counts the same, to the last multiplication
+# ---- operations: equal to torch's count, to the last multiplication
 
 
 MODELS: dict[str, dict[str, Any]] = {
@@ -127,12 +127,12 @@ def eager(model_type: str) -> Any:
     config = AutoConfig.for_model(model_type, num_labels=1, pad_token_id=0, **SIZES | GROUPED | MODELS[model_type])
     model = AutoModelForSequenceClassification.from_config(config, attn_implementation="eager")
     if model_type == "qwen3_moe":
-        model.set_experts_implementation("eager")  # each expert multiplies the tokens that are routed to it
+        model.set_experts_implementation("eager")  # each expert computes only the tokens routed to it
     return model
 
 
 def counted_by_torch(model: Any) -> float:
-    """Of a forward and backward over plain dialogues; without the angles of positions, which torch counts too."""
+    """Return torch's count for forward and backward over unpacked sequences, minus that for rotary angles."""
     ids = torch.randint(1, 64, (DIALOGUES, LENGTH))
     with FlopCounterMode(display=False) as counter:
         model(input_ids=ids).logits.sum().backward()
@@ -141,22 +141,22 @@ def counted_by_torch(model: Any) -> float:
 
 
 def by_formula(model: Any) -> float:
-    """The same by formula, but for eager attention, which computes every query with every key."""
+    """Return the count by formula for eager attention: every query is multiplied with every key."""
     shape, pairs = read_model(model), PairLengths.of([(0, LENGTH, LENGTH)] * (DIALOGUES // 2))
     attended = sum(DIALOGUES * LENGTH**2 - pairs.attended(window) for window in shape.windows)
     return needed_flops(shape, pairs) + 3 * 2 * shape.attention * attended
 
 
 @pytest.mark.parametrize("model_type", MODELS)
-def test_forward_and_backward_are_what_torch_counts(model_type: str) -> None:
+def test_operations_equal_torchs_count(model_type: str) -> None:
     model = eager(model_type)
     assert by_formula(model) == counted_by_torch(model)
 
 
-def test_frozen_weights_pass_gradients_on_and_adapters_get_them() -> None:
+def test_frozen_weights_pass_gradients_to_adapters() -> None:
     adapters = LoraConfig(task_type="SEQ_CLS", r=4, target_modules=["q_proj", "v_proj", "down_proj"])
     model = get_peft_model(eager("llama"), adapters)
-    model.enable_input_require_grads()  # what the trainer does too: gradients pass through the first layer
+    model.enable_input_require_grads()  # as in the trainer: gradients pass through the first layer
     assert by_formula(model) == counted_by_torch(model)
     shape = read_model(model)
     assert shape.trained_parameters == sum(p.numel() for p in model.parameters() if p.requires_grad)
@@ -166,7 +166,7 @@ def test_frozen_weights_pass_gradients_on_and_adapters_get_them() -> None:
     st.lists(st.tuples(st.integers(0, 12), st.integers(0, 12), st.integers(0, 12)), min_size=1, max_size=3),
     st.none() | st.integers(1, 9),
 )
-def test_a_common_prefix_is_computed_once(sizes: list[tuple[int, int, int]], window: int | None) -> None:
+def test_common_prefix_is_counted_once(sizes: list[tuple[int, int, int]], window: int | None) -> None:
     pairs = PairLengths.of(sizes)
     seen = 0
     for prefix, chosen, rejected in sizes:

@@ -1,4 +1,4 @@
-"""Token pairs are TRL 1.16's, for every form of preference data, and the old forms' are TRL 0.23's."""
+"""Token pairs equal TRL 1.16's for every format of preference data, and TRL 0.23's for the old columns."""
 
 import logging
 from pathlib import Path
@@ -9,17 +9,16 @@ import trl
 from datasets import Dataset
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from preference_forms import assistant, rows_of_every_form, tiny_model, tiny_tokenizer
-from tokenized import prepare
+from preference_rows import assistant, prepare, rows_of_every_format, tiny_model, tiny_tokenizer
 
 from trl_tpu.data.collators import old_columns
 from trl_tpu.data.length_stats import PAIR
 
-FORMS = rows_of_every_form()
+FORMS = rows_of_every_format()
 
 
 def trl_train_dataset(dataset: Any, tmp_path: Path, **kwargs: Any) -> Any:
-    """What TRL's own trainer makes of the dataset."""
+    """Return the dataset as prepared by TRL's trainer."""
     args = trl.RewardConfig(str(tmp_path), use_cpu=True, bf16=False, report_to="none", max_steps=1, **kwargs)
     given = {"train_dataset": dataset, "processing_class": tiny_tokenizer()}
     return trl.RewardTrainer(tiny_model(), args, **given).train_dataset
@@ -32,7 +31,7 @@ def pairs_in(dataset: Any) -> list[list[list[int]]]:
 
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("is_limited", [False, True])
-def test_token_pairs_are_trls_also_of_streams(form: str, is_limited: bool, tmp_path: Path) -> None:
+def test_token_pairs_equal_trls_also_for_streams(form: str, is_limited: bool, tmp_path: Path) -> None:
     rows, limit = FORMS[form], 60 if form in ("standard", "conversational") else 400
     max_length = limit if is_limited else None
     dataset = Dataset.from_list(rows)
@@ -45,7 +44,7 @@ def test_token_pairs_are_trls_also_of_streams(form: str, is_limited: bool, tmp_p
         assert pairs_in(prepare(stream, None, True, max_length=max_length)) == pairs_in(ours)
 
 
-def test_a_stream_may_mix_texts_and_messages() -> None:
+def test_stream_may_mix_texts_and_messages() -> None:
     forms = [FORMS[f"{form}, implicit prompt"][0] for form in ("standard", "conversational")]
     rows = [*forms, *reversed(forms)]
     assert pairs_in(prepare(rows, streaming=True)) == pairs_in([prepare([row])[0] for row in rows])
@@ -53,7 +52,7 @@ def test_a_stream_may_mix_texts_and_messages() -> None:
 
 @settings(max_examples=30, deadline=None)
 @given(st.lists(st.tuples(*[st.text(max_size=12)] * 3), min_size=1, max_size=5))
-def test_any_text_is_prompt_then_answer_then_one_eos(triples: list[tuple[str, str, str]]) -> None:
+def test_text_is_tokenized_as_prompt_answer_and_one_eos(triples: list[tuple[str, str, str]]) -> None:
     tokenizer = tiny_tokenizer()
     rows = [{"prompt": p + ".", "chosen": c + "+", "rejected": f"{r}-{tokenizer.eos_token}"} for p, c, r in triples]
     ours = prepare(Dataset.from_list(rows))
@@ -62,7 +61,7 @@ def test_any_text_is_prompt_then_answer_then_one_eos(triples: list[tuple[str, st
         assert rejected == tokenizer(row["prompt"] + row["rejected"])["input_ids"]
 
 
-def test_columns_of_the_user_stay_as_they_are() -> None:
+def test_user_columns_are_kept() -> None:
     rows = [{**row, "id": i} for i, row in enumerate(FORMS["standard"])]
     assert prepare(rows).remove_columns(["chosen_ids", "rejected_ids"]).to_list() == rows
 
@@ -75,10 +74,10 @@ def test_token_ids_pass_through_and_are_filtered() -> None:
     assert list(streamed) == [{"chosen_ids": [1, 2], "rejected_ids": [4], "margin": 1}]
 
 
-LONG = [  # and what is kept of each: its start, its end; None where nothing is left that tells the answers apart
+LONG = [  # pair, kept start and kept end of each sequence; None if the truncated answers would be equal
     (([1, 2, 3], [1, 2]), ([1, 2, 3], [1, 2]), ([1, 2, 3], [1, 2])),
     (([1, 2, 3, 4, 5], [1, 2, 6]), ([1, 2, 3, 4], [1, 2, 6]), ([2, 3, 4, 5], [2, 6])),
-    (([1, 2, 3, 4, 5, 6, 7], [1, 2, 8]), ([1, 2, 3, 4], [1, 2, 8]), None),  # the shorter answer is among the first
+    (([1, 2, 3, 4, 5, 6, 7], [1, 2, 8]), ([1, 2, 3, 4], [1, 2, 8]), None),  # keep_end drops the whole shorter answer
     (([1, 2, 3, 4, 5], [1, 2, 3, 4, 6, 7]), None, ([3, 4, 5], [3, 4, 6, 7])),
     (([5, 1, 2, 3, 4], [6, 1, 2, 3, 4]), ([5, 1, 2, 3], [6, 1, 2, 3]), None),
     (([9] * 5, [9] * 5), None, None),
@@ -87,8 +86,10 @@ LONG = [  # and what is kept of each: its start, its end; None where nothing is 
 
 @pytest.mark.parametrize("are_old", [False, True])
 @pytest.mark.parametrize(("mode", "which"), [("keep_start", 1), ("keep_end", 2)])
-def test_long_pairs_are_cut_as_one(mode: str, which: int, are_old: bool, caplog: pytest.LogCaptureFixture) -> None:
-    """What a pair shares stays shared, and margins stay with their pairs."""
+def test_long_pairs_are_truncated_together(
+    mode: str, which: int, are_old: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Shared tokens stay shared, and margins stay with their pairs."""
     rows: list[Any] = [dict(zip(PAIR, case[0], strict=True)) | {"margin": at} for at, case in enumerate(LONG)]
     dataset = Dataset.from_list(list(map(old_columns, rows)) if are_old else rows)
     expected = {at: [*case[which]] for at, case in enumerate(LONG) if case[which]}
@@ -110,13 +111,13 @@ def test_old_token_columns_are_renamed_with_trls_warning(streaming: bool) -> Non
     assert next(iter(prepared)) == {"chosen_ids": [1, 2], "rejected_ids": [4]}
 
 
-def test_a_tokenizer_without_eos_adds_none() -> None:
+def test_tokenizer_without_eos_adds_none() -> None:
     prepared = prepare([{"chosen": "a", "rejected": "bc"}], tiny_tokenizer(eos_token=None))
     assert [len(prepared["chosen_ids"][0]), len(prepared["rejected_ids"][0])] == [1, 2]
 
 
 def trl_0_23(dataset: Dataset, tokenizer: Any) -> list[list[list[int]]]:
-    """Return the token ids that the two maps of TRL 0.23's trainer make, row by row."""
+    """Return the token ids from the two maps of TRL 0.23's trainer, row by row."""
     rows = [trl.data_utils.maybe_apply_chat_template(row, tokenizer) for row in dataset]  # type: ignore[arg-type]
     return [[tokenizer(row[half])["input_ids"] for half in ("chosen", "rejected")] for row in rows]
 
@@ -124,14 +125,14 @@ def trl_0_23(dataset: Dataset, tokenizer: Any) -> list[list[list[int]]]:
 @pytest.mark.parametrize(
     "form", [f"{kind}{end}" for kind in ("standard", "conversational") for end in ("", ", implicit prompt")]
 )
-def test_the_old_columns_are_trl_0_23s(form: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_old_columns_equal_those_of_trl_0_23(form: str, caplog: pytest.LogCaptureFixture) -> None:
     rows = [{**row, "margin": [row["margin"]]} for row in FORMS[form][:2]]
     dataset, tokenizer = Dataset.from_list(rows), tiny_tokenizer()
     prepared, streamed = (prepare(each, are_old=True) for each in (dataset, dataset.to_iterable_dataset()))
     assert pairs_in(prepared) == trl_0_23(dataset, tokenizer)
     assert prepared["margin"][:] == [row["margin"] for row in FORMS[form][:2]]
     assert list(streamed) == list(prepared)
-    assert ("`prompt`" in caplog.text) == ("implicit" not in form)  # which is left out
+    assert ("`prompt`" in caplog.text) == ("implicit" not in form)  # an explicit prompt is dropped with a warning
 
 
 def of_each(written: str) -> str:
@@ -142,11 +143,11 @@ TEXT = "{{ message['content'] }}"
 PARTS = "{% for part in message['content'] %}<{{ part['text'] }}>{% endfor %}"
 AFTER_USER = "{% if messages[0]['role'] != 'user' %}{{ raise_exception('no') }}{% endif %}"
 READS_TEXT = {
-    "prints what it gets": TEXT,
-    "trims it": "{{ message['content'] | trim }}",
-    "adds it to a text": "{{ 'x' + message['content'] }}",
-    "asks it as only texts can": "{{ message['content'].split('</think>')[-1] }}",
-    "leaves out what is no text": "{% if message['content'] is string %}" + TEXT + "{% endif %}",
+    "prints the content": TEXT,
+    "trims the content": "{{ message['content'] | trim }}",
+    "concatenates the content": "{{ 'x' + message['content'] }}",
+    "calls a string method": "{{ message['content'].split('</think>')[-1] }}",
+    "skips non-text": "{% if message['content'] is string %}" + TEXT + "{% endif %}",
     "begins with a user": AFTER_USER + TEXT,
 }
 READS_PARTS = {
@@ -162,49 +163,49 @@ def in_parts(*texts: str) -> list[dict[str, str]]:
 
 
 def dialogue_of(*contents: Any) -> list[dict[str, Any]]:
-    """A user's message, an assistant's, and so on."""
+    """Return messages of user and assistant in turn."""
     roles = ["user", "assistant"] * len(contents)
     return [{"role": role, "content": content} for role, content in zip(roles, contents, strict=False)]
 
 
-def speaking(template: str) -> Any:
+def tokenizer_with(template: str) -> Any:
     tokenizer = tiny_tokenizer(bos_token="<|begin|>")
     tokenizer.chat_template = template
     return tokenizer
 
 
 def rendered(template: str, *contents: Any) -> str:
-    """The text that is trained on."""
-    dialogue, tokenizer = dialogue_of(*contents), speaking(template)
+    """Return the text of the first chosen answer after preparation."""
+    dialogue, tokenizer = dialogue_of(*contents), tokenizer_with(template)
     (row,) = prepare(Dataset.from_list([{"chosen": dialogue, "rejected": dialogue * 2}]), tokenizer)
     return tokenizer.decode(row["chosen_ids"])
 
 
 @pytest.mark.parametrize("template", READS_TEXT.values(), ids=READS_TEXT)
-def test_parts_of_text_are_joined_where_the_template_reads_text(template: str) -> None:
+def test_text_parts_are_joined_for_templates_that_read_text(template: str) -> None:
     joined = rendered(of_each(template), "Hello", "you")
     assert "Hello" in joined == rendered(of_each(template), in_parts("Hel", "lo"), in_parts("you"))
     assert rendered(of_each(template), in_parts("Hello"), in_parts()) == rendered(of_each(template), "Hello", "")
 
 
 @pytest.mark.parametrize("template", READS_PARTS.values(), ids=READS_PARTS)
-def test_a_template_that_reads_parts_gets_them(template: str) -> None:
+def test_templates_that_read_parts_get_them(template: str) -> None:
     contents = in_parts("Hel", "lo"), in_parts("you")
-    expected = speaking(of_each(template)).apply_chat_template(dialogue_of(*contents), tokenize=False)
+    expected = tokenizer_with(of_each(template)).apply_chat_template(dialogue_of(*contents), tokenize=False)
     assert "Hel" in expected and "Hello" not in expected and "'Hel'" not in expected
     assert rendered(of_each(template), *contents) == expected
 
 
 @pytest.mark.parametrize("name", ["llama3", "phi3", "qwen2_5_vl", "qwen3", "smolvlm", "llava_next"])
-def test_published_templates_write_text_and_parts_alike(name: str) -> None:
+def test_published_templates_render_text_and_parts_equally(name: str) -> None:
     template = (Path(trl.__file__).parent / "chat_templates" / f"{name}.jinja").read_text()
     text = rendered(template, "Hello", "you")
     assert text == rendered(template, in_parts("Hello"), in_parts("you"))
     assert "Hello" in text and "you" in text and "{'" not in text
 
 
-def test_what_other_rows_give_the_template_is_not_given_as_none() -> None:
-    tokenizer = speaking("{% if mute is not defined %}{{ messages[-1]['content'] }}{% endif %}{{ shout }}")
+def test_template_arguments_of_other_rows_are_not_passed_as_none() -> None:
+    tokenizer = tokenizer_with("{% if mute is not defined %}{{ messages[-1]['content'] }}{% endif %}{{ shout }}")
     pair = {"chosen": [assistant("a")], "rejected": [assistant("b")]}
     rows = [pair | {"chat_template_kwargs": words} for words in ({"shout": "A"}, {"mute": True, "shout": "B"})]
     assert [tokenizer.decode(ids) for ids in prepare(rows, tokenizer)["chosen_ids"]] == ["aA", "B"]

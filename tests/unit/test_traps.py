@@ -1,4 +1,4 @@
-"""Data traps are named in the log with their count and first row, and common forms of rows are converted."""
+"""Data traps are logged with their count and first row, and common row formats are converted."""
 
 import copy
 import json
@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 from datasets import Dataset
-from preference_forms import assistant, rows_of_every_form, tiny_tokenizer, user
-from tokenized import prepare
+from preference_rows import assistant, prepare, rows_of_every_format, tiny_tokenizer, user
 from tokenizers.processors import TemplateProcessing
 
 from trl_tpu.data.formats import apply_template
@@ -31,7 +30,7 @@ def adding_bos() -> Any:
 
 
 WHAT, NO_QUESTIONS = "What is it?", dict.fromkeys(("input", "query", "context"), "")
-# what the message names, a row without the trap, and what the others have instead
+# text in the message, a row without the trap, and the columns that trigger it
 TRAPS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "question": ("question, system", {**GOOD, "question": "", "system": None}, {"question": WHAT, "system": "Be"}),
     "repeated question": ("context", {"chosen": "Q? a", "rejected": "Q? b", "context": "Q?"}, {"rejected": "b"}),
@@ -51,8 +50,8 @@ TRAPS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 
 @pytest.mark.parametrize("trap", TRAPS)
 @pytest.mark.parametrize("streaming", [False, True])
-def test_a_trap_is_logged_once(trap: str, streaming: bool, caplog: pytest.LogCaptureFixture) -> None:
-    """With count and first row."""
+def test_data_trap_is_logged_once(trap: str, streaming: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """The message has the count and the first row."""
     named, row, others = TRAPS[trap]
     if streaming and "scores" in row:
         pytest.skip("a stream has no rankings")
@@ -64,20 +63,20 @@ def test_a_trap_is_logged_once(trap: str, streaming: bool, caplog: pytest.LogCap
         assert name in message and "row 1" in message and ("2 of 4" in message or streaming)
 
 
-def test_ordinary_rows_have_no_trap(caplog: pytest.LogCaptureFixture) -> None:
+def test_ordinary_rows_trigger_no_trap(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, logger="trl_tpu"):
         for name in ("synthetic:numbers", "synthetic:rankings"):
             for split in load_dataset(name).values():
                 prepare(split.to_list()[:200], adding_bos())
-        for rows in rows_of_every_form().values():
+        for rows in rows_of_every_format().values():
             prepare(rows, adding_bos())
         prepare([{"prompt": "Hello", "chosen": "Hello! How are you?", "rejected": "Hello, you."}])
         prepare([{"question": "What is it?", "chosen": "What is it? a", "rejected": "What is it? b"}])
     assert not [each.getMessage() for each in caplog.records if each.name.endswith("traps")]
 
 
-def test_pairs_that_the_template_makes_equal_are_named(caplog: pytest.LogCaptureFixture) -> None:
-    """And most of them are an error."""
+def test_pairs_made_equal_by_the_template_are_named(caplog: pytest.LogCaptureFixture) -> None:
+    """If most pairs are equal, an error is raised."""
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = "S{% for m in messages if m.role in ('user', 'assistant') %}{{ m.content }}{% endfor %}"
     dropped = {half: [{"role": "Human", "content": "q"}, {"role": "Bot", "content": half}] for half in GOOD}
@@ -90,7 +89,7 @@ def test_pairs_that_the_template_makes_equal_are_named(caplog: pytest.LogCapture
         prepare([dropped] * 2 + [CHAT], tokenizer)
 
 
-def said(role: str, text: str) -> dict[str, str]:
+def sharegpt_message(role: str, text: str) -> dict[str, str]:
     return {"from": role, "value": text}
 
 
@@ -105,9 +104,13 @@ CONVERTED: dict[str, dict[str, Any]] = {
     "Python text, as in CSV files": {"chosen": str([QUESTION, YES]), "rejected": str([QUESTION, NO])},
     "JSON with a prompt": {"prompt": json.dumps([QUESTION]), "chosen": json.dumps(YES), "rejected": json.dumps([NO])},
     "single messages": {"prompt": [QUESTION], "chosen": YES, "rejected": NO},
-    "ShareGPT": {"conversations": [said("human", "q")], "chosen": said("gpt", "yes"), "rejected": said("gpt", "no")},
-    "whole ShareGPT conversations": {"conversations": [said("human", "another")]}
-    | {half: [said("human", "q"), said("gpt", text)] for half, text in TEXTS.items()},
+    "ShareGPT": {
+        "conversations": [sharegpt_message("human", "q")],
+        "chosen": sharegpt_message("gpt", "yes"),
+        "rejected": sharegpt_message("gpt", "no"),
+    },
+    "whole ShareGPT conversations": {"conversations": [sharegpt_message("human", "another")]}
+    | {half: [sharegpt_message("human", "q"), sharegpt_message("gpt", text)] for half, text in TEXTS.items()},
     "LLaMA-Factory v1": {
         f"{half}_messages": [parts("user", "q"), parts("assistant", text)] for half, text in TEXTS.items()
     },
@@ -116,7 +119,7 @@ CONVERTED: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("form", CONVERTED)
-def test_other_forms_are_trained_and_scored_as_messages(form: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_other_formats_are_trained_and_scored_as_messages(form: str, caplog: pytest.LogCaptureFixture) -> None:
     row, tokenizer = CONVERTED[form], tiny_tokenizer()
     (expected,) = prepare([CHAT])
     for streaming in (False, True):
@@ -131,30 +134,38 @@ def test_other_forms_are_trained_and_scored_as_messages(form: str, caplog: pytes
     assert texts == [apply_template(tokenizer, CHAT[half]) for half in GOOD]
 
 
-def test_the_system_prompt_and_the_rankings_of_sharegpt_are_read() -> None:
-    answers = [said("gpt", "yes"), said("gpt", "no")]
-    row = {"system": "s", "conversations": [said("human", "q")], "completions": answers, "scores": [1.0, 0.0]}
+def test_sharegpt_system_prompts_and_rankings_are_read() -> None:
+    answers = [sharegpt_message("gpt", "yes"), sharegpt_message("gpt", "no")]
+    row = {
+        "system": "s",
+        "conversations": [sharegpt_message("human", "q")],
+        "completions": answers,
+        "scores": [1.0, 0.0],
+    }
     (found,) = prepare([row])
     system = {"role": "system", "content": "s"}
     (expected,) = prepare([{half: [system, *CHAT[half]] for half in GOOD}])
     assert found["answer_ids"] == [expected[key] for key in PAIR]
 
 
-def test_what_only_looks_like_messages_stays_text() -> None:
+def test_text_that_resembles_messages_stays_text() -> None:
     (found,) = prepare([{"prompt": "p", "chosen": '{"role": "boss"}', "rejected": "[{'a': 1}]"}])
     assert tiny_tokenizer().decode(found["chosen_ids"]) == 'p{"role": "boss"}<|im_end|>'
 
 
-def test_nulls_that_arrow_adds_to_tools_and_their_calls_are_not_rendered() -> None:
+def test_arrow_nulls_in_tools_and_calls_are_not_rendered() -> None:
     def function(name: str, **values: Any) -> dict[str, Any]:
         return {"type": "function", "function": {"name": name, **values}}
 
     properties = {"f": {"x": {"type": "integer"}}, "g": {"y": {"type": "string", "enum": ["s"]}}, "h": {}}
     tools = [function(name, parameters={"properties": each}) for name, each in properties.items()]
     calls = [function("f", arguments={"x": 1}), function("g", arguments={"y": {"deep": "s"}}), function("h")]
-    said = {"role": "tool", "name": "f", "content": "1"}
+    tool_message = {"role": "tool", "name": "f", "content": "1"}
     rows = [
-        {"chosen": [user("q"), assistant("") | {"tool_calls": [call]}, said, YES], "rejected": [user("q"), NO]}
+        {
+            "chosen": [user("q"), assistant("") | {"tool_calls": [call]}, tool_message, YES],
+            "rejected": [user("q"), NO],
+        }
         | {"tools": tools[place:]}
         for place, call in enumerate(calls)
     ]

@@ -1,4 +1,4 @@
-"""Packed rows, attended to by masks or expanded, give the rewards and gradients of the padded forward."""
+"""Packed rows, with masks or expanded, give the rewards and gradients of the padded forward."""
 
 from functools import cache
 from typing import Any
@@ -42,7 +42,7 @@ from trl_tpu.packing.shapes import RowPlan, RowShape
 
 EAGER = {"Llama, eager": "Llama", "Mistral, sliding window, eager": "Mistral, sliding window"}
 ALL = [*FAMILIES, *EAGER]
-TRAINED = {"LoRA": "Qwen3", "recomputed layers": "GPT-NeoX"}  # whose backward runs where no packed rows are read
+TRAINED = {"LoRA": "Qwen3", "recomputed layers": "GPT-NeoX"}  # their backward runs outside the packed forward
 
 
 def tiny_model(name: str, expands: bool = False, **changes: Any) -> Any:
@@ -62,7 +62,7 @@ def tiny_model(name: str, expands: bool = False, **changes: Any) -> Any:
 model_of = cache(tiny_model)
 
 
-LONG = 32  # what the largest pair of the tests takes
+LONG = 32  # tokens of the largest pair in these tests
 PLANS = {
     "one micro-batch": RowPlan((RowShape(2, 160),)),
     "micro-batches": RowPlan((RowShape(1, 12), RowShape(2, LONG)), (RowShape(1, LONG), RowShape(2, 8))),
@@ -78,7 +78,7 @@ def layouts_of(name: str) -> list[str]:
 
 
 def packed_in(layout: str, name: str, pairs: Pairs) -> torch.Tensor:
-    """The rewards [P, 2], put together from all micro-batches."""
+    """Return the rewards [P, 2] of all micro-batches."""
     rows, plan, expands = rows_of(pairs), PLANS[layout], "expanded" in layout
     some = pack_unpadded(rows, attention_crossover_length=20) if plan is None else pack(rows, plan, expands=expands)
     return packed(model_of(name, expands), *(each.map_tensors(torch.from_numpy) for each in some), expand=expands)
@@ -112,17 +112,17 @@ def test_rewards_and_gradients_of_random_pairs_equal_the_padded_forward(family: 
 
 
 @pytest.mark.parametrize("family", ALL)
-def test_trying_it_finds_every_family_exact_in_float32(family: str) -> None:
+def test_trial_finds_every_family_exact_in_float32(family: str) -> None:
     check_packing_is_exact(tiny_model(family, vocab_size=64).float(), PAD)
 
 
-def test_every_type_that_is_taken_for_exact_was_shown_to_be() -> None:
+def test_proven_types_equal_the_families_tested_here() -> None:
     assert {model_of(family).config.get_text_config().model_type for family in ALL} == PROVEN_TYPES
 
 
 @pytest.mark.parametrize("family", ["Llama", "Mistral, sliding window", "Gemma2, soft cap, mixed windows"])
-def test_a_model_that_expands_reads_other_batches_as_before(family: str) -> None:
-    """Padded batches, and packed rows that come without their expansion."""
+def test_expanding_model_reads_other_batches_unchanged(family: str) -> None:
+    """Other batches are padded ones and packed rows without an expansion."""
     expanded, rows = model_of(family, True), in_rows(KNOWN_PAIRS, RowShape(2, 64))
     with StayInFloat64():
         expected = padded(model_of(family), KNOWN_PAIRS)
@@ -132,7 +132,7 @@ def test_a_model_that_expands_reads_other_batches_as_before(family: str) -> None
             assert_equal(gradients(expanded, rewards), theirs)
 
 
-def test_no_tensor_has_the_row_length_squared_but_in_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_tensor_outside_the_kernel_is_quadratic_in_row_length(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes: list[int] = []
 
     class Watch(StayInFloat64):
@@ -151,7 +151,7 @@ def test_no_tensor_has_the_row_length_squared_but_in_the_kernel(monkeypatch: pyt
     assert 512 * 32 <= max(sizes) < 512 * 512 / 2
 
 
-# ---- what cannot be
+# ---- rejected models
 
 
 def prefix_rule(row: Any, head: Any, query: Any, key: Any) -> Any:
@@ -168,17 +168,17 @@ def chunks(size: int) -> Any:
         (causal_mask_function, None),
         (sliding_window_causal_mask_function(5), 5),
         (sliding_window_causal_mask_function(1), 1),
-        (sliding_window_causal_mask_function(12), None),  # as wide as the rows
+        (sliding_window_causal_mask_function(12), None),  # as wide as the rows: no window
         (sliding_window_causal_mask_function(11), 11),
         (sliding_window_causal_mask_function(4000), None),
         (bidirectional_mask_function, ExpansionImpossible),
         (or_masks(causal_mask_function, prefix_rule), ExpansionImpossible),
-        (lambda row, head, query, key: key < query, ExpansionImpossible),  # not even itself
-        (chunked_causal_mask_function(5, torch.zeros(2)), ExpansionImpossible),  # from where the text begins
+        (lambda row, head, query, key: key < query, ExpansionImpossible),  # a token does not attend to itself
+        (chunked_causal_mask_function(5, torch.zeros(2)), ExpansionImpossible),  # chunks begin with the text
         *[(chunks(size), ExpansionImpossible) for size in range(2, 12)],
     ],
 )
-def test_only_causal_rules_are_expanded_and_their_window_is_read(rule: Any, window: Any) -> None:
+def test_only_causal_mask_functions_are_expanded(rule: Any, window: Any) -> None:
     if window is ExpansionImpossible:
         with pytest.raises(window):
             window_of(rule, 12)
@@ -186,7 +186,7 @@ def test_only_causal_rules_are_expanded_and_their_window_is_read(rule: Any, wind
         assert window_of(rule, 12) == window
 
 
-def test_models_that_attend_otherwise_are_rejected_with_the_reason() -> None:
+def test_models_with_other_attention_are_rejected_with_the_reason() -> None:
     sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "num_local_experts": 2}
     others = {
         "dropout": random_decoder("Llama", attention_dropout=0.1),

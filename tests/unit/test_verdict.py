@@ -1,4 +1,4 @@
-"""The verdict's numbers, worked out by hand, by brute force, and by other libraries; as text and as JSON."""
+"""Numbers of the verdict, checked manually, by brute force and by other libraries; as text and as JSON."""
 
 import json
 import math
@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import preference_rows
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import scored_files
 from hypothesis import example, given
 from hypothesis import strategies as st
 from scipy.stats import binomtest
@@ -33,27 +33,27 @@ HOSTILE = "\x1b[31m[bold]<script>|`x`*\n![a](b)"
 margins = st.lists(st.floats(-40, 40) | st.just(0.0), min_size=1, max_size=60).map(np.array)
 
 
-def judge_pairs(rewards_N2: Any, *more: Any, **named: Any) -> Verdict:
+def evaluate_pairs(rewards_N2: Any, *more: Any, **named: Any) -> Verdict:
     return evaluate_rows(np.array(rewards_N2, float), pairs_of(len(rewards_N2)), *more, **named)
 
 
 @given(st.integers(1, 500).flatmap(lambda count: st.tuples(st.integers(0, count), st.just(count))))
-def test_the_interval_is_scipys(case: tuple[int, int]) -> None:
+def test_confidence_interval_equals_scipys(case: tuple[int, int]) -> None:
     expected = binomtest(*case).proportion_ci(0.95, method="wilson")
     ours = proportion(*case)
     assert (ours.low, ours.high) == pytest.approx((expected.low, expected.high), abs=1e-12)
     assert 0 <= ours.low <= ours.value <= ours.high <= 1
 
 
-def test_a_verdict_worked_out_by_hand() -> None:
-    log3 = math.log(3)  # sigmoid of it is 3/4
+def test_verdict_equals_manual_computation() -> None:
+    log3 = math.log(3)  # sigmoid(log 3) = 3/4
     pairs = [(log3, 0), (0, log3), (1, 1), (2 + log3, 2), (math.nan, 0), (0, math.inf)]
-    found = judge_pairs(pairs, groups=["a", "b\0", "b\0", "a", "c", "a"])
+    found = evaluate_pairs(pairs, groups=["a", "b\0", "b\0", "a", "c", "a"])
     assert (found.pairs, found.left_out, found.ties) == (4, 2, 1)
     assert (found.accuracy.value, found.accuracy.count) == (0.5, 4)
     assert (found.accuracy.low, found.accuracy.high) == pytest.approx((0.15004, 0.84996), abs=1e-5)
     assert found.loss == pytest.approx((2 * math.log(4 / 3) + math.log(4) + math.log(2)) / 4)
-    # three picks with confidence 3/4, of which two are right; a tie with 1/2, half right
+    # three picks with confidence 3/4, two of them right; a tie with confidence 1/2, half right
     assert found.calibration.ece == pytest.approx(3 / 4 * (3 / 4 - 2 / 3))
     bins = [(each.high - each.low, each.count, each.accuracy) for each in found.calibration.bins]
     assert np.array(bins) == pytest.approx(np.array([(0.05, 1, 0.5), (0.05, 3, 2 / 3)]))
@@ -67,17 +67,17 @@ def test_a_verdict_worked_out_by_hand() -> None:
 @given(margins)
 @example(np.array([-1.999999999999993, 0, 0, 0, 0]))
 @example(np.array([5e-324]))
-def test_a_histogram_has_every_margin_once_and_an_edge_at_zero(margins_N: np.ndarray) -> None:
+def test_histogram_counts_every_margin_once_with_an_edge_at_zero(margins_N: np.ndarray) -> None:
     found = distribution_of(margins_N, np.ones(len(margins_N)))
     assert sum(found.counts) == len(margins_N) and len(found.edges) == len(found.counts) + 1 <= 42
-    # numbers too small to be told apart are in one bin with zero, and so are tiny negative ones at the first edge
+    # numbers too small for distinct edges share a bin with zero, also tiny negative ones at the first edge
     if margins_N.min() < -1e-9 and margins_N.max() > 1e-9:
         zero = int(np.argmin(np.abs(found.edges)))
         assert found.edges[zero] == 0 and sum(found.counts[:zero]) == int((margins_N < 0).sum())
 
 
-def test_accuracy_by_length_worked_out_by_hand() -> None:
-    # chosen longer: by 1, 2, 3, 10; shorter: by 4, 5; once equal
+def test_accuracy_by_length_equals_manual_computation() -> None:
+    # chosen is longer by 1, 2, 3 and 10 tokens, shorter by 4 and 5, and equal once
     longer_N = np.array([1, 2, 3, 10, -4, -5, 0])
     found = length_bias_of(np.array([1, 1, 1, 0, 0, 1, 1]) > 0, longer_N, np.ones(7))
     assert found.longer_wins == pytest.approx(4.5 / 7) and found.length_only == pytest.approx(4.5 / 7)
@@ -91,11 +91,11 @@ def test_accuracy_by_length_worked_out_by_hand() -> None:
     assert [each.accuracy.count for each in equal.bins] == [2]
 
 
-def test_rows_that_are_added_part_by_part_have_the_verdict_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_added_in_parts_have_the_verdict_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
     chooser = np.random.default_rng(0)
     rewards_N2, lengths_N2 = chooser.normal(size=(2000, 2)) + [0.5, 0.0], chooser.integers(1, 9, (2000, 2))
     groups = [str(number % 3) for number in range(2000)]
-    whole = judge_pairs(rewards_N2, lengths_N2, groups)
+    whole = evaluate_pairs(rewards_N2, lengths_N2, groups)
 
     def by_parts() -> Verdict:
         evaluation = Evaluation()
@@ -123,9 +123,9 @@ def test_rows_that_are_added_part_by_part_have_the_verdict_of_all(monkeypatch: p
         ([0.1] * 8 + [-0.1] * 32, [1, -1] * 20, ["worse than chance"]),
     ],
 )
-def test_words_say_what_the_numbers_do(margins_N: list[float], longer: list[int], said: list[str]) -> None:
+def test_sentences_describe_the_numbers(margins_N: list[float], longer: list[int], said: list[str]) -> None:
     lengths_N2 = [(10 + more, 10) for more in longer]
-    words = " ".join(sentences_of(judge_pairs([(margin, 0) for margin in margins_N], np.array(lengths_N2))))
+    words = " ".join(sentences_of(evaluate_pairs([(margin, 0) for margin in margins_N], np.array(lengths_N2))))
     assert [each for each in said if each not in words] == []
 
 
@@ -135,10 +135,10 @@ def verdict() -> Verdict:
     rewards_N2 = chooser.normal(size=(200, 2)) + [1.0, 0.0]
     rewards_N2[0, 0] = math.nan
     groups = [("math", "chat", HOSTILE)[number % 3] for number in range(200)]
-    return judge_pairs(rewards_N2, chooser.integers(1, 500, (200, 2)), groups=groups)
+    return evaluate_pairs(rewards_N2, chooser.integers(1, 500, (200, 2)), groups=groups)
 
 
-def test_one_text_for_terminal_and_card_in_which_data_is_only_letters(verdict: Verdict) -> None:
+def test_tables_for_terminal_and_model_card_escape_data(verdict: Verdict) -> None:
     for clean in (printable, markdown_text):
         text = as_markdown({"one": verdict, "two": verdict}, clean)
         for table in (block for block in text.split("\n\n") if block.startswith("|")):
@@ -152,7 +152,7 @@ def test_one_text_for_terminal_and_card_in_which_data_is_only_letters(verdict: V
     assert "<" not in text and "![a]" not in text and "&lt;script>" in text
 
 
-def test_json_is_the_whole_verdict_and_null_where_nothing_is_known(verdict: Verdict, tmp_path: Path) -> None:
+def test_json_holds_the_whole_verdict_with_null_for_unknowns(verdict: Verdict, tmp_path: Path) -> None:
     path = tmp_path / "verdict.json"
 
     def content() -> Any:
@@ -165,33 +165,33 @@ def test_json_is_the_whole_verdict_and_null_where_nothing_is_known(verdict: Verd
     rewards, grades = padded([[3, 1], [4, 3, 1], [0, 1]]), padded([[1, 0], [1, 1, 0], [1, 0]])
     best = evaluate_best_of_n(rewards, grades, ["ref:1", "tied:1", ""], ["Ties", "Ties", "Math"])
     path.write_text(verdict_text(best))
-    assert repr(read_verdict(path)) == repr(best), "with nan, which is not equal to itself"
+    assert repr(read_verdict(path)) == repr(best), "NaN is not equal to itself"
     assert content()["kind"] == "best_of_n" and content()["groups"]["Ties"]["low"] is None
     text = as_markdown({"x": best}, printable)
     assert f"{best.mean_over_groups:.4f}" in text and "nan" not in text
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"kind": "other"}', '{"kind": "pairs", "pairs": 3}'])
-def test_a_file_that_holds_no_verdict_is_named(tmp_path: Path, text: str) -> None:
+def test_file_without_a_verdict_is_named(tmp_path: Path, text: str) -> None:
     (tmp_path / "verdict.json").write_text(text)
     with pytest.raises(UserError, match="verdict.json"):
         read_verdict(tmp_path / "verdict.json")
 
 
-# ---- several answers get the credit that RewardBench 2's published rules give them
+# ---- several answers are scored by RewardBench 2's published rules
 
 few = st.integers(-3, 3).map(float)
-Answers = tuple[list[float], list[float], str]  # rewards of right and of wrong ones, and an id
+Answers = tuple[list[float], list[float], str]  # rewards of right answers, rewards of wrong answers, id
 
 
-def judge_answers(rows: list[Answers], groups: Any = None) -> BestOfN:
+def evaluate_answers(rows: list[Answers], groups: Any = None) -> BestOfN:
     grades = [[1.0] * len(right) + [0.0] * len(wrong) for right, wrong, _ in rows]
     rewards = [[*right, *wrong] for right, wrong, _ in rows]
     return evaluate_best_of_n(padded(rewards), padded(grades), [id_ for *_, id_ in rows], groups)
 
 
 def ties_score(rows: list[Answers]) -> float:
-    return judge_answers(rows, ["Ties"] * len(rows)).groups["Ties"].value
+    return evaluate_answers(rows, ["Ties"] * len(rows)).groups["Ties"].value
 
 
 @given(
@@ -201,10 +201,10 @@ def ties_score(rows: list[Answers]) -> float:
         max_size=5,
     )
 )
-def test_the_score_of_ties_is_its_published_rule(
+def test_ties_score_follows_the_published_rule(
     questions: list[tuple[float, list[float], list[float], float]],
 ) -> None:
-    """The rule once more, as one reads it in the paper; the last question is not asked as ref, and wrong."""
+    """Compare with a second implementation of the paper's rule. The last question has no ref, and is wrong."""
     rows: list[Answers] = [([4.0, 2.0], [3.0], "tied:alone")]
     ref_right, tied_right, soft, hard, beyond = 0, 0, 0, 0, 0.0
     for number, (reference, wrong, right, other) in enumerate(questions):
@@ -224,12 +224,12 @@ def test_the_score_of_ties_is_its_published_rule(
     assert ties_score(rows) == pytest.approx(expected, abs=1e-12)
 
 
-def test_the_leaderboards_score_is_the_mean_over_subsets_with_ties_by_its_own_rule() -> None:
+def test_leaderboard_score_is_the_mean_over_subsets() -> None:
     ties: list[Answers] = [([5.0], [1.0], "ref:1"), ([4.0, 3.0], [1.0, 0.0], "tied:1")]
-    # credit 1, as the best of several right answers counts; 1/3, 2/3 and 0
+    # credit 1, since the best of several right answers counts; 1/3, 2/3 and 0
     focus: list[Answers] = [([1.0, 3.0], [2.0], ""), ([1.0], [1.0, 0.0, 1.0], ""), ([3.0, 3.0], [3.0], "")]
     rows = [*focus, ([0.0], [1.0], ""), *ties, ([math.nan], [1.0], "")]
-    found = judge_answers(rows, ["Focus"] * 3 + ["Math", "Ties", "Ties", "Math"])
+    found = evaluate_answers(rows, ["Focus"] * 3 + ["Math", "Ties", "Ties", "Math"])
     assert (found.rows, found.left_out) == (6, 1)
     assert {name: (each.value, each.count) for name, each in found.groups.items()} == {
         "Focus": (pytest.approx(2 / 3), 3),
@@ -241,12 +241,12 @@ def test_the_leaderboards_score_is_the_mean_over_subsets_with_ties_by_its_own_ru
 
 
 @pytest.mark.parametrize("ids", [["7"], ["ref:7"], ["ref:7", "tied:7"], ["ref:7", "tied:8", "tied:8"]])
-def test_rows_that_the_rule_of_ties_cannot_read_are_rejected(ids: list[str]) -> None:
+def test_rows_unreadable_by_the_ties_rule_are_rejected(ids: list[str]) -> None:
     with pytest.raises(UserError, match="ref:NUMBER"):
         ties_score([([1.0], [0.0], id_) for id_ in ids])
 
 
-# ---- scored rows are read back as they were written
+# ---- scored rows are read back from files
 
 PAIR = {"chosen": "abc", "rejected": "a", "reward_chosen": 1.0, "reward_rejected": 0.5}
 MANY = {"chosen": ["ab", "c"], "rejected": ["def"], "reward_chosen": [1.0, None], "reward_rejected": [0]}
@@ -258,7 +258,7 @@ def write(folder: Path, rows: list[dict[str, Any]], suffix: str = ".jsonl") -> P
     if suffix.lower() == ".parquet":
         pq.write_table(pa.Table.from_pylist(rows), path)
         return path
-    return scored_files.write(path, rows)
+    return preference_rows.write_jsonl(path, rows)
 
 
 def verdict_on(folder: Path, rows: list[dict[str, Any]], suffix: str = ".jsonl", **how: Any) -> Verdict:
@@ -268,13 +268,13 @@ def verdict_on(folder: Path, rows: list[dict[str, Any]], suffix: str = ".jsonl",
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".PARQUET"])
-def test_pairs_are_judged(tmp_path: Path, suffix: str) -> None:
-    too_large = {"reward_chosen": 1e308, "reward_rejected": -1e308}  # for float32
+def test_pairs_are_evaluated(tmp_path: Path, suffix: str) -> None:
+    too_large = {"reward_chosen": 1e308, "reward_rejected": -1e308}  # too large for float32
     found = verdict_on(tmp_path, [PAIR, PAIR | {"reward_chosen": None}, PAIR | too_large], suffix)
     assert (found.pairs, found.left_out, found.accuracy.value) == (1, 2, 1)
 
 
-def test_steps_with_labels_are_judged_and_no_other_completions_with_labels(tmp_path: Path) -> None:
+def test_only_steps_with_labels_are_evaluated(tmp_path: Path) -> None:
     solution = {"completions": ["b", "c"], "step_rewards": [-0.5, 2.0]}
     labels: list[Any] = [[0, 1], [1], [-1, 1], [None, 1], ["good", "bad"], True, None]
     found = verdict_on(tmp_path, [solution | {"labels": each} for each in labels])
@@ -287,14 +287,14 @@ def test_steps_with_labels_are_judged_and_no_other_completions_with_labels(tmp_p
         read_scored(write(tmp_path, [beside | {"rewards": [2.0, 1.0]}]))
 
 
-def test_tokens_are_the_lengths_if_every_row_has_them(tmp_path: Path) -> None:
+def test_token_counts_are_used_if_every_row_has_them(tmp_path: Path) -> None:
     counted = PAIR | {"tokens_chosen": 7, "tokens_rejected": 9}
     found = verdict_on(tmp_path, [counted, counted, BROKEN]).length
     assert found is not None and [each.middle for each in found.bins] == [-2]
     assert verdict_on(tmp_path, [counted, PAIR]).length is None
 
 
-def test_rows_are_grouped_by_their_subset_or_any_column(tmp_path: Path) -> None:
+def test_rows_are_grouped_by_subset_or_any_column(tmp_path: Path) -> None:
     rows = [MANY | {"subset": "Math", "reward_chosen": [2, 1]}, MANY | {"subset": "Focus"}]
     found = read_scored(write(tmp_path, rows)).verdict
     assert isinstance(found, BestOfN) and (found.rows, found.left_out, list(found.groups)) == (1, 1, ["Math"])
@@ -315,7 +315,7 @@ def test_rows_are_grouped_by_their_subset_or_any_column(tmp_path: Path) -> None:
         ("x.parquet", "reward\n1\n", "x.parquet"),
     ],
 )
-def test_what_is_no_scored_row_is_named(tmp_path: Path, file: str, text: str, name: str) -> None:
+def test_invalid_scored_row_is_named(tmp_path: Path, file: str, text: str, name: str) -> None:
     (tmp_path / file).write_text(text)
     with pytest.raises(UserError, match=name):
         read_scored(tmp_path / file, "by" if name == "'by'" else None)
@@ -323,8 +323,8 @@ def test_what_is_no_scored_row_is_named(tmp_path: Path, file: str, text: str, na
 
 @pytest.mark.parametrize("row", [PAIR, MANY | {"reward_chosen": [2, 1]}])
 @pytest.mark.parametrize("place", [0, 1, 2])
-def test_a_row_without_any_reward_is_left_out(tmp_path: Path, row: dict[str, Any], place: int) -> None:
-    """A broken line has no columns but those of the scores, and null instead of a list."""
+def test_row_without_a_reward_is_skipped(tmp_path: Path, row: dict[str, Any], place: int) -> None:
+    """A broken line has only the score columns, with null instead of a list."""
     rows = [row | {"subset": "Math"}, row | {"subset": "Focus"}]
     rows.insert(place, BROKEN)
     found = read_scored(write(tmp_path, rows)).verdict
@@ -333,7 +333,7 @@ def test_a_row_without_any_reward_is_left_out(tmp_path: Path, row: dict[str, Any
         read_scored(write(tmp_path, [BROKEN, BROKEN]))
 
 
-def test_the_better_answer_is_the_one_that_the_label_says_is_more_probable(tmp_path: Path) -> None:
+def test_better_answer_is_the_more_probable_one(tmp_path: Path) -> None:
     row = {"chosen": "a", "rejected": "b", "not_scored": None}
     cases = [(0.9, 1.0, 0.0), (0.1, 0.0, 2.0), (0.5, 3.0, 0.0)]
     rows = [row | {"chosen_probability": p, "reward_chosen": c, "reward_rejected": r} for p, c, r in cases]

@@ -1,4 +1,4 @@
-"""What people do with a model on XLA while and after it trains writes and gives what it does on a CPU."""
+"""Saving, copying and resuming a model on XLA, during and after training, give the same as on a CPU."""
 
 import copy
 import json
@@ -6,8 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import apart
 import pytest
+import subprocesses
 import tiny
 import torch
 from peft import LoraConfig
@@ -21,8 +21,8 @@ from trl_tpu.errors import UserError
 LORA = LoraConfig(task_type="SEQ_CLS", r=2, target_modules="all-linear")
 
 
-class SavesItself(TrainerCallback):
-    """As there are many: writes the model when a checkpoint is saved."""
+class SavingCallback(TrainerCallback):
+    """A common kind of callback: saves the model at every checkpoint."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -41,7 +41,7 @@ def run(
     size = 8 // runtime.current().topology().devices
     settings = QUIET | {"max_steps": 2, "save_steps": 1, "max_shapes": 1}
     args = RewardConfig(str(folder / "out"), per_device_train_batch_size=size, **settings)
-    more = {"peft_config": request.param, "callbacks": [SavesItself(folder)]}
+    more = {"peft_config": request.param, "callbacks": [SavingCallback(folder)]}
     trainer = trained(RewardTrainer(model_folder, args, train_dataset=tiny.made_up_pairs(16), **more))
     trainer.save_model(str(folder / "saved"))
     return trainer, folder
@@ -52,7 +52,7 @@ def assert_same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) ->
 
 
 @pytest.mark.eight
-def test_save_pretrained_writes_what_the_trainer_saves_and_copies_are_whole(run: tuple[RewardTrainer, Path]) -> None:
+def test_save_pretrained_equals_the_trainers_save(run: tuple[RewardTrainer, Path]) -> None:
     trainer, folder = run
     is_lora = trainer.model.__class__.__name__.startswith("Peft")
     name = "adapter_model.safetensors" if is_lora else "model.safetensors"
@@ -65,9 +65,7 @@ def test_save_pretrained_writes_what_the_trainer_saves_and_copies_are_whole(run:
     assert not all(earlier[each].equal(saved[each]) for each in saved)
 
 
-def test_an_optimizer_that_was_made_before_is_refused_with_the_fix(
-    model_folder: str, config: Callable[..., Any]
-) -> None:
+def test_optimizer_created_too_early_is_rejected_with_the_fix(model_folder: str, config: Callable[..., Any]) -> None:
     model = AutoModelForSequenceClassification.from_pretrained(model_folder, num_labels=1)
     optimizers = (torch.optim.SGD(model.parameters(), lr=0.1), None)
     with pytest.raises(UserError, match="optimizer_cls_and_kwargs"):
@@ -84,9 +82,9 @@ trainer.train()
 """
 
 
-def test_a_checkpoint_that_trl_wrote_is_resumed(model_folder: str, config: Callable[..., Any], tmp_path: Path) -> None:
-    """With TRL's own losses. Tolerance 1e-5: float32 sums in another order over two steps of Adam."""
-    apart.run("-c", TRL, model_folder, str(tmp_path / "trl"), USE_TORCH_XLA="0")
+def test_trl_checkpoint_is_resumed(model_folder: str, config: Callable[..., Any], tmp_path: Path) -> None:
+    """Losses equal TRL's within 1e-5: float32 sums have another order over two steps of Adam."""
+    subprocesses.run("-c", TRL, model_folder, str(tmp_path / "trl"), USE_TORCH_XLA="0")
     expected = json.loads((tmp_path / "trl" / "checkpoint-4" / "trainer_state.json").read_text())["log_history"]
     args = config(max_steps=4, logging_steps=1)
     trainer = RewardTrainer(model_folder, args, train_dataset=tiny.made_up_pairs(40))

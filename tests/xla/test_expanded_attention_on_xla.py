@@ -1,4 +1,4 @@
-"""Attention in expanded rows on XLA: the numbers of plain torch, and each device attends to its own rows only."""
+"""Attention in expanded rows on XLA equals plain torch, and each device attends only to its own rows."""
 
 import re
 
@@ -20,7 +20,7 @@ def devices() -> int:
     return current.topology().devices
 
 
-def test_rewards_and_gradients_equal_those_of_plain_torch(devices: int) -> None:
+def test_rewards_and_gradients_equal_plain_torchs(devices: int) -> None:
     rows = in_rows(KNOWN_PAIRS, RowShape(8, 64))
     model = random_decoder("Mistral, sliding window")
     use_expanded_attention(model)
@@ -31,14 +31,14 @@ def test_rewards_and_gradients_equal_those_of_plain_torch(devices: int) -> None:
     ours = gradients(model, rewards)
     values = runtime.current().fetch([rewards, *ours.values()])
     assert ours.keys() == theirs.keys()
-    # norms compute in float32, which the two round differently
+    # norms compute in float32, with different rounding on the two
     for found, wanted in zip(values, [expected, *theirs.values()], strict=True):
         torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.eight
-def test_each_device_gathers_from_its_own_rows(devices: int) -> None:
-    """XLA's partitioner would fetch every row to every device, not seeing that rows are independent."""
+def test_devices_gather_only_from_their_own_rows(devices: int) -> None:
+    """XLA's partitioner does not detect that rows are independent and would copy every row to every device."""
 
     def on_device(tensor: torch.Tensor) -> torch.Tensor:
         axes = (("data", "fsdp"), *(None,) * (tensor.dim() - 1))

@@ -1,4 +1,4 @@
-"""What the plan tells libtpu is what a training on a TPU would; and a TPU is what torch_xla takes for one."""
+"""The plan passes libtpu the flags of training on a TPU, and TPUs are detected as by torch_xla."""
 
 import os
 from collections.abc import Callable
@@ -19,8 +19,8 @@ TorchXla = Callable[[int, str], list[str]]
 
 
 @pytest.fixture
-def torch_xlas_own(monkeypatch: pytest.MonkeyPatch) -> TorchXla:
-    """What torch_xla makes of ``LIBTPU_INIT_ARGS`` when it is imported on a TPU of some generation."""
+def torch_xla_flags(monkeypatch: pytest.MonkeyPatch) -> TorchXla:
+    """Return a function that gives ``LIBTPU_INIT_ARGS`` after an import of torch_xla on a TPU generation."""
 
     def flags(version: int, given: str) -> list[str]:
         monkeypatch.setattr(tpu, "version", lambda: version)
@@ -32,26 +32,26 @@ def torch_xlas_own(monkeypatch: pytest.MonkeyPatch) -> TorchXla:
 
 
 @pytest.mark.parametrize(("topology", "version"), [("v5e:2x4", 5), ("v5p:2x2x4", 5), ("v6e:4x4", 6)])
-def test_the_plan_tells_the_compiler_what_a_training_there_is_told(
-    topology: str, version: int, torch_xlas_own: TorchXla, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+def test_plan_passes_the_compiler_flags_of_training(
+    topology: str, version: int, torch_xla_flags: TorchXla, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     given = "--xla_latency_hiding_scheduler_rerun=3 --xla_tpu_of_my_own=true"
-    torch_xlas_own(version, given)
+    torch_xla_flags(version, given)
     library = tmp_path / "libtpu.so"
     library.write_text(" ".join(libtpu.FLAGS))
     monkeypatch.setenv("TPU_LIBRARY_PATH", str(library))
-    libtpu.set_flags()  # as the trainer does after torch_xla was imported
+    libtpu.set_flags()  # the trainer calls it after the import of torch_xla
     assert sorted(libtpu.flags_for(topology, given).split()) == sorted(os.environ[libtpu.VARIABLE].split())
 
 
-def test_a_users_own_choice_is_kept() -> None:
+def test_users_flags_are_kept() -> None:
     name, value = next(iter(libtpu.FLAGS.items()))
     kept = libtpu.flags_for("v5e:2x4", f"--{name}=0 --mine=1").split()
     assert f"--{name}=0" in kept and f"--{name}={value}" not in kept and "--mine=1" in kept
 
 
-def test_a_libtpu_is_told_no_flag_that_it_does_not_know(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """It would end the process; and without a TPU's library nothing is said at all."""
+def test_libtpu_gets_only_flags_it_knows(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """An unknown flag would end the process. Without libtpu no flag is set."""
     library = tmp_path / "libtpu.so"
     library.write_bytes(b"\0\xffxla_known\0xla_other\0")
     assert libtpu.known({"xla_known": "1", "xla_unknown": "2"}, library) == {"xla_known": "1"}
@@ -64,15 +64,13 @@ def test_a_libtpu_is_told_no_flag_that_it_does_not_know(monkeypatch: pytest.Monk
     assert os.environ[libtpu.VARIABLE] == ""
 
 
-def test_a_tpu_is_what_torch_xla_takes_for_one() -> None:
+def test_tpu_detection_equals_torch_xlas() -> None:
     assert tpu._GOOGLE_PCI_VENDOR_ID == PCI_VENDOR and set(tpu._TPU_PCI_DEVICE_IDS) == PCI_DEVICES
 
 
 @pytest.mark.parametrize(("slice_name", "peak"), [("v5litepod-8", 197e12), ("v5p-16", 459e12), ("v6e-4", 918e12)])
-def test_the_peak_is_that_of_the_chips_of_this_slice(
-    slice_name: str, peak: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As torch_xla reads it where a pod's environment names the slice."""
+def test_peak_speed_is_that_of_the_slices_chips(slice_name: str, peak: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch_xla reads the slice from a pod's environment."""
     assert current().chip() is None
     monkeypatch.setattr(xr, "device_type", lambda: "TPU")
     monkeypatch.setenv("TPU_SKIP_MDS_QUERY", "1")
@@ -80,4 +78,4 @@ def test_the_peak_is_that_of_the_chips_of_this_slice(
     assert peak_flops_of(current().chip()) == peak
     monkeypatch.delenv("TPU_ACCELERATOR_TYPE")
     assert current().chip() is None
-    assert current().most_memory(torch.device("xla")) is None  # torch_xla does not say it of devices joined to one
+    assert current().most_memory(torch.device("xla")) is None  # torch_xla does not report it for SPMD devices

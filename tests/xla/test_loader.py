@@ -1,4 +1,4 @@
-"""The loader that feeds XLA devices."""
+"""The data loader for XLA devices."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +16,7 @@ from trl_tpu.errors import UserError
 from trl_tpu.modeling.load import load_model
 
 
-def test_an_error_in_a_batch_stops_training(config: Callable[..., Any], model_folder: str) -> None:
+def test_error_in_a_batch_stops_training(config: Callable[..., Any], model_folder: str) -> None:
     class FailingCollator(DataCollatorForPreference):
         def torch_call(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
             raise RuntimeError("row 7 cannot be read")
@@ -28,7 +28,7 @@ def test_an_error_in_a_batch_stops_training(config: Callable[..., Any], model_fo
 
 @pytest.mark.eight
 @pytest.mark.parametrize("grouped", [False, True])
-def test_every_pair_is_seen_once_an_epoch_in_a_new_order(
+def test_every_epoch_sees_each_pair_once_in_a_new_order(
     grouped: bool, config: Callable[..., Any], model_folder: str
 ) -> None:
     args = config(packing=False, group_by_prompt=grouped)
@@ -51,9 +51,7 @@ def test_every_pair_is_seen_once_an_epoch_in_a_new_order(
     assert sorted(epochs[0]) == sorted(epochs[1]) and epochs[0] != epochs[1]
 
 
-def test_a_device_map_is_ignored_and_bitsandbytes_rejected(
-    model_folder: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_device_map_is_ignored_and_bitsandbytes_rejected(model_folder: str, caplog: pytest.LogCaptureFixture) -> None:
     model = load_model(model_folder, device_map="auto")
     assert not hasattr(model, "hf_device_map") and "`device_map` is ignored" in caplog.text
     quantization = {"quant_method": "bitsandbytes", "load_in_4bit": True}
@@ -62,7 +60,7 @@ def test_a_device_map_is_ignored_and_bitsandbytes_rejected(
 
 
 class OwnLoader(RewardTrainer):
-    """Makes its loader itself, of torch's class."""
+    """Builds its own loader of torch's class."""
 
     def get_train_dataloader(self) -> DataLoader:
         size = self.args.train_batch_size
@@ -70,7 +68,7 @@ class OwnLoader(RewardTrainer):
 
 
 class PreparedLoader(RewardTrainer):
-    """Makes its loader as transformers does, through accelerate, of batches drawn without a sampler."""
+    """Builds its loader through accelerate, as transformers does, without a sampler."""
 
     def get_train_dataloader(self) -> DataLoader:
         pairs, size = len(self.train_dataset), self.args.train_batch_size  # type: ignore[arg-type]
@@ -81,12 +79,12 @@ class PreparedLoader(RewardTrainer):
 
 @pytest.mark.eight
 @pytest.mark.parametrize("trainer_class", [RewardTrainer, OwnLoader, PreparedLoader])
-def test_an_epoch_resumed_in_its_middle_has_the_losses_of_the_whole_one(
+def test_resume_within_an_epoch_has_the_same_losses(
     trainer_class: type[RewardTrainer], config: Callable[..., Any], model_folder: str, tmp_path: Path
 ) -> None:
     theirs = transformers.trainer.skip_first_batches
     settings: dict[str, Any] = {"num_train_epochs": 1, "logging_steps": 1, "save_strategy": "steps", "save_steps": 2}
-    if trainer_class is not RewardTrainer:  # whose loaders plan no shapes: one program for all lengths
+    if trainer_class is not RewardTrainer:  # their loaders plan no shapes: pad to one length for a single program
         settings |= {"packing": False, "pad_to_multiple_of": 64}
 
     def of_epoch(resume: str | None = None) -> list[float]:
@@ -100,9 +98,7 @@ def test_an_epoch_resumed_in_its_middle_has_the_losses_of_the_whole_one(
     assert transformers.trainer.skip_first_batches is theirs
 
 
-def test_columns_and_collator_of_the_users_train_as_token_pairs_do(
-    config: Callable[..., Any], model_folder: str
-) -> None:
+def test_user_columns_and_collators_train_like_token_pairs(config: Callable[..., Any], model_folder: str) -> None:
     class OwnColumns(RewardTrainer):
         def _prepare_dataset(self, *args: Any) -> Any:
             return super()._prepare_dataset(*args).select_columns(list(IDS)).rename_columns(IDS)
@@ -122,7 +118,7 @@ def test_columns_and_collator_of_the_users_train_as_token_pairs_do(
     assert own == pytest.approx(of_steps(RewardTrainer, None, packing=False), abs=1e-6)
 
 
-def test_torchs_own_order_where_that_is_asked_for(config: Callable[..., Any], model_folder: str) -> None:
+def test_torch_sampler_is_used_on_request(config: Callable[..., Any], model_folder: str) -> None:
     args = config(accelerator_config={"use_seedable_sampler": False})
     trainer = RewardTrainer(model_folder, args, train_dataset=tiny.made_up_pairs(8))
     assert type(trainer.get_train_dataloader().batch_sampler.sampler) is RandomSampler

@@ -1,4 +1,4 @@
-"""A step that is not finite is the same program as one that is, leaves no trace, and is found at a log."""
+"""A nonfinite step runs the same program as others, changes nothing, and is detected at a log."""
 
 from pathlib import Path
 from typing import Any
@@ -18,10 +18,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     ("packing", "accumulation", "moments"),
     [pytest.param(True, 2, None, marks=pytest.mark.eight), (False, 1, "bfloat16")],
 )
-def test_skipped_steps_leave_weights_and_moments_as_they_were(
+def test_skipped_steps_leave_weights_and_moments_unchanged(
     folder: str, tmp_path: Path, packing: bool, accumulation: int, moments: str | None
 ) -> None:
-    """Steps 2, 6 and 7 of 10 hold a NaN. They are the program of the others, and nothing is read for them."""
+    """Steps 2, 6 and 7 of 10 have a NaN. They run the same program, without reads from the device."""
     settings: dict[str, Any] = {"packing": packing, "gradient_accumulation_steps": accumulation}
     settings["optim_state_dtype"] = moments
     counter = CountAtSteps()
@@ -32,8 +32,8 @@ def test_skipped_steps_leave_weights_and_moments_as_they_were(
     runs.check_skipped(skipped, without, 3)
 
 
-def test_an_optimizer_that_makes_its_state_in_its_first_step(folder: str, tmp_path: Path) -> None:
-    """The first two steps are read, and skipped; later ones need no read."""
+def test_optimizer_that_creates_state_in_its_first_step_is_supported(folder: str, tmp_path: Path) -> None:
+    """The first two steps are read and skipped. Later steps need no read."""
     counter = CountAtSteps()
     skipped = runs.train(folder, tmp_path, [0, 1, 5], 9, callbacks=[counter], optim="sgd")
     without = runs.train(folder, tmp_path, [], 9, left_out=[0, 1, 5], optim="sgd")
@@ -41,8 +41,8 @@ def test_an_optimizer_that_makes_its_state_in_its_first_step(folder: str, tmp_pa
     assert counter.between(4, 8) == Counts(0, 4, 0)
 
 
-def test_three_in_a_row_stop_the_run_with_the_pairs_named(folder: str, tmp_path: Path) -> None:
-    """Steps 4 to 6 of 8, with logs at 5 and 8."""
+def test_three_nonfinite_steps_in_a_row_stop_and_name_the_pairs(folder: str, tmp_path: Path) -> None:
+    """Steps 4 to 6 of 8 are nonfinite; logs are at steps 5 and 8."""
     trainer = runs.make(folder, tmp_path, [1, 3, 4, 5], 10, logging_steps=5)
     with pytest.raises(FloatingPointError, match=r"3 steps in a row, 4 to 6,.*step 4 are rows \[24, 25, 26,"):
         trainer.train()

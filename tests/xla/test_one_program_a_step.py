@@ -1,4 +1,4 @@
-"""A training step is one program and one execution, and nothing is read from the device between logs."""
+"""A training step is one program and one execution, without reads from the device between logs."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -19,12 +19,12 @@ from trl_tpu.packing.shapes import RowPlan, RowShape
 @pytest.mark.parametrize(
     ("packing", "accumulation", "norms"), [pytest.param(True, 3, False, marks=pytest.mark.eight), (False, 1, True)]
 )
-def test_counters_over_10_steps(
+def test_ten_steps_are_ten_executions_and_two_reads(
     config: Callable[..., Any], model_folder: str, packing: bool, accumulation: int, norms: bool
 ) -> None:
-    """Decay to a rate of exactly 0 and up again, an epoch's end and a short last batch are within the 10 steps.
+    """The 10 steps include a learning rate of exactly 0, an epoch's end and a short last batch.
 
-    The step before them, which compiles the program, is the first of the warm-up, at a rate of 0 too.
+    The step before them compiles the program. As the first of the warm-up it also has a rate of 0.
     """
     schedule = {"warmup_steps": 2, "lr_scheduler_type": "cosine", "lr_scheduler_kwargs": {"num_cycles": 1}}
     batches = {"gradient_accumulation_steps": accumulation, "packing": packing, "max_shapes": 1}
@@ -35,10 +35,10 @@ def test_counters_over_10_steps(
     trained(RewardTrainer(model_folder, args, train_dataset=pairs, callbacks=[counter]))
 
     over_10 = counter.between(1, 11)
-    executions_a_step = 1 if accumulation == 1 else accumulation + 1  # one a micro-batch, and one for the update
+    executions_a_step = 1 if accumulation == 1 else accumulation + 1  # one per micro-batch, and one for the update
     assert over_10.compiles == 0
     assert over_10.executions == 10 * executions_a_step
-    assert over_10.device_to_host == 2 + 2 * norms  # steps 5 and 10 log, one read each, and one of norms
+    assert over_10.device_to_host == 2 + 2 * norms  # logs at steps 5 and 10: one read each, and one for norms
     assert counter.between(1, 4) == Counts(0, 3 * executions_a_step, 0)
     assert counter.rates[0] == counter.rates[7] == 0.0 < counter.rates[6]
 
@@ -48,7 +48,7 @@ def test_counters_over_10_steps(
 def test_evaluation_compiles_once_for_all_batches(
     config: Callable[..., Any], model_folder: str, packing: bool
 ) -> None:
-    """21 pairs in batches of 8: the short last batch is the same program, and a second evaluation is none at all."""
+    """21 pairs in batches of 8: the short last batch uses the same program; a second evaluation compiles nothing."""
     args = config(packing=packing, max_shapes=1)
     trainer = RewardTrainer(model_folder, args, train_dataset=tiny.made_up_pairs(8))
     held_out = tiny.made_up_pairs(21, seed=1)
@@ -57,9 +57,9 @@ def test_evaluation_compiles_once_for_all_batches(
     between = count()
     second = trainer.evaluate(held_out)
     after = count()
-    assert between.compiles - before.compiles <= 2  # the forward, and slicing of what came before it
+    assert between.compiles - before.compiles <= 2  # the forward, and slices of earlier results
     assert after.compiles == between.compiles
-    assert after.device_to_host - between.device_to_host <= 13  # at the end: 3 batches of 4 tensors, the token count
+    assert after.device_to_host - between.device_to_host <= 13  # 3 batches of 4 tensors, and the token count
     assert first["eval_loss"] == second["eval_loss"]
 
 
@@ -71,10 +71,10 @@ def test_evaluation_compiles_once_for_all_batches(
         {"packing": False, "scan_layers": True, "pad_to_multiple_of": 64, "gradient_accumulation_steps": 2},
     ],
 )
-def test_what_no_forward_uses_does_not_decay(
+def test_unused_parameters_do_not_decay(
     config: Callable[..., Any], model_folder: str, settings: dict[str, Any]
 ) -> None:
-    """As in torch, whose optimizers leave parameters alone that have no gradient."""
+    """torch's optimizers also leave parameters without a gradient unchanged."""
     model: Any = AutoModelForSequenceClassification.from_pretrained(model_folder, num_labels=1)
     for module in (model, *model.model.layers):
         module.register_parameter("spare", torch.nn.Parameter(torch.ones(8, 8)))
@@ -97,9 +97,9 @@ def test_what_no_forward_uses_does_not_decay(
 
 
 @pytest.mark.eight
-def test_a_loop_of_ones_own_compiles_nothing_more_once_it_has_evaluated(
+def test_own_loop_compiles_nothing_after_its_first_evaluation(
     config: Callable[..., Any], model_folder: str, tmp_path: Path
 ) -> None:
-    """Two shapes; on one device some batches take several micro-batches."""
+    """There are two shapes. On one device some batches need several micro-batches."""
     compiled = own_loop.compare(config, model_folder, tmp_path)
     assert compiled[4] - compiled[0] <= 1 and len(set(compiled[5:])) == 1

@@ -1,4 +1,4 @@
-"""Packed training compiles as many programs as shapes were planned, whatever the batches, and evaluation no more."""
+"""Packed training compiles one program per planned shape for any batches, and evaluation compiles no more."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +11,7 @@ import tiny
 import torch
 from counters import CountAtSteps, count
 from datasets import Dataset
-from judgements import STEPS, by_transformers, load, save_model, settings, solutions
+from label_formats import STEPS, by_transformers, load, save_model, settings, solutions
 from training import losses, trained
 from transformers import AutoTokenizer
 
@@ -25,18 +25,18 @@ from trl_tpu.packing.shapes import RowPlan, RowShape
     ("accumulation", "attention"),
     [(1, "masks"), *(pytest.param(*case, marks=pytest.mark.long) for case in ((1, "expanded"), (2, "masks")))],
 )
-def test_as_many_programs_as_planned_shapes(
+def test_packed_training_compiles_one_program_per_planned_shape(
     config: Callable[..., Any], model_folder: str, accumulation: int, attention: str
 ) -> None:
-    """One execution a micro-batch, nothing read between logs; losses and rewards equal those of padded rows."""
+    """One execution per micro-batch, no reads between logs; losses and rewards equal those of padded rows."""
     settings = {"num_train_epochs": 2, "logging_steps": 1000, "gradient_accumulation_steps": accumulation}
     devices = runtime.current().topology().devices
-    # a small rate, since Adam makes whole steps of the rounding in gradients near 0
+    # a small rate, since Adam turns rounding of gradients near 0 into full steps
     settings |= {"learning_rate": 1e-4, "per_device_train_batch_size": 8, "per_device_eval_batch_size": 8}
     pairs, held_out = tiny.uneven_pairs(64 * devices - 3), tiny.uneven_pairs(27 * devices, seed=1)
     counter = CountAtSteps()
     args = config(packing=True, packed_attention=attention, **settings)
-    # rows so short that many batches take several micro-batches; a plan of the trainer's own would do so more rarely
+    # short rows, so that more batches need several micro-batches than with the trainer's own plan
     shape = RowShape(devices, 192)
     trainer_class = type("ShortRows", (RewardTrainer,), {"fixed_rows": RowPlan((shape,), (shape,))})
     trainer = trainer_class(model_folder, args, train_dataset=pairs, callbacks=[counter])
@@ -48,12 +48,12 @@ def test_as_many_programs_as_planned_shapes(
     last = max(counter.at)
     steps = counter.between(0, last)
     assert steps.compiles <= 2 + (accumulation > 1)
-    assert steps.executions > last * accumulation  # some batches take several micro-batches
+    assert steps.executions > last * accumulation  # some batches need several micro-batches
     assert steps.device_to_host == 0
 
     before = count()
     packed = trainer.predict(held_out)
-    assert count().compiles - before.compiles <= 4 + 1  # and slicing of what came before
+    assert count().compiles - before.compiles <= 4 + 1  # plus slices of earlier results
     between = count()
     trainer.predict(held_out)
     assert count().compiles == between.compiles
@@ -69,10 +69,8 @@ def test_as_many_programs_as_planned_shapes(
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
-def test_streams_in_old_columns_have_the_losses_of_padded_rows_in_few_programs(
-    config: Callable[..., Any], model_folder: str
-) -> None:
-    """No pass over the data comes first; what `max_length` bounds fits the rows that the first pairs give."""
+def test_packed_streams_equal_padded_ones_in_few_programs(config: Callable[..., Any], model_folder: str) -> None:
+    """The data is not read in advance: rows planned from the first pairs hold all pairs within `max_length`."""
     tokenizer = AutoTokenizer.from_pretrained(model_folder)
     collate = RewardDataCollatorWithPadding(tokenizer)
 
@@ -103,10 +101,12 @@ def test_streams_in_old_columns_have_the_losses_of_padded_rows_in_few_programs(
     ("source", "count"),
     [("made up", 200), *(pytest.param(each, real_pairs.COUNT, marks=pytest.mark.long) for each in real_pairs.SOURCES)],
 )
-def test_an_epoch_of_real_lengths(source: str, count: int, config: Callable[..., Any], tmp_path: Path) -> None:
-    """All pairs of up to 256 tokens, in batches of 32: as many programs as planned shapes, no read between logs."""
+def test_epoch_of_real_lengths_compiles_only_planned_shapes(
+    source: str, count: int, config: Callable[..., Any], tmp_path: Path
+) -> None:
+    """All pairs of up to 256 tokens, in batches of 32: one program per planned shape, no reads between logs."""
     pairs = real_pairs.pairs_from(source, count)
-    # programs that no other test has compiled
+    # shapes that no other test has compiled
     hidden = 8 * (1 + real_pairs.SOURCES.index(source) + 2 * (count == real_pairs.COUNT))
     model = tiny.save_tiny(tmp_path / "model", [*pairs["chosen"][:300]], hidden=hidden, layers=1)
     counter = CountAtSteps()
@@ -127,10 +127,8 @@ def test_an_epoch_of_real_lengths(source: str, count: int, config: Callable[...,
     assert steps.executions >= last
 
 
-def test_a_script_may_call_what_the_loop_calls_with_a_loaders_batch(
-    config: Callable[..., Any], model_folder: str
-) -> None:
-    """With one of several micro-batches as with padded rows; and evaluate where tensors are for inference."""
+def test_loss_and_prediction_accept_a_batch_of_the_loader(config: Callable[..., Any], model_folder: str) -> None:
+    """Results of several micro-batches equal padded rows. Evaluation also works in inference mode."""
     found = []
     for packing in (True, False):
         rows = RowPlan((RowShape(1, 48),), (RowShape(1, 64),))
@@ -148,7 +146,7 @@ def test_a_script_may_call_what_the_loop_calls_with_a_loaders_batch(
 
 
 @pytest.mark.parametrize("packing", [True, False])
-def test_planned_batches_of_process_rewards_are_what_transformers_computes(tmp_path: Path, packing: bool) -> None:
+def test_planned_process_reward_batches_equal_transformers(tmp_path: Path, packing: bool) -> None:
     model, counter = save_model(tmp_path / "model"), CountAtSteps()
     data = {"train_dataset": solutions(22), "eval_dataset": solutions(9, seed=1)}
     given = settings(tmp_path, logging_steps=STEPS, packing=packing)

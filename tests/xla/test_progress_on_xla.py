@@ -1,4 +1,4 @@
-"""The bar says which shape of how many is compiled, logs have rates, and unplanned shapes draw a warning."""
+"""The progress bar names the shape being compiled, logs have rates, and unplanned shapes draw a warning."""
 
 import re
 from collections.abc import Callable
@@ -11,7 +11,7 @@ from trl_tpu import RewardTrainer
 from trl_tpu.data.collators import DataCollatorForPreference
 
 
-def test_the_bar_says_each_shape_before_it_is_compiled_and_logs_have_the_rates(
+def test_progress_bar_names_each_shape_before_its_compilation(
     config: Callable[..., Any], model_folder: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pairs = tiny.made_up_pairs(64)
@@ -33,18 +33,18 @@ def test_the_bar_says_each_shape_before_it_is_compiled_and_logs_have_the_rates(
 
 
 @pytest.mark.parametrize("logging_steps", [10, 1])
-def test_warns_about_shapes_that_were_not_planned(
+def test_unplanned_shapes_draw_a_warning(
     logging_steps: int, config: Callable[..., Any], model_folder: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Also where each step is logged, which runs what it has recorded."""
-    lengths = iter(range(40 + logging_steps, 90, 8))  # programs that no other test has compiled
+    """Also if every step is logged, which executes its recorded operations at once."""
+    lengths = iter(range(40 + logging_steps, 90, 8))  # shapes that no other test has compiled
 
     def growing(examples: list[dict[str, Any]]) -> dict[str, Any]:
-        """Not one of TRL's collators, so nothing plans its shapes."""
+        """Not one of TRL's collators, so its shapes are not planned."""
         return DataCollatorForPreference(0, pad_to_multiple_of=next(lengths))(examples)
 
     args = config(max_steps=3, logging_steps=logging_steps)
     RewardTrainer(model_folder, args, growing, train_dataset=tiny.made_up_pairs(32)).train()
     (warning,) = [record.getMessage() for record in caplog.records if "compiled" in record.getMessage()]
-    assert warning.startswith("Step 3 ")  # where the second shape, the first after warm-up, has been compiled
+    assert warning.startswith("Step 3 ")  # it compiled the second shape, the first one after warm-up
     assert all(f"input_ids [16, {length + logging_steps}]" in warning for length in (48, 56))

@@ -1,16 +1,16 @@
-"""Models with recurrent layers on XLA: padded rows, steps that are computed on the device, plain torch's losses."""
+"""Models with recurrent layers on XLA: padded rows, computed on the device, with plain torch's losses."""
 
 import json
 import os
 from pathlib import Path
 from typing import Any
 
-import apart
 import pytest
+import subprocesses
 import tiny
 import torch
 from counters import CountAtSteps
-from places import ROOT, SUPPORT
+from environment import ROOT, SUPPORT
 from recent_families import tiny_classifier
 from training import QUIET, losses, trained
 from transformers import AutoTokenizer
@@ -37,15 +37,15 @@ print(json.dumps(losses(run(*sys.argv[1:]))))
 """
 
 
-def test_linear_attention_is_computed_on_the_device(model_folder: str, tmp_path: Path) -> None:
-    """One program a step, of which only logs are read: transformers would also read whether there is padding."""
+def test_linear_attention_runs_on_the_device(model_folder: str, tmp_path: Path) -> None:
+    """One program per step, and reads only at logs: transformers' code would also read if there is padding."""
     counter = CountAtSteps()
     trainer = run(model_folder, str(tmp_path / "xla"), callbacks=[counter])
     assert "recurrent" in str(trainer.batch_plan.padded_because)
     counts = counter.between(1, 5)
     assert counts.compiles == 0 and counts.device_to_host == counts.executions == 4
     path = os.pathsep.join([os.environ.get("PYTHONPATH", ""), str(ROOT), str(SUPPORT), str(Path(__file__).parent)])
-    plain = apart.run("-c", PLAIN, model_folder, str(tmp_path / "plain"), USE_TORCH_XLA="0", PYTHONPATH=path)
+    plain = subprocesses.run("-c", PLAIN, model_folder, str(tmp_path / "plain"), USE_TORCH_XLA="0", PYTHONPATH=path)
     assert losses(trainer) == pytest.approx(json.loads(plain.stdout.splitlines()[-1]), abs=1e-5)
 
 

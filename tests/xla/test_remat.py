@@ -1,4 +1,4 @@
-"""Activation checkpointing on XLA: the same gradients, from more multiplications, with nothing else in the program."""
+"""Activation checkpointing on XLA: equal gradients with more multiplications, and no other change of the program."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -9,8 +9,8 @@ import tiny
 import torch
 import torch_xla
 import torch_xla.debug.metrics as met
-from chosen import chosen
 from recent_families import tiny_classifier
+from subprocesses import selected_cases
 from transformers import PreTrainedModel
 
 from trl_tpu.checkpoint.state_dict import to_host
@@ -35,7 +35,7 @@ def model_on_xla(checkpointing: bool, family: str | None = None) -> PreTrainedMo
 def gradients_and_program(
     checkpointing: bool, dtype: torch.dtype | None, family: str | None = None
 ) -> tuple[dict[str, torch.Tensor], str]:
-    """Every parameter's gradient, and the program of one forward and backward as XLA gets it."""
+    """Return the gradients and the program of one forward and backward as passed to XLA."""
     model = model_on_xla(checkpointing, family)
     ids = torch.randint(2, 200, (8, 32), generator=torch.Generator().manual_seed(0)).to("xla")
     torch_xla.sync(wait=True)
@@ -47,8 +47,8 @@ def gradients_and_program(
     return to_host(gradients, current()), program
 
 
-def test_recomputation_repeats_the_forwards_precision() -> None:
-    """Autocast is on in the forward only; the recomputed forward must run under it as well."""
+def test_recomputation_uses_the_forwards_precision() -> None:
+    """Autocast is active only in the forward; the recomputed forward must use it, too."""
     stored, _ = gradients_and_program(False, torch.bfloat16)
     recomputed, program = gradients_and_program(True, torch.bfloat16)
     assert "bf16" in program
@@ -57,8 +57,8 @@ def test_recomputation_repeats_the_forwards_precision() -> None:
 
 
 @pytest.mark.parametrize("family", ["gemma4_text", "zamba2"])
-def test_what_layers_are_given_by_name_gets_its_gradient(family: str) -> None:
-    """Gemma 4's later layers read keys and values of earlier ones from a dictionary; Zamba 2's have a keyword."""
+def test_keyword_inputs_of_layers_get_gradients(family: str) -> None:
+    """Gemma 4's later layers read earlier keys and values from a dictionary; Zamba 2's layers have a keyword input."""
     stored, _ = gradients_and_program(False, None, family)
     recomputed, _ = gradients_and_program(True, None, family)
     assert stored.keys() == recomputed.keys()
@@ -67,7 +67,7 @@ def test_what_layers_are_given_by_name_gets_its_gradient(family: str) -> None:
 
 
 def test_parameters_are_not_outputs_of_the_program() -> None:
-    """torch_xla's own checkpoint puts its barrier on the parameters in place, and every program returns them all."""
+    """torch_xla's checkpoint applies its barrier to parameters in place, so every program would return all of them."""
     model = model_on_xla(checkpointing=True)
     ids = torch.randint(2, 200, (8, 32)).to("xla")
     torch_xla.sync(wait=True)
@@ -76,10 +76,10 @@ def test_parameters_are_not_outputs_of_the_program() -> None:
     model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits.sum().backward()
     after = {name: torch_xla._XLAC._xla_get_tensor_id(parameter) for name, parameter in model.named_parameters()}
     assert before == after
-    assert met.counter_value("aten::_local_scalar_dense") == reads  # and nothing was read on the host
+    assert met.counter_value("aten::_local_scalar_dense") == reads  # no reads from the device
 
 
-# ---- counted in the optimised programs, in a process of its own that has them written
+# ---- counts in optimized programs, dumped by a subprocess
 
 CASES = [
     "llama:packed",
@@ -89,16 +89,16 @@ POLICIES = ["none", "full", "dots"]
 
 
 @pytest.fixture(scope="module")
-def results(request: pytest.FixtureRequest, steps_apart: Callable[[Sequence[str]], dict[str, Any]]) -> dict[str, Any]:
-    """What one step gave, by case and policy, of the cases that were chosen."""
-    runs = [f'{case}:{{"remat": "{policy}"}}' for case in chosen(request, "case") for policy in POLICIES]
-    return steps_apart(runs)
+def results(request: pytest.FixtureRequest, take_steps: Callable[[Sequence[str]], dict[str, Any]]) -> dict[str, Any]:
+    """Return the results of one step by case and policy, for the selected cases."""
+    runs = [f'{case}:{{"remat": "{policy}"}}' for case in selected_cases(request, "case") for policy in POLICIES]
+    return take_steps(runs)
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_full_multiplies_again_and_dots_does_not_with_the_same_gradients(results: dict[str, Any], case: str) -> None:
+def test_full_remat_repeats_products_and_dots_keeps_them(results: dict[str, Any], case: str) -> None:
     none, full, dots = (results[f'{case}:{{"remat": "{policy}"}}'] for policy in POLICIES)
-    layers, dots_a_layer = 2, 5  # at least: XLA merges some products of the same factor, such as queries and keys
+    layers, dots_a_layer = 2, 5  # lower bounds: XLA merges products with a common factor, such as queries and keys
     assert full["dots"] >= none["dots"] + layers * dots_a_layer
     assert dots["dots"] == none["dots"]
     for other in (full, dots):
@@ -106,5 +106,5 @@ def test_full_multiplies_again_and_dots_does_not_with_the_same_gradients(results
         assert other["gradients"].keys() == none["gradients"].keys()
         for name, gradient in none["gradients"].items():
             assert np.abs(gradient).max() > 0, name
-            # differences of float32 weights around 1
+            # differences of float32 weights of about 1
             np.testing.assert_allclose(other["gradients"][name], gradient, atol=1e-6, rtol=1e-5, err_msg=name)

@@ -1,4 +1,4 @@
-"""What is saved from XLA loads in plain torch, and gives the same rewards."""
+"""Models saved on XLA load in plain torch and give the same rewards."""
 
 import os
 from collections.abc import Callable
@@ -11,8 +11,7 @@ import tiny
 import torch
 from peft import LoraConfig
 from safetensors.torch import load_file
-from stopping import STEPS, At, make_trainer, sigterm
-from training import logged, trained
+from training import STEPS, At, logged, make_trainer, sigterm, trained
 
 from trl_tpu import RewardTrainer
 from trl_tpu.checkpoint.state_dict import to_host
@@ -20,7 +19,7 @@ from trl_tpu.training.stopping import Unfinished
 
 
 @pytest.mark.parametrize("peft", [None, LoraConfig(task_type="SEQ_CLS", r=8)], ids=["model", "adapter"])
-def test_saved_model_gives_the_same_rewards_and_what_is_frozen_stays(
+def test_saved_model_gives_the_same_rewards_and_keeps_frozen_weights(
     config: Callable[..., Any], model_folder: str, tmp_path: Path, peft: Any
 ) -> None:
     args, pairs = config(max_steps=3, logging_steps=3), tiny.made_up_pairs(40)
@@ -45,12 +44,12 @@ def test_saved_model_gives_the_same_rewards_and_what_is_frozen_stays(
     assert rewards_P2.flatten().tolist() == pytest.approx(tiny.rewards_alone(folder, texts), abs=1e-5)
 
 
-def test_a_resumed_run_on_rankings_is_the_same_to_the_bit(
+def test_resumed_run_on_rankings_is_bitwise_equal(
     config: Callable[..., Any], model_folder: str, tmp_path: Path
 ) -> None:
-    """And a padded one to rounding, in what it logs and in what it says of prompts with fewer answers than others.
+    """A padded run equals it up to rounding, in logs and in predictions, also for prompts with fewer answers.
 
-    The save is within the second epoch, and the log after it spans it.
+    The save is within the second epoch and within the interval of a log.
     """
     settings: dict[str, Any] = {"max_steps": 6, "logging_steps": 3, "save_strategy": "steps", "save_steps": 4}
     settings |= {"eval_strategy": "steps", "eval_steps": 4, "optim_state_dtype": "bfloat16"}
@@ -70,8 +69,8 @@ def test_a_resumed_run_on_rankings_is_the_same_to_the_bit(
     assert rewards[0].shape == (13, 5) and np.isnan(rewards[0]).any()
 
 
-def test_a_run_that_was_stopped_in_an_evaluation_goes_on_without_it(model_folder: str, tmp_path: Path) -> None:
-    """Twice: in the evaluation after the second step, and at the last step."""
+def test_run_stopped_in_an_evaluation_resumes_without_it(model_folder: str, tmp_path: Path) -> None:
+    """The run is stopped twice: in the evaluation after step 2, and at the last step."""
     settings: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 2}
     whole = trained(make_trainer(model_folder, tmp_path / "whole", **settings))
     for event, step in (("on_prediction_step", 2), ("on_step_begin", STEPS - 1)):

@@ -1,4 +1,4 @@
-"""Layers as a loop: the same loss and gradients as one by one, from a program that has one layer."""
+"""Layers as a loop: the same loss and gradients as separate layers, from a program with one layer."""
 
 import json
 import math
@@ -10,7 +10,7 @@ import pytest
 import tiny
 import torch
 import torch_xla.debug.metrics as met
-from chosen import chosen
+from subprocesses import selected_cases
 from training import losses, trained
 from transformers import TrainerCallback
 
@@ -33,33 +33,33 @@ every_case = pytest.mark.parametrize(
 
 
 @pytest.fixture(scope="module")
-def results(request: pytest.FixtureRequest, steps_apart: Callable[[Sequence[str]], dict[str, Any]]) -> dict[str, Any]:
-    """What one step gave, by case and whether its layers were a loop, of the cases that were chosen."""
+def results(request: pytest.FixtureRequest, take_steps: Callable[[Sequence[str]], dict[str, Any]]) -> dict[str, Any]:
+    """Return the results of one step by case and by use of the loop, for the selected cases."""
     runs = [
         f"{case}:{json.dumps(CASES[case] | {'scan_layers': scan})}"
-        for case in chosen(request, "case")
+        for case in selected_cases(request, "case")
         for scan in (False, True)
     ]
-    return steps_apart(runs)
+    return take_steps(runs)
 
 
 @every_case
-def test_loss_and_gradients_are_those_of_layers_one_by_one(results: dict[str, Any], case: str) -> None:
+def test_scanned_loss_and_gradients_equal_separate_layers(results: dict[str, Any], case: str) -> None:
     unrolled, scanned = (
         results[f"{case}:{json.dumps(CASES[case] | {'scan_layers': scan})}"] for scan in (False, True)
     )
-    assert scanned["dots"] < 0.7 * unrolled["dots"]  # of two layers
+    assert scanned["dots"] < 0.7 * unrolled["dots"]  # compared with two layers
     assert scanned["loss"] == pytest.approx(unrolled["loss"], abs=1e-6)
     assert scanned["gradients"].keys() == unrolled["gradients"].keys()
-    # float32: differences of weights around 1; bfloat16 products: sums rounded in another order
+    # float32: differences of weights of about 1; bfloat16 products: sums rounded in another order
     tolerance = {"atol": 1e-4, "rtol": 2e-2} if CASES[case].get("bf16") else {"atol": 1e-6, "rtol": 1e-5}
     for name, gradient in unrolled["gradients"].items():
         assert np.abs(gradient).max() > 0, name
         np.testing.assert_allclose(scanned["gradients"][name], gradient, **tolerance, err_msg=name)
 
 
-class Watching(TrainerCallback):
-    """How many programs were compiled when each step and the training ended, and what the model was then."""
+class RecordingCallback(TrainerCallback):
+    """Records the number of compiled programs and the parameter names at the end of each step and of training."""
 
     def __init__(self) -> None:
         self.compiled: list[int] = []
@@ -70,12 +70,12 @@ class Watching(TrainerCallback):
         self.names.append({name for name, _ in model.named_parameters()})
 
 
-def test_steps_and_evaluations_after_the_first_compile_nothing(config: Callable[..., Any], model_folder: str) -> None:
-    """Nor does a second training, which goes on with the same optimizer."""
+def test_later_steps_and_evaluations_compile_nothing(config: Callable[..., Any], model_folder: str) -> None:
+    """A second training with the same optimizer compiles nothing, either."""
     settings = {"scan_layers": True, "packing": False, "pad_to_multiple_of": 64}
     settings |= {"log_grad_norms": True}
     args = config(max_steps=2, logging_steps=1, eval_strategy="steps", eval_steps=1, **settings)
-    watching = Watching()
+    watching = RecordingCallback()
     pairs = tiny.made_up_pairs(40)
     trainer = RewardTrainer(
         model_folder, args, train_dataset=pairs, eval_dataset=pairs.select(range(8)), callbacks=[watching]
@@ -84,24 +84,24 @@ def test_steps_and_evaluations_after_the_first_compile_nothing(config: Callable[
     trainer.train()
     (first, _) = losses(trainer)
     log = trainer.state.log_history[0]
-    norms = [log[f"grad_norm/{name}"] for name in own]  # of each layer
+    norms = [log[f"grad_norm/{name}"] for name in own]  # one norm per layer
     assert log["grad_norm"] == pytest.approx(math.hypot(*norms), rel=1e-5)
     args.max_steps = 6
     trainer.train()
     assert losses(trainer)[-1] < first
     assert len(watching.compiled) == 8
-    assert watching.compiled[7] == watching.compiled[2]  # the second training has the first one's programs
-    assert all(names < own.keys() for names in watching.names)  # one layer's
+    assert watching.compiled[7] == watching.compiled[2]  # the second training reuses the first one's programs
+    assert all(names < own.keys() for names in watching.names)  # names of one layer
     assert all(own[name] is parameter for name, parameter in trainer.model.named_parameters())
     optimizer = trainer.optimizer.optimizer
-    assert {state["step"].item() for state in optimizer.state.values()} == {8}, "moments are not made anew"
+    assert {state["step"].item() for state in optimizer.state.values()} == {8}, "moments are kept"
     assert all(isinstance(group["lr"], float) for group in optimizer.param_groups)
 
 
-def test_inputs_that_wait_on_the_host_change_no_loss(
+def test_offloaded_layer_inputs_change_no_loss(
     config: Callable[..., Any], model_folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A CPU's devices take no placement, as they have the host's memory: copies stand for what is placed."""
+    """XLA's CPU devices support no placement in host memory, so the test replaces it with copies."""
     placed: list[int] = []
 
     def place(tensor: torch.Tensor) -> torch.Tensor:
@@ -123,6 +123,6 @@ def test_inputs_that_wait_on_the_host_change_no_loss(
         config(activation_offloading=True)
 
 
-def test_a_loop_that_keeps_everything_is_refused(config: Callable[..., Any]) -> None:
+def test_scan_without_recomputation_is_rejected(config: Callable[..., Any]) -> None:
     with pytest.raises(ValueError, match="scan_layers"):
         config(scan_layers=True, gradient_checkpointing=False)

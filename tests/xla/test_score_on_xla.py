@@ -1,4 +1,4 @@
-"""Scoring on PyTorch/XLA: the rewards of one dialogue at a time, by few programs, on one device and on eight."""
+"""Scoring on PyTorch/XLA gives the rewards of single conversations with few programs, on one and eight devices."""
 
 import json
 from pathlib import Path
@@ -22,14 +22,14 @@ WINDOW = 24
 
 @pytest.fixture
 def rows(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """Rows of several windows; a dialogue longer than the usual rows comes in the second."""
+    """Return rows for several windows; the second has a conversation longer than the usual row length."""
     monkeypatch.setattr(stream, "WINDOW", WINDOW)
     pairs = tiny.made_up_pairs(3 * WINDOW).to_list()
     pairs[WINDOW + 1]["chosen"] = " 2 3" * 80
     return pairs
 
 
-def test_rewards_are_those_of_each_dialogue_alone_by_one_program_for_each_row_length(
+def test_rewards_equal_single_conversations_with_one_program_per_length(
     model_folder: str, rows: list[dict[str, Any]], tmp_path: Path
 ) -> None:
     scorer = Scorer(model_folder, tokens_per_pass=256)
@@ -37,7 +37,7 @@ def test_rewards_are_those_of_each_dialogue_alone_by_one_program_for_each_row_le
     before = count()
     seen = list(trl_tpu.score(scorer, rows))
     after = count()
-    assert after.compiles - before.compiles == 2, "a program for rows of 128 columns, and one for those of 256"
+    assert after.compiles - before.compiles == 2, "one program for 128 columns, one for 256"
     texts = [row["prompt"] + row[half] for row in rows for half in ("chosen", "rejected")]
     found = [row[f"reward_{half}"] for row in seen for half in ("chosen", "rejected")]
     assert found == pytest.approx(tiny.rewards_alone(model_folder, texts), abs=1e-5)
@@ -47,7 +47,7 @@ def test_rewards_are_those_of_each_dialogue_alone_by_one_program_for_each_row_le
     several = list(trl_tpu.score(scorer, answers))
     after = count()
     assert [reward for row in several for reward in row["rewards"]] == pytest.approx(found[: 2 * WINDOW], abs=1e-6)
-    assert after.compiles == before.compiles, "rows of a length are one program, whatever they hold"
+    assert after.compiles == before.compiles, "one program per row length"
     assert after.device_to_host - before.device_to_host <= after.executions - before.executions
 
     source, output = tmp_path / "rows.jsonl", tmp_path / "out.jsonl"
@@ -58,9 +58,7 @@ def test_rewards_are_those_of_each_dialogue_alone_by_one_program_for_each_row_le
     assert [row["reward_chosen"] for row in written] == [row["reward_chosen"] for row in seen]
 
 
-def test_a_model_that_cannot_be_packed_is_scored_in_padded_rows_of_few_lengths(
-    model_folder: str, tmp_path: Path
-) -> None:
+def test_unpackable_model_is_scored_in_padded_rows_of_few_lengths(model_folder: str, tmp_path: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(model_folder)
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
     config = BertConfig(

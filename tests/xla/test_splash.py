@@ -1,4 +1,4 @@
-"""Splash attention equals plain attention: jax interprets the TPU's kernel on the CPU, in torch_xla's own program."""
+"""Splash attention equals plain attention; jax interprets the TPU kernel on the CPU within torch_xla's program."""
 
 import functools
 import importlib.util
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.skipif(importlib.util.find_spec("jax") is None, reason=
 
 
 def interpreted(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The module, whose kernels then run on a CPU."""
+    """Return the module with kernels interpreted on a CPU."""
     runtime.current()
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel
 
@@ -41,7 +41,7 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_splash_attention_equals_plain_attention(
     length: int, size: int, window: int | None, softcap: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Outputs and gradients, with segments, grouped heads, and lengths and heads that are padded."""
+    """Compare outputs and gradients with segments, grouped heads, and padded lengths and head sizes."""
     splash = interpreted(monkeypatch)
     torch.manual_seed(0)
     q, k, v = (torch.randn(2, heads, length, size) for heads in (4, 2, 2))
@@ -54,4 +54,4 @@ def test_splash_attention_equals_plain_attention(
 
     found = runtime.current().fetch(outputs_and_gradients(splash.splash_attention, "xla"))
     for ours, theirs in zip(found, outputs_and_gradients(segment_attention, "cpu"), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)  # float32 sums in another order
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)  # another order of float32 sums

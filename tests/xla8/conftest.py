@@ -1,4 +1,4 @@
-"""Tests that need eight XLA devices: what is where, what devices say to each other, and several hosts.
+"""Tests that need eight XLA devices: shardings, collectives, and several hosts.
 
-They are virtual devices of the CPU. What says the same on one device belongs in `tests/xla`.
+The devices are virtual ones of the CPU. Tests that also work on one device belong in `tests/xla`.
 """

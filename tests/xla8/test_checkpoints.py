@@ -1,4 +1,4 @@
-"""Checkpoints of a mesh: sharded, without a compile, and resumed on the same mesh, on others and in plain torch."""
+"""Checkpoints of a mesh: sharded, saved without compiling, resumed on the same mesh, others and plain torch."""
 
 import json
 import warnings
@@ -6,9 +6,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import apart
 import killed_runs
 import pytest
+import subprocesses
 import tiny
 from counters import CountSaves
 from safetensors import safe_open
@@ -25,55 +25,55 @@ SETTINGS = {
     "save_steps": 2,
     "learning_rate": 1e-3,
     "bf16": False,
-    "max_shapes": 1,  # the step before a save is executed there, and of a new shape it would compile
+    "max_shapes": 1,  # a save executes the step before it, which compiles if its shape is new
 }
 
 
 @pytest.fixture(scope="module")
-def whole(model_folder: str, tmp_path_factory: pytest.TempPathFactory) -> CountSaves:
-    """A run on data=2,fsdp=2,tensor=2 that nothing interrupted."""
+def uninterrupted_run(model_folder: str, tmp_path_factory: pytest.TempPathFactory) -> CountSaves:
+    """Return an uninterrupted run on data=2,fsdp=2,tensor=2."""
     from trl_tpu import RewardConfig
 
     folder = tmp_path_factory.mktemp("whole")
     args = RewardConfig(str(folder), mesh=MESH, per_device_train_batch_size=2, report_to="none", **SETTINGS)
     with warnings.catch_warnings():
-        warnings.simplefilter("error", UserWarning)  # torch_xla's way of reading a shard draws one
+        warnings.simplefilter("error", UserWarning)  # torch_xla's own way to read a shard warns
         trainer: CountSaves = trained(CountSaves(model_folder, args, train_dataset=tiny.made_up_pairs(64)))
     assert not trainer.checkpointer.failed
     return trainer
 
 
-def test_a_save_compiles_nothing(whole: CountSaves) -> None:
-    assert whole.compiles_of_saves == [0, 0, 0, 0]
+def test_save_compiles_nothing(uninterrupted_run: CountSaves) -> None:
+    assert uninterrupted_run.compiles_of_saves == [0, 0, 0, 0]
 
 
-def test_every_device_writes_its_part_once(whole: CountSaves) -> None:
-    """No file has a whole weight that is split, and together they have each element once."""
+def test_every_shard_is_written_once(uninterrupted_run: CountSaves) -> None:
+    """Files hold shards of split weights, and every element exactly once."""
     elements: dict[str, int] = {}
-    files = sorted((Path(whole.args.output_dir) / "checkpoint-2" / "state").iterdir())
+    files = sorted((Path(uninterrupted_run.args.output_dir) / "checkpoint-2" / "state").iterdir())
     for file in files:
         with safe_open(file, framework="pt") as parts:
             for name in parts.keys():  # noqa: SIM118  # not a mapping
                 elements[name] = elements.get(name, 0) + parts.get_tensor(name).numel()
-    parameters = dict(whole.model.named_parameters())
-    assert len(files) == 4  # fsdp x tensor; the other half of `data` has the same
+    parameters = dict(uninterrupted_run.model.named_parameters())
+    assert len(files) == 4  # fsdp x tensor; the other half of `data` has copies
     for name, parameter in parameters.items():
         assert elements[f"optimizer.{name}.exp_avg"] == parameter.numel(), name
-    assert not any(name.startswith("model.") for name in elements)  # one process has them in model.safetensors
+    assert not any(name.startswith("model.") for name in elements)  # a single process writes them to model.safetensors
     with safe_open(files[0], framework="pt") as parts:
         largest = max(parameters, key=lambda name: parameters[name].numel())
         assert parts.get_tensor(f"optimizer.{largest}.exp_avg").numel() == parameters[largest].numel() // 4
 
 
-def test_on_the_same_mesh_resumes_to_the_bit_in_the_same_layout(
-    whole: CountSaves, model_folder: str, config: Callable[..., Any]
+def test_same_mesh_resumes_bitwise_in_the_same_layout(
+    uninterrupted_run: CountSaves, model_folder: str, config: Callable[..., Any]
 ) -> None:
     args = config(mesh=MESH, **SETTINGS | {"per_device_train_batch_size": 2})
     trainer = RewardTrainer(model_folder, args, train_dataset=tiny.made_up_pairs(64))
-    trainer.train(resume_from_checkpoint=f"{whole.args.output_dir}/checkpoint-4")
-    assert differing(whole, trainer) == []
-    assert logged(trainer) == logged(whole)
-    layouts = [_layouts(each) for each in (whole, trainer)]
+    trainer.train(resume_from_checkpoint=f"{uninterrupted_run.args.output_dir}/checkpoint-4")
+    assert differing(uninterrupted_run, trainer) == []
+    assert logged(trainer) == logged(uninterrupted_run)
+    layouts = [_layouts(each) for each in (uninterrupted_run, trainer)]
     assert layouts[0] == layouts[1]
 
 
@@ -86,22 +86,27 @@ def test_on_the_same_mesh_resumes_to_the_bit_in_the_same_layout(
     ],
     ids=["fsdp=4", "fsdp=2,tensor=2", "plain torch"],
 )
-def test_elsewhere_resumes_to_rounding(
-    whole: CountSaves, model_folder: str, tmp_path: Path, devices: int, settings: dict[str, Any]
+def test_other_meshes_and_plain_torch_resume_up_to_rounding(
+    uninterrupted_run: CountSaves, model_folder: str, tmp_path: Path, devices: int, settings: dict[str, Any]
 ) -> None:
-    """1e-5 of a loss around 0.5: sums in another order, over four steps of Adam."""
+    """Losses of about 0.5 differ by at most 1e-5: sums have another order over four steps of Adam."""
     environment = {"CPU_NUM_DEVICES": str(devices)} if devices else {"USE_TORCH_XLA": "0"}
-    words = [model_folder, f"{whole.args.output_dir}/checkpoint-4", str(tmp_path), json.dumps(SETTINGS | settings)]
-    found = json.loads(apart.run("resume_elsewhere.py", *words, **environment).stdout.splitlines()[-1])
-    for ours, theirs in zip(logged(whole), found["logs"], strict=True):
+    words = [
+        model_folder,
+        f"{uninterrupted_run.args.output_dir}/checkpoint-4",
+        str(tmp_path),
+        json.dumps(SETTINGS | settings),
+    ]
+    found = json.loads(subprocesses.run("resume_elsewhere.py", *words, **environment).stdout.splitlines()[-1])
+    for ours, theirs in zip(logged(uninterrupted_run), found["logs"], strict=True):
         assert theirs == pytest.approx(ours, abs=1e-5, rel=1e-4), ours["step"]
-    weights = to_host(dict(whole.model.named_parameters()), whole.trl_tpu.runtime)
+    weights = to_host(dict(uninterrupted_run.model.named_parameters()), uninterrupted_run.trl_tpu.runtime)
     for name, total in found["sums"].items():
         assert total == pytest.approx(weights[name].double().abs().sum().item(), rel=1e-4), name
 
 
 @pytest.mark.long
-def test_killed_runs_on_a_mesh_resume_to_the_bit(tmp_path: Path) -> None:
+def test_killed_runs_on_a_mesh_resume_bitwise(tmp_path: Path) -> None:
     kills = 25
     settings = {"mesh": "fsdp=4,tensor=2", "per_device_train_batch_size": 1, "max_shapes": 1}
     report = killed_runs.report(tmp_path, kills, {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "8"}, **settings)

@@ -1,11 +1,11 @@
-"""A model on a mesh is exported from its devices, and from its sharded state without torch_xla."""
+"""A model on a mesh can be exported from its devices, and from its sharded state without torch_xla."""
 
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import apart
 import pytest
+import subprocesses
 import tiny
 from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification
@@ -23,7 +23,7 @@ sys.exit(main(["export", *sys.argv[1:]]))
 
 
 @pytest.mark.parametrize("mesh", ["data=2,fsdp=2,tensor=2", pytest.param("fsdp=8", marks=pytest.mark.long)])
-def test_both_ways_of_export_give_the_model_that_is_on_the_devices(
+def test_both_exports_equal_the_model_on_the_devices(
     mesh: str, model_folder: str, config: Callable[..., Any], tmp_path: Path
 ) -> None:
     trainer = RewardTrainer(model_folder, config(mesh=mesh), train_dataset=tiny.made_up_pairs(8))
@@ -42,6 +42,6 @@ def test_both_ways_of_export_give_the_model_that_is_on_the_devices(
     weights = {f"model.{name}": tensor for name, tensor in trained_weights(trainer.model).items()}
     write_state(runtime.local_shards(weights), checkpoint / "state", runtime)
     assert len(list((checkpoint / "state").glob("*.safetensors"))) > 1
-    apart.run("-c", OFFLINE, str(checkpoint), str(tmp_path / "offline"), USE_TORCH_XLA="0")
+    subprocesses.run("-c", OFFLINE, str(checkpoint), str(tmp_path / "offline"), USE_TORCH_XLA="0")
     live_file, offline_file = (tmp_path / way / "model.safetensors" for way in ("live", "offline"))
     assert live_file.read_bytes() == offline_file.read_bytes()

@@ -1,11 +1,11 @@
-"""On eight devices every layout trains like one device, in one program a batch shape, holding no more than planned.
+"""On eight devices every layout trains like one device, with one program per batch shape and planned memory.
 
-Five families on five meshes in four variants are 100 runs of some 10 s. These cover every family and every axis of a
-mesh; those marked `long` cover every variant and more combinations, and
-`python tests/support/layouts.py OUT MODEL:MESH:VARIANT ...` runs any other.
+Five families on five meshes in four variants would be 100 runs of about 10 s. These cases cover every family and every
+mesh axis; those marked `long` cover every variant and more combinations. Any other combination can be run by
+`python tests/support/layouts.py OUT MODEL:MESH:VARIANT ...`.
 
-The losses are compared with plain torch on one device, with padded rows and no accumulation. Tolerance 1e-5 over 6
-steps of Adam at a rate of 1e-3 in float32: sums in another order. The losses themselves fall from 0.7 to below 0.2.
+The reference is plain torch on one device, with padded rows and no accumulation. The tolerance is 1e-5 over 6 steps of
+Adam at a rate of 1e-3 in float32, since sums have another order. The losses fall from 0.7 to below 0.2.
 """
 
 import json
@@ -16,18 +16,18 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-import apart
 import pytest
-from chosen import chosen
+import subprocesses
+from subprocesses import selected_cases
 
 RUNS = [
-    "llama:fsdp=4,tensor=2:padded+lion",  # which makes its state in its first step
+    "llama:fsdp=4,tensor=2:padded+lion",  # creates its state in its first step
     "llama:data=2,fsdp=2,tensor=2:packed+accumulated",
     "llama_lora:fsdp=8:packed",
     "qwen3:slices=2,fsdp=4:padded+accumulated",
     "gemma3_text:fsdp=4,tensor=2:padded",
     "llama_grouped:fsdp=8:packed+accumulated+scanned",
-    "llama:data=4,tensor=2:packed+accumulated+ranked",  # a mesh of its own: an update is one program for all losses
+    "llama:data=4,tensor=2:packed+accumulated+ranked",  # one update program for all losses
     "llama:data=2,fsdp=2,tensor=2:packed+attributes",
     "qwen3:data=2,fsdp=2,tensor=2:padded+steps",
 ]
@@ -56,9 +56,9 @@ every_run = pytest.mark.parametrize("run", [*RUNS, *(pytest.param(run, marks=pyt
 
 @pytest.fixture(scope="module")
 def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Results, Results]:
-    """What happened on eight devices and on one in the runs that were chosen, side by side in two processes."""
+    """Return the results of the selected runs on eight devices and on one, from two concurrent processes."""
     folder = tmp_path_factory.mktemp("layouts")
-    runs = chosen(request, "run")
+    runs = selected_cases(request, "run")
     one_device = sorted({on_one_device(run) for run in runs})
     with ThreadPoolExecutor() as pool:
         eight = pool.submit(train, folder / "eight.json", runs, PJRT_DEVICE="CPU", CPU_NUM_DEVICES="8")
@@ -72,7 +72,7 @@ def on_one_device(run: str) -> str:
 
 
 def train(out: Path, runs: list[str], **variables: str) -> Results:
-    apart.run("layouts.py", str(out), *runs, timeout=3000, **variables)
+    subprocesses.run("layouts.py", str(out), *runs, timeout=3000, **variables)
     return json.loads(out.read_text())
 
 
@@ -84,7 +84,7 @@ def result(results: tuple[Results, Results], run: str) -> dict[str, Any]:
 
 
 @every_run
-def test_losses_are_those_of_one_device(results: tuple[Results, Results], result: dict[str, Any], run: str) -> None:
+def test_losses_equal_those_of_one_device(results: tuple[Results, Results], result: dict[str, Any], run: str) -> None:
     one = results[1][on_one_device(run)]
     assert "error" not in one, one["error"]
     assert len(one["losses"]) == 6
@@ -94,21 +94,21 @@ def test_losses_are_those_of_one_device(results: tuple[Results, Results], result
 
 
 @every_run
-def test_one_program_a_batch_shape_and_one_read_a_log(result: dict[str, Any], run: str) -> None:
+def test_one_program_per_batch_shape_and_one_read_per_log(result: dict[str, Any], run: str) -> None:
     compiles, reads = zip(*result["counts"], strict=True)
-    # the update of several micro-batches is its own program; so is one that is read before it, of a state to be made
+    # extra programs: the update of several micro-batches, and the first read of optimizer state that is created
     more = {1, 2} if run.endswith("lion") else {int("accumulated" in run)}
     assert compiles[-1] - compiles[0] - result["shapes"] in more
     assert reads[2] == reads[0] + run.endswith("lion")
-    assert reads[3] == reads[2] + 1  # step 3 logs
+    assert reads[3] == reads[2] + 1  # the log at step 3
     assert reads[5] == reads[3]
 
 
 @every_run
-def test_no_device_holds_more_of_a_tensor_than_planned(result: dict[str, Any], run: str) -> None:
+def test_devices_hold_no_more_of_a_tensor_than_planned(result: dict[str, Any], run: str) -> None:
     kinds = Counter(tensor["kind"] for tensor in result["tensors"] if tensor["trained"])
     weights = kinds["weight"]
-    # buffers of gradients, where a step takes several passes: micro-batches, or packed rows of this length
+    # gradient buffers exist if a step has several micro-batches, as packed rows of this length have
     takes_passes = "accumulated" in run or "padded" not in run
     gradients = {"gradient": weights} if takes_passes else {}
     moments = ["exp_avg", "exp_avg_sq"][: 1 if run.endswith("lion") else 2]
@@ -119,7 +119,7 @@ def test_no_device_holds_more_of_a_tensor_than_planned(result: dict[str, Any], r
         assert tensor["spec"] == tensor["spec of the weight"], tensor["name"]
     mesh = axis_sizes(run)
     parts = mesh.get("fsdp", 1) * mesh.get("tensor", 1)
-    # but for norms, routers and the inner halves of adapters, which `tensor` leaves whole
+    # except norms, routers and inner dimensions of adapters, which `tensor` replicates
     large = [tensor for tensor in result["tensors"] if tensor["whole"] > 4 * 56 * 56 and "lora" not in tensor["name"]]
     assert large
     for tensor in large:
@@ -130,11 +130,11 @@ def axis_sizes(run: str) -> dict[str, int]:
     return {axis: int(size) for axis, size in (part.split("=") for part in run.split(":")[1].split(","))}
 
 
-# ---- what the devices say to each other
+# ---- collectives
 
 
 def explain(collective: dict[str, Any], tokens: int) -> str | None:
-    """Why a collective is there, by the rule of `layouts`: features are multiples of 7, and nothing else is."""
+    """Return the reason for a collective. In `layouts.py` only feature dimensions are multiples of 7."""
     axes, kind = set(collective["axes"]), collective["kind"]
     shape = max(collective["shapes"], key=prod)
     elements = sum(map(prod, collective["shapes"]))
@@ -160,7 +160,7 @@ def explain(collective: dict[str, Any], tokens: int) -> str | None:
 
 
 @every_run
-def test_no_activation_is_gathered_over_fsdp_and_no_logits_anywhere(result: dict[str, Any], run: str) -> None:
+def test_collectives_gather_neither_activations_nor_logits(result: dict[str, Any], run: str) -> None:
     assert not [size for size in result["sizes"] if size % 7 == 0]
     found: dict[str | None, list[Any]] = defaultdict(list)
     for collective in result["collectives"]:
@@ -171,8 +171,8 @@ def test_no_activation_is_gathered_over_fsdp_and_no_logits_anywhere(result: dict
     expected |= {"sums over heads and features", "embeddings made whole"} if "tensor" in mesh else set()
     expected |= {"gradients of weights"} if "data" in mesh or "slices" in mesh else set()
     assert expected <= set(found)
-    # where `tensor` is more than the key heads, each device attends with all: queries there and outputs, twice a layer
+    # if `tensor` exceeds the key heads, each device attends with all heads: gathers queries and outputs in each layer
     assert len(found["heads for whole keys"]) == (4 if run == "llama_grouped:tensor=8:packed+expanded" else 0)
-    # the table is looked up where it lies: once forward, and back where it is trained
+    # embedding lookup in the sharded table: once in the forward, and in the backward if it is trained
     assert len(found["embeddings for rows"]) <= 2
     assert len(found["embeddings made whole"]) <= 1

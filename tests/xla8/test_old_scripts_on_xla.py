@@ -1,4 +1,4 @@
-"""Old scripts train on eight XLA devices, from their plain arguments on, with TRL 1.16's losses (tolerance 1e-5)."""
+"""Old scripts with plain arguments train on eight XLA devices with TRL 1.16's losses (tolerance 1e-5)."""
 
 from pathlib import Path
 

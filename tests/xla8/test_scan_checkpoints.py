@@ -1,4 +1,4 @@
-"""Layers that run as a loop are held as one, and nothing that is saved shows it."""
+"""Layers that run as a loop are stacked in memory, but saved separately."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -26,14 +26,14 @@ SETTINGS: dict[str, Any] = {
     "logging_steps": 2,
     "save_strategy": "steps",
     "save_steps": 2,
-    "weight_decay": 0.1,  # of all but norms and biases
+    "weight_decay": 0.1,  # applies to all but norms and biases
     "gradient_accumulation_steps": 2,
 }
 
 
 @pytest.fixture(scope="module")
 def runs(model_folder: str, tmp_path_factory: pytest.TempPathFactory) -> dict[bool, CountSaves]:
-    """Four steps with a checkpoint after two, by whether the layers were a loop."""
+    """Return runs of four steps with a checkpoint after two, without and with the loop."""
     from trl_tpu import RewardConfig
 
     made = {}
@@ -45,26 +45,26 @@ def runs(model_folder: str, tmp_path_factory: pytest.TempPathFactory) -> dict[bo
     return made
 
 
-def test_checkpoints_have_every_layer_by_its_own_name(runs: dict[bool, CountSaves]) -> None:
+def test_checkpoints_name_every_layer_separately(runs: dict[bool, CountSaves]) -> None:
     states, exports = {}, {}
     for scan, trainer in runs.items():
         folder = Path(str(trainer.args.output_dir), "checkpoint-4")
         states[scan] = {name: tensor.shape for name, tensor in tensors_in(folder / "state").items()}
         exports[scan] = load_file(folder / "model.safetensors")
         for name, weight in state_of(trainer).items():
-            assert " " in name or torch.equal(exports[scan][name], weight), name  # of the optimizer
+            assert " " in name or torch.equal(exports[scan][name], weight), name  # skips optimizer state
     assert states[True] == states[False]
     assert exports[True].keys() == exports[False].keys()
     assert any("optimizer.model.layers.1." in name and name.endswith(".exp_avg_sq") for name in states[True])
 
 
-def test_a_save_compiles_nothing(runs: dict[bool, CountSaves]) -> None:
+def test_save_compiles_nothing(runs: dict[bool, CountSaves]) -> None:
     assert runs[True].compiles_of_saves == [0, 0]
 
 
-def test_training_and_its_state_are_those_of_layers_one_by_one(runs: dict[bool, CountSaves]) -> None:
-    """1e-5 of weights around 1: sums in another order, over four steps of Adam at a rate of 1e-3."""
-    assert_alike(state_of(runs[True]), state_of(runs[False]))
+def test_scanned_training_and_state_equal_separate_layers(runs: dict[bool, CountSaves]) -> None:
+    """Weights of about 1 differ by at most 1e-5: sums have another order over four steps of Adam at rate 1e-3."""
+    assert_close(state_of(runs[True]), state_of(runs[False]))
     logs = [
         [(each["loss"], each["grad_norm"]) for each in trainer.state.log_history if "loss" in each]
         for trainer in (runs[False], runs[True])
@@ -74,33 +74,33 @@ def test_training_and_its_state_are_those_of_layers_one_by_one(runs: dict[bool, 
 
 
 @pytest.mark.parametrize("scan", [True, False])
-def test_a_run_of_either_kind_resumes_in_both(
+def test_scanned_and_unscanned_runs_resume_each_other(
     runs: dict[bool, CountSaves], config: Callable[..., Any], model_folder: str, scan: bool
 ) -> None:
-    """From its own kind's checkpoint to the bit, from the other's within the same tolerance."""
+    """Resumes are bitwise from the same kind of run, and within the same tolerance from the other kind."""
     for begun in (scan, not scan):
         args = config(scan_layers=scan, **SETTINGS | {"save_strategy": "no"})
         resumed = RewardTrainer(model_folder, args, train_dataset=tiny.made_up_pairs(64))
         resumed.train(resume_from_checkpoint=f"{runs[begun].args.output_dir}/checkpoint-2")
         assert begun != scan or differing(resumed, runs[begun]) == []
-        assert_alike(state_of(resumed), state_of(runs[begun]))
+        assert_close(state_of(resumed), state_of(runs[begun]))
 
 
-def assert_alike(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+def assert_close(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
         torch.testing.assert_close(found[name], tensor, atol=1e-5, rtol=1e-4, msg=name)
 
 
-class SavingElsewhere(TrainerCallback):
-    """What a user's own callback may do with the model between steps."""
+class SavingCallback(TrainerCallback):
+    """Saves the model between steps, as a user's callback may."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
     def on_step_end(self, _args: Any, state: Any, _control: Any, *, model: Any, **_: Any) -> None:
         if state.global_step == state.max_steps:
-            current().step_boundary()  # or each tensor would be computed by itself, rounded its own way
+            current().step_boundary()  # otherwise each tensor would be computed separately, with different rounding
             state = {name: tensor.cpu() for name, tensor in model.state_dict().items()}
             model.save_pretrained(self._folder, state_dict=state)
 
@@ -117,7 +117,7 @@ def test_adapters_are_saved_by_layer_and_the_best_are_loaded(
         train_dataset=pairs,
         eval_dataset=pairs.select(range(16)),
         peft_config=LoraConfig(task_type="SEQ_CLS", r=4, target_modules="all-linear"),
-        callbacks=[SavingElsewhere(tmp_path / "elsewhere")],
+        callbacks=[SavingCallback(tmp_path / "elsewhere")],
     )
     trainer.train()
     trainer.save_model(str(tmp_path / "saved"))

@@ -1,4 +1,4 @@
-"""Batches on eight devices. `test_layouts` checks the shards of weights, gradients and optimizer state."""
+"""Batches on eight devices. `test_layouts.py` checks the shards of weights, gradients and optimizer state."""
 
 from collections.abc import Callable
 from typing import Any
@@ -21,8 +21,8 @@ def bytes_on_a_device(tensor: torch.Tensor) -> int:
 
 
 @pytest.mark.parametrize("packing", [True, False])
-def test_batches_arrive_split_over_the_devices(config: Callable[..., Any], model_folder: str, packing: bool) -> None:
-    """Also after skipping batches, as a resumed run does."""
+def test_batches_arrive_sharded_over_the_devices(config: Callable[..., Any], model_folder: str, packing: bool) -> None:
+    """Also after skipped batches, as in a resumed run."""
     trainer = RewardTrainer(model_folder, config(packing=packing), train_dataset=tiny.made_up_pairs(40))
     loader = trainer.get_train_dataloader()
     skipped = trainer.trl_tpu.runtime.loader(skip_batches(loader.batches, 2), BATCH_AXES)
@@ -35,8 +35,8 @@ def test_batches_arrive_split_over_the_devices(config: Callable[..., Any], model
     assert len(skipped) == len(loader) - 2
 
 
-def test_a_batch_that_the_mesh_does_not_divide_is_refused(config: Callable[..., Any], model_folder: str) -> None:
-    """With split_batches the batch size is the whole batch's."""
+def test_batch_indivisible_by_the_mesh_is_rejected(config: Callable[..., Any], model_folder: str) -> None:
+    """With split_batches the batch size counts all devices together."""
     args = config(per_device_train_batch_size=12, accelerator_config={"split_batches": True})
     with pytest.raises(ValueError, match=r"12 / 8"):
         RewardTrainer(model_folder, args, train_dataset=tiny.made_up_pairs(40))

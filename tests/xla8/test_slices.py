@@ -1,7 +1,7 @@
-"""Devices in slices: what the mesh asks must be what they are, and `data` goes over slices first.
+"""Devices in slices: the mesh must match their number, and `data` spans the slices first.
 
-No machine of several slices is here. What is replaced is only what such devices say of themselves (their slice and
-their place in it, as libtpu reports them for v5e) and torch_xla's question whether they are TPUs; the mesh is its own.
+No machine with several slices is available. Only the attributes of such devices are replaced (slice and coordinates,
+as libtpu reports them for v5e), and torch_xla's check for TPUs. The mesh is torch_xla's.
 """
 
 from collections.abc import Callable
@@ -27,8 +27,8 @@ def runtime() -> Any:
 
 
 @pytest.fixture
-def devices_in(monkeypatch: pytest.MonkeyPatch) -> Report:
-    """Let the eight devices report these slices; within each they lie in one line, in their order."""
+def report_slices(monkeypatch: pytest.MonkeyPatch) -> Report:
+    """Return a function that makes the eight devices report these slices, each a line of devices in order."""
 
     def report(slices: list[int]) -> None:
         def attributes() -> list[dict[str, Any]]:
@@ -48,11 +48,11 @@ SIZES = [{"data": 2, "fsdp": 4, "tensor": 1}, {"data": 4, "fsdp": 1, "tensor": 2
 
 
 @pytest.mark.parametrize("sizes", SIZES)
-def test_slices_of_runs_of_devices_are_ordered_as_in_one_slice(
-    runtime: XlaRuntime, devices_in: Report, sizes: dict[str, int]
+def test_consecutive_slices_keep_the_order_of_one_slice(
+    runtime: XlaRuntime, report_slices: Report, sizes: dict[str, int]
 ) -> None:
-    """What is tested on virtual devices (`slices=2` there) is the order that torch_xla's mesh of slices makes."""
-    devices_in([0] * 4 + [1] * 4)
+    """Tests with `slices=2` on virtual devices use the order of torch_xla's mesh of slices."""
+    report_slices([0] * 4 + [1] * 4)
     assert runtime.topology().slices == 2
     runtime.set_mesh(sizes, 2)
     assert isinstance(runtime._mesh, xs.HybridMesh)
@@ -63,22 +63,22 @@ def test_slices_of_runs_of_devices_are_ordered_as_in_one_slice(
     assert hybrid.flatten().tolist() == list(range(8))
 
 
-def test_data_goes_over_the_slices_however_devices_are_numbered(runtime: XlaRuntime, devices_in: Report) -> None:
-    devices_in([0, 1] * 4)
+def test_data_axis_spans_slices_for_any_device_numbering(runtime: XlaRuntime, report_slices: Report) -> None:
+    report_slices([0, 1] * 4)
     runtime.set_mesh({"data": 2, "fsdp": 4, "tensor": 1}, 2)
     assert np.array(runtime._mesh.device_ids).reshape(2, 4).tolist() == [[0, 2, 4, 6], [1, 3, 5, 7]]
 
 
 @pytest.mark.parametrize(("reported", "asked"), [([0] * 8, 2), ([0] * 4 + [1] * 4, 1), ([0] * 4 + [1] * 4, 4)])
-def test_another_number_of_slices_than_the_devices_are_in_is_refused(
-    runtime: XlaRuntime, devices_in: Report, reported: list[int], asked: int
+def test_wrong_number_of_slices_is_rejected(
+    runtime: XlaRuntime, report_slices: Report, reported: list[int], asked: int
 ) -> None:
-    devices_in(reported)
+    report_slices(reported)
     actual = len(set(reported))
     with pytest.raises(ValueError, match=f"slices={actual}"):
         runtime.set_mesh({"data": 4, "fsdp": 2, "tensor": 1}, asked)
 
 
-def test_devices_that_do_not_say_stand_for_slices(runtime: XlaRuntime) -> None:
+def test_devices_without_slice_information_stand_for_slices(runtime: XlaRuntime) -> None:
     runtime.set_mesh({"data": 2, "fsdp": 4, "tensor": 1}, 2)
     assert not isinstance(runtime._mesh, xs.HybridMesh) and list(runtime._mesh.device_ids) == list(range(8))

@@ -1,4 +1,4 @@
-"""Weights go from the checkpoint to their shards one at a time, and arrive as they were."""
+"""Weights are streamed from the checkpoint to their shards one at a time, and arrive unchanged."""
 
 import copy
 import json
@@ -6,8 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import apart
 import pytest
+import subprocesses
 import tiny
 import torch
 import torch_xla.distributed.spmd as xs
@@ -29,11 +29,11 @@ from trl_tpu import RewardTrainer
 from trl_tpu.checkpoint.state_dict import whole_weights
 from trl_tpu.modeling.load import clone_chat_template
 
-# ---- what the host holds
+# ---- host memory
 
 
 WIDTH: dict[str, Any] = {"hidden_size": 1024, "num_attention_heads": 8, "num_key_value_heads": 4}
-LARGE = {  # some 100 million weights each; Gemma's are for two thirds in the embeddings, which its head shares
+LARGE = {  # about 100 million weights each; two thirds of Gemma's are tied embeddings
     "llama": WIDTH | {"vocab_size": 4096, "intermediate_size": 4096, "num_hidden_layers": 6},
     "gemma3_text": WIDTH | {"vocab_size": 65536, "intermediate_size": 2048, "num_hidden_layers": 4, "head_dim": 128},
 }
@@ -41,7 +41,7 @@ LARGE = {  # some 100 million weights each; Gemma's are for two thirds in the em
 
 @pytest.fixture(scope="module", params=LARGE)
 def large_model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A language model in bfloat16, which is read as float32."""
+    """Return a language model in bfloat16, to be read as float32."""
     folder = tmp_path_factory.mktemp("large")
     config = AutoConfig.for_model(request.param, pad_token_id=0, **LARGE[request.param])
     with torch.device("meta"):
@@ -52,25 +52,25 @@ def large_model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPat
     return str(folder)
 
 
-def measure(model: str, out: Path, way: str) -> dict[str, int]:
-    apart.run("host_memory.py", model, str(out), way)
+def measure_memory(model: str, out: Path, way: str) -> dict[str, int]:
+    subprocesses.run("host_memory.py", model, str(out), way)
     return json.loads(out.read_text())
 
 
-def test_the_host_holds_one_tensor_at_a_time(large_model: str, tmp_path: Path) -> None:
-    """Beside the tensor at hand only its unconverted copy, of half its bytes, and what Python itself allocates."""
-    streamed = measure(large_model, tmp_path / "streamed.json", "streamed")
+def test_host_holds_one_tensor_at_a_time(large_model: str, tmp_path: Path) -> None:
+    """Other memory is the tensor's unconverted copy, half its size, and Python's own allocations."""
+    streamed = measure_memory(large_model, tmp_path / "streamed.json", "streamed")
     assert streamed["largest"] < streamed["model"]
     assert streamed["held"] < 2 * streamed["largest"]
 
 
 @pytest.mark.parametrize("large_model", ["llama"], indirect=True)
-def test_the_measure_sees_a_model_that_is_on_the_host(large_model: str, tmp_path: Path) -> None:
-    whole = measure(large_model, tmp_path / "whole.json", "whole")
+def test_memory_measurement_detects_a_model_on_the_host(large_model: str, tmp_path: Path) -> None:
+    whole = measure_memory(large_model, tmp_path / "whole.json", "whole")
     assert whole["held"] > 0.95 * whole["model"]
 
 
-# ---- what arrives
+# ---- values
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +80,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 @pytest.fixture(params=["llama in bfloat16", "experts one by one"])
 def checkpoint(request: pytest.FixtureRequest, tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> str:
-    """A language model's checkpoint: with a head of its own and none for rewards, and experts as separate weights."""
+    """Return a language model's checkpoint without a reward head, with experts as separate weights."""
     set_seed(0)
     sizes: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 8}
     sizes |= {"num_attention_heads": 4, "num_key_value_heads": 4, "pad_token_id": tokenizer.pad_token_id}
@@ -100,10 +100,10 @@ def read_by_transformers(checkpoint: str, seed: int) -> PreTrainedModel:
     return AutoModelForSequenceClassification.from_pretrained(checkpoint, num_labels=1, dtype=torch.float32)
 
 
-def test_streamed_weights_are_those_that_transformers_reads(
+def test_streamed_weights_equal_transformers(
     checkpoint: str, config: Callable[..., Any], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Bit by bit, with renamed and merged weights, and a new reward head that is the same for the same seed."""
+    """Weights are bitwise equal, also renamed and merged ones and the new reward head of the same seed."""
     args = config(mesh="data=2,fsdp=2,tensor=2")
     trainer = RewardTrainer(checkpoint, args, train_dataset=tiny.made_up_pairs(8))
     are_merged = "num_experts" in Path(checkpoint, "config.json").read_text()
@@ -121,7 +121,7 @@ def test_streamed_weights_are_those_that_transformers_reads(
         assert [shard.data.numel() for shard in shards] == [parameter.numel() // parts] * 8, name
 
 
-def test_embeddings_that_a_chat_template_enlarges_are_those_of_the_whole_model(
+def test_enlarged_embeddings_equal_those_of_an_unstreamed_model(
     checkpoint: str, tokenizer: PreTrainedTokenizerFast, config: Callable[..., Any], tmp_path: Path
 ) -> None:
     source = copy.deepcopy(tokenizer)
@@ -138,7 +138,7 @@ def test_embeddings_that_a_chat_template_enlarges_are_those_of_the_whole_model(
         assert torch.equal(streamed[name], weight), name
 
 
-def test_a_model_that_is_given_whole_is_placed_as_well(checkpoint: str, config: Callable[..., Any]) -> None:
+def test_unstreamed_model_is_placed_equally(checkpoint: str, config: Callable[..., Any]) -> None:
     model = read_by_transformers(checkpoint, 0)
     before = {name: weight.clone() for name, weight in model.state_dict().items()}
     trainer = RewardTrainer(model, config(mesh="fsdp=4,tensor=2"), train_dataset=tiny.made_up_pairs(8))

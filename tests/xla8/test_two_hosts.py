@@ -1,13 +1,13 @@
-"""Two hosts do the same things at the same time, and one of them writes and logs."""
+"""Two hosts act at the same steps, and one of them writes and logs."""
 
 import json
 import subprocess
 from pathlib import Path
 from typing import Any
 
-import apart
 import numpy as np
 import pytest
+import subprocesses
 import torch
 import torch_xla
 import torch_xla.distributed.spmd as xs
@@ -18,10 +18,10 @@ from trl_tpu.checkpoint.state_dict import to_host
 from trl_tpu.parallel.mesh import MeshShape
 
 
-def start(folder: Path, kind: str, status: int = 0) -> list[subprocess.CompletedProcess]:
-    """Run two hosts until both have ended with this status."""
+def run_hosts(folder: Path, kind: str, status: int = 0) -> list[subprocess.CompletedProcess]:
+    """Run two hosts until both end with this status."""
     hosts = [("one_of_two_hosts.py", index, str(folder), kind) for index in ("0", "1")]
-    return apart.at_once(*hosts, status=status, PJRT_DEVICE="CPU", CPU_NUM_DEVICES="2")
+    return subprocesses.run_ranks(*hosts, status=status, PJRT_DEVICE="CPU", CPU_NUM_DEVICES="2")
 
 
 def printed(processes: list[subprocess.CompletedProcess]) -> list[dict[str, Any]]:
@@ -35,58 +35,56 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def hosts(folder: Path) -> list[dict[str, Any]]:
-    """What each host did, and what else it printed."""
-    ended = start(folder, "stop in a step")
+    """Return each host's results and other output."""
+    ended = run_hosts(folder, "stop in a step")
     return [found | {"told": each.stdout} for found, each in zip(printed(ended), ended, strict=True)]
 
 
-def test_what_one_host_requests_both_do(hosts: list[dict[str, Any]], folder: Path) -> None:
-    # host 1 alone wanted to stop, within step 5: both do when they next meet, at the log at the latest
+def test_request_of_one_host_applies_to_both(hosts: list[dict[str, Any]], folder: Path) -> None:
+    # only host 1 requested to stop, within step 5: both stop at their next vote, at the latest at the log
     assert hosts[0]["steps"] == hosts[1]["steps"] in (5, 6)
     saved = {path.name for path in (folder / "out").iterdir()}
-    assert {"checkpoint-2", "checkpoint-4"} <= saved  # and it alone wanted to save at 2
-    assert [host["saved"] for host in hosts] == [[2, 2], [2, 2]]  # neither goes on before all is written
+    assert {"checkpoint-2", "checkpoint-4"} <= saved  # only host 1 requested the save at step 2
+    assert [host["saved"] for host in hosts] == [[2, 2], [2, 2]]  # no host continues before all files are written
 
 
-def test_the_first_host_alone_logs_and_writes_and_its_metrics_decide(hosts: list[dict[str, Any]]) -> None:
+def test_only_the_first_host_logs_writes_and_decides_metrics(hosts: list[dict[str, Any]]) -> None:
     assert [(bool(host["logged"]), host["should_save"]) for host in hosts] == [(True, True), (False, False)]
     assert ["loss" in host["told"] for host in hosts] == [True, False]
     assert [host["whose metrics"] for host in hosts] == [0, 0]
 
 
-def test_a_sigterm_to_one_host_is_obeyed_by_both(tmp_path: Path) -> None:
-    """It comes while both evaluate, which neither ends; both save, and ask to be started again."""
-    start(tmp_path, "SIGTERM", status=75)
+def test_sigterm_to_one_host_stops_both(tmp_path: Path) -> None:
+    """The signal arrives during an evaluation. Both hosts abort it, save, and exit with the unfinished status."""
+    run_hosts(tmp_path, "SIGTERM", status=75)
     state = json.loads((tmp_path / "out" / "checkpoint-3" / "trainer_state.json").read_text())
     assert state["stateful_callbacks"]["Preemption"]["attributes"] == {"stopped_by": "SIGTERM"}
     assert not any("eval_loss" in log for log in state["log_history"])
 
 
 @pytest.mark.parametrize(("kind", "name"), [("other data", "training data"), ("other stream", "layout of batches")])
-def test_hosts_with_different_data_both_refuse_to_start(kind: str, name: str, tmp_path: Path) -> None:
-    """Instead of waiting for one another."""
-    for process in start(tmp_path, kind, status=1):
+def test_hosts_with_different_data_are_rejected(kind: str, name: str, tmp_path: Path) -> None:
+    """Otherwise they would wait for each other forever."""
+    for process in run_hosts(tmp_path, kind, status=1):
         assert name in process.stderr
 
 
-def test_what_is_saved_from_several_hosts_is_whole(hosts: list[dict[str, Any]], folder: Path) -> None:
+def test_save_from_two_hosts_is_complete(hosts: list[dict[str, Any]], folder: Path) -> None:
     assert (folder / "final" / "model.safetensors").is_file()
     checkpoint = {path.name for path in (folder / "out" / "checkpoint-4").iterdir()}
     assert {"state", "progress.json", "scheduler.pt", "rng_state.pth", "trainer_state.json"} <= checkpoint
-    assert "model.safetensors" not in checkpoint  # no host has it whole: `state` has its parts
+    assert "model.safetensors" not in checkpoint  # no host has the full weights: `state` has their shards
     assert hosts[0]["rewards"] == pytest.approx(hosts[1]["rewards"], abs=1e-6)
 
 
-def test_both_hosts_resume_from_the_same_checkpoint_and_stop_together_after_a_log(
-    hosts: list[dict[str, Any]], folder: Path
-) -> None:
-    resumed = printed(start(folder, "resume"))
+def test_both_hosts_resume_the_same_checkpoint_and_stop_together(hosts: list[dict[str, Any]], folder: Path) -> None:
+    resumed = printed(run_hosts(folder, "resume"))
     assert [host["steps"] for host in resumed] == [6, 6]
-    assert [host["logged"] for host in resumed] == [[6, 6, 6], []]  # from step 4 on; then training, then evaluation
+    assert [host["logged"] for host in resumed] == [[6, 6, 6], []]  # step 6, training, evaluation
     assert resumed[0]["rewards"] == pytest.approx(resumed[1]["rewards"], abs=1e-6)
 
 
-def test_shards_of_several_hosts_come_to_the_host_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shards_of_several_hosts_are_gathered_in_full(monkeypatch: pytest.MonkeyPatch) -> None:
     current: Any = runtime.current()
     current.set_mesh(MeshShape(fsdp=8).sizes, 1)
     weight = torch.arange(64.0).view(16, 4)
@@ -97,10 +95,8 @@ def test_shards_of_several_hosts_come_to_the_host_whole(monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("mesh", [MeshShape(data=2, fsdp=4), MeshShape(fsdp=4, tensor=2)], ids=str)
 @pytest.mark.parametrize("order", ["as numbered", "another"])
-def test_devices_hold_the_rows_that_their_host_is_said_to_hold(
-    mesh: MeshShape, order: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In torch_xla's own cutting, whatever the order of devices in the mesh; other rows may hold anything."""
+def test_devices_hold_the_rows_of_their_host(mesh: MeshShape, order: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shards are torch_xla's, for any order of devices in the mesh. Other rows are arbitrary."""
     current: Any = runtime.current()
     current.set_mesh(mesh.sizes, 1)
     if order == "another":
@@ -112,7 +108,10 @@ def test_devices_hold_the_rows_that_their_host_is_said_to_hold(
     torch_xla.sync(wait=True)
     shards = {shard.shard_device: shard.data for shard in xs.wrap_if_sharded(uploaded).local_shards}
     assert set(shards) == set(all_devices)
-    hosts = [all_devices[:2] + all_devices[4:6], all_devices[2:4] + all_devices[6:]]  # as on 2 of 4 x 4 chips
+    hosts = [
+        all_devices[:2] + all_devices[4:6],
+        all_devices[2:4] + all_devices[6:],
+    ]  # order of two hosts in a 4 x 4 slice
     for own in hosts:
         monkeypatch.setattr(torch_xla._XLAC, "_xla_get_runtime_devices", lambda own=own: own)
         held = sorted({int(row[0]) // 3 for device in own for row in shards[device]})

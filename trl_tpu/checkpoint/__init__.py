@@ -1,1 +1,1 @@
-"""What a checkpoint is, how it is written, found, read, and exported."""
+"""Write, find, verify, read and export checkpoints."""

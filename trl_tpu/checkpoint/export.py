@@ -1,7 +1,7 @@
-"""Write the model in a checkpoint to a folder that ``from_pretrained`` reads, in plain torch.
+"""Export the model in a checkpoint to a folder that ``from_pretrained`` reads, in plain torch.
 
-transformers and peft read, convert, merge and write. The host holds the model once: in the dtype that is written; in
-float32 if adapters are merged, and as it is stored if float16 is written.
+transformers and peft read, convert, merge and write the weights. The host holds one copy of the model: in the output
+dtype; in float32 if adapters are merged; in the stored dtype if the output is float16.
 """
 
 import json
@@ -44,8 +44,8 @@ from .state_dict import STATE_FOLDER, WEIGHT_PREFIX, read_weights, reader_of
 MODEL_FILES = ("model.safetensors", "model.safetensors.index.json")
 ADAPTER_FILE = "adapter_model.safetensors"
 ADAPTER_CONFIG = "adapter_config.json"
-_READ = ("*.safetensors*", ADAPTER_CONFIG, f"{STATE_FOLDER}/*.safetensors")
-#: the vocabularies are those of transformers' tokenizers
+_TENSOR_FILES = ("*.safetensors*", ADAPTER_CONFIG, f"{STATE_FOLDER}/*.safetensors")
+#: Files that are copied along with the weights. The list of vocabulary files covers transformers' tokenizers.
 _COMPANIONS = (
     *("config.json", BASE_CONFIG, "generation_config.json", "*processor_config.json"),
     *("tokenizer*.json", "special_tokens_map.json", "added_tokens.json"),
@@ -67,33 +67,33 @@ def export_checkpoint(
     max_shard_size: int | str = "5GB",
     trust_remote_code: bool = False,
 ) -> None:
-    """Write the model in a checkpoint to a new folder, as ``from_pretrained`` reads it.
+    """Export the model in a checkpoint to a new folder that ``from_pretrained`` reads.
 
-    The folder appears when it is complete. An empty one may be there already, and be a mount point or a link: its
-    files appear when all are complete, what loading begins with last.
+    A new folder appears when all files are complete. ``out`` may also be an existing empty folder, such as a mount
+    point or a link: files then appear in it when all are complete, the configs last.
 
     Args:
-        checkpoint: A checkpoint of this trainer or of transformers', or the folder of a saved model or of adapters; at
-            a URL of fsspec's (`gs://...`) it is copied to below TMPDIR first.
-        out: The new folder, or an empty one.
+        checkpoint: A checkpoint of this trainer or of transformers, or the folder of a saved model or of adapters. A
+            URL that fsspec reads (`gs://...`) is first copied below TMPDIR.
+        out: A new or empty local folder.
         merge: Whether to merge adapters into their base model.
-        base: Folder or Hub id of that base model; None for the one that the adapters name.
-        dtype: Of the weights; None leaves them as they were trained (merged ones: as the base model is stored).
-        max_shard_size: Of one file, such as "5GB".
-        trust_remote_code: Whether the model may bring its own code.
+        base: Folder or Hub id of the adapters' base model; None for the base model that their config names.
+        dtype: Dtype of the exported weights; None keeps the trained dtype (merged models: the base model's dtype).
+        max_shard_size: Maximum size of one file, such as "5GB".
+        trust_remote_code: Whether to run code that comes with the model.
 
     Raises:
-        UserError: The checkpoint is damaged, has no weights in safetensors, or lacks some; `out` has files; `merge` or
-            `base` do not fit what the checkpoint is; `dtype` cannot hold a weight.
+        UserError: The checkpoint is damaged, has no safetensors weights, or lacks some; `out` has files; `merge` or
+            `base` is set, but the checkpoint has no adapters; a weight is too large for `dtype`.
     """
     if is_url(str(out)):
-        raise UserError(f"{out} is a URL. Give a new folder of this machine, and copy it there from here.")
+        raise UserError(f"{out} is a URL. Pass a new local folder, and upload it afterwards.")
     out = Path(os.path.realpath(out))
     if os.path.lexists(out) and not (out.is_dir() and set(out.iterdir()) <= {out / STAGING_FOLDER}):
-        raise UserError(f"{out} exists, and nothing is written over. Give a new folder, or delete it first.")
+        raise UserError(f"{out} exists and is not overwritten. Pass a new folder, or delete this one first.")
     with local_copy(checkpoint) as folder:
         has_adapters = (folder / ADAPTER_CONFIG).is_file()
-        _check(folder, merge, base, has_adapters)
+        _check_checkpoint(folder, merge, base, has_adapters)
         companions = _companions(folder)
         with atomic_folder(out) as staging:
             for name in companions:
@@ -106,8 +106,8 @@ def export_checkpoint(
                 if has_adapters:
                     model = _merged_model(folder, base, dtype, trust_remote_code)
                 else:
-                    model = _whole_model(folder, dtype, trust_remote_code)
-                set_inference_metadata(model.config)  # another trainer's model may lack what they read
+                    model = _full_model(folder, dtype, trust_remote_code)
+                set_inference_metadata(model.config)  # another trainer's config may lack fields that servers read
                 model.save_pretrained(staging, max_shard_size=max_shard_size)
             write_old_names(staging)
 
@@ -115,31 +115,31 @@ def export_checkpoint(
 # ---- files
 
 
-def _check(checkpoint: Path, merge: bool, base: str | None, has_adapters: bool) -> None:
+def _check_checkpoint(checkpoint: Path, merge: bool, base: str | None, has_adapters: bool) -> None:
     if not checkpoint.is_dir():
-        raise UserError(f"{checkpoint} is no folder. Give the folder of a checkpoint or of a saved model.")
-    read = (path for pattern in _READ for path in checkpoint.glob(pattern))
-    _check_regular(checkpoint, (path.relative_to(checkpoint).as_posix() for path in read))
+        raise UserError(f"{checkpoint} is not a folder. Pass the folder of a checkpoint or of a saved model.")
+    paths = (path for pattern in _TENSOR_FILES for path in checkpoint.glob(pattern))
+    _check_regular(checkpoint, (path.relative_to(checkpoint).as_posix() for path in paths))
     if not has_adapters and (merge or base is not None):
-        raise UserError(f"{checkpoint} has no {ADAPTER_CONFIG}: `--merge` and `--base` are for adapters.")
+        raise UserError(f"{checkpoint} has no {ADAPTER_CONFIG}: `--merge` and `--base` apply only to adapters.")
     if (checkpoint / MANIFEST_FILE).exists() and (faults := find_faults(checkpoint)):
         raise UserError(f"The checkpoint {checkpoint} is damaged: {'; '.join(faults)}. Export another one.")
 
 
 def _check_regular(folder: Path, names: Iterable[str]) -> None:
-    """Reject links among ``names``: their targets are not part of the folder."""
+    """Reject links and special files among ``names``: the target of a link is not part of the folder."""
     root = os.path.realpath(folder)
     for name in names:
         path = folder / name
         if os.path.realpath(path) != os.path.join(root, name) or not path.is_file():
             raise UserError(
-                f"{path} is a link or no regular file, and neither is exported. If it is meant to be part of the "
-                f"model, put a copy in its place: cp -rL {folder} NEW_FOLDER"
+                f"{path} is a link or not a regular file, so it cannot be exported. If it belongs to the model, copy "
+                f"the folder with links resolved: cp -rL {folder} NEW_FOLDER"
             )
 
 
 def _companions(folder: Path) -> set[str]:
-    """Return the files that go with a model's weights: configs, tokenizer, templates, card, its own code."""
+    """Return the names of files to copy with the weights: configs, tokenizer, templates, card, custom code."""
     paths = [*folder.iterdir(), *(folder / "additional_chat_templates").glob("*")]
     names = {path.relative_to(folder).as_posix() for path in paths if not path.is_dir()}
     names = {name for name in names if any(fnmatchcase(name, pattern) for pattern in _COMPANIONS)}
@@ -149,11 +149,11 @@ def _companions(folder: Path) -> set[str]:
         if name.endswith("config.json"):
             classes += (_read_config(folder / name).get("auto_map") or {}).values()
     modules: list[str] = []
-    for named in classes:  # of a tokenizer the slow class and the fast one, or None
-        modules += [str(name).partition(".")[0] for name in (named if isinstance(named, list) else [named])]
+    for entry in classes:  # a tokenizer's entry lists its slow class and its fast class; either may be None
+        modules += [str(name).partition(".")[0] for name in (entry if isinstance(entry, list) else [entry])]
     while modules:
         module = modules.pop()
-        # code of another repository is `owner/name--module`; loading the model reports what is missing here
+        # skip code of other repositories (`owner/name--module`); loading the model reports missing modules
         if module.isidentifier() and os.path.lexists(folder / f"{module}.py") and f"{module}.py" not in names:
             _check_regular(folder, [f"{module}.py"])
             names.add(f"{module}.py")
@@ -171,24 +171,24 @@ def _read_config(path: Path) -> dict[str, Any]:
 # ---- weights
 
 
-def _whole_model(checkpoint: Path, dtype: torch.dtype | None, trust_remote_code: bool) -> PreTrainedModel:
-    """Return the trained model in ``dtype``, or as it is stored."""
+def _full_model(checkpoint: Path, dtype: torch.dtype | None, trust_remote_code: bool) -> PreTrainedModel:
+    """Return the trained model in ``dtype``, by default in the stored dtype."""
     in_files = any((checkpoint / file).is_file() for file in MODEL_FILES)
     stored = _stored_dtype(checkpoint) if in_files else _stored_dtype(checkpoint / STATE_FOLDER, WEIGHT_PREFIX)
     outputs = HeadSpec.saved(checkpoint)
-    read_as = stored if dtype == torch.float16 else dtype or stored  # to see what float16 has no room for
+    read_as = stored if dtype == torch.float16 else dtype or stored  # reading as float16 would hide overflows
     model: Any
     if in_files:
         model, info = load_classifier(str(checkpoint), outputs, dtype=read_as, trust_remote_code=trust_remote_code)
         if missing := sorted(info["missing_keys"])[:5]:
-            raise UserError(f"{checkpoint} lacks weights: {', '.join(missing)}. Copy it anew.")
+            raise UserError(f"{checkpoint} lacks weights: {', '.join(missing)}. Copy it again.")
     else:
         config = AutoConfig.from_pretrained(checkpoint, trust_remote_code=trust_remote_code)
         model = model_without_weights(config, read_as, trust_remote_code).to_empty(device="cpu")
         model.tie_weights()
         read_weights(model, checkpoint, Runtime())
     fold_attributes(model, outputs)
-    return _rounded(model, dtype or stored)
+    return _to_dtype(model, dtype or stored)
 
 
 def _merged_model(
@@ -197,32 +197,32 @@ def _merged_model(
     """Return the base model with the trained adapters merged in float32, then rounded once."""
     base, outputs = _base_name(checkpoint, base), HeadSpec.saved(checkpoint)
     kwargs: Any = {"num_labels": len(outputs.weights), "trust_remote_code": trust_remote_code}
-    with tempfile.TemporaryDirectory() as adapters:  # peft loads adapters from a folder only
+    with tempfile.TemporaryDirectory() as adapters:  # peft loads adapters only from a folder
         _write_adapters(checkpoint, Path(adapters), base, None, trust_remote_code)
         model, info = load_classifier(base, outputs, dtype=torch.float32, **kwargs)
         trained = {name.removeprefix("base_model.model.") for name in load_file(Path(adapters, ADAPTER_FILE))}
-        if random := sorted(set(info["missing_keys"]) - trained)[:5]:
+        if missing := sorted(set(info["missing_keys"]) - trained)[:5]:
             raise UserError(
-                f"{', '.join(random)}: neither the adapters nor the base model {base} have a value, so it would be "
-                "random. Train adapters with `modules_to_save` or `task_type='SEQ_CLS'`."
+                f"{', '.join(missing)}: neither the adapters nor the base model {base} have these weights, and they "
+                "would be random. Train adapters with `modules_to_save` or `task_type='SEQ_CLS'`."
             )
         merged: Any = merge_adapters(model, adapters)
     if (checkpoint / "tokenizer_config.json").is_file():
         tokenizer = load_tokenizer(str(checkpoint), trust_remote_code=trust_remote_code)
-        if tokenizer.pad_token_id is not None:  # as in training: rewards are read at the last token that is not it
+        if tokenizer.pad_token_id is not None:  # as in training, rewards are read at the last non-padding token
             merged.config.get_text_config().pad_token_id = tokenizer.pad_token_id
     fold_attributes(merged, outputs)
     set_reward_normalization(merged.config, saved_scale(checkpoint))
     stored = AutoConfig.from_pretrained(base, trust_remote_code=trust_remote_code).dtype
-    return _rounded(merged, dtype or stored or torch.float32)
+    return _to_dtype(merged, dtype or stored or torch.float32)
 
 
 def _write_adapters(
     checkpoint: Path, folder: Path, base: str | None, dtype: torch.dtype | None, trust_remote_code: bool
 ) -> None:
-    """Write the trained adapters as peft does."""
+    """Write the trained adapters in peft's format."""
     if (checkpoint / ADAPTER_FILE).is_file():
-        _stored_dtype(checkpoint)  # rejects a torn file
+        _stored_dtype(checkpoint)  # rejects a damaged file
         weights = load_file(checkpoint / ADAPTER_FILE)
     else:
         stored = _stored_dtype(checkpoint / STATE_FOLDER, WEIGHT_PREFIX)
@@ -242,50 +242,50 @@ def _write_adapters(
 
 
 def _stored_dtype(folder: Path, prefix: str = "") -> torch.dtype:
-    """Return the widest dtype of the weights in a folder's safetensors files whose names begin with ``prefix``.
+    """Return the widest dtype of the safetensors weights in ``folder`` with names that begin with ``prefix``.
 
     Raises:
-        UserError: There are none, a file is torn, or shards of a weight are missing.
+        UserError: There are no weights, a file is damaged, or shards of a weight are missing.
     """
     try:
         metadata = reader_of(folder).read_metadata().state_dict_metadata if folder.is_dir() else {}
     except (SafetensorError, KeyError, ValueError) as error:
-        raise UserError(f"A file in {folder} is torn: {error}. Copy it anew, or export another checkpoint.") from error
+        raise UserError(f"A file in {folder} is damaged: {error}. Copy it again, or export another one.") from error
     dtypes = []
     for name, saved in metadata.items():
         if isinstance(saved, TensorStorageMetadata) and name.startswith(prefix):
             if sum(math.prod(chunk.sizes) for chunk in saved.chunks) != math.prod(saved.size):
-                raise UserError(f"{folder} lacks shards of the weight {name}. A file is missing: copy it anew.")
+                raise UserError(f"{folder} lacks shards of the weight {name}. A file is missing: copy it again.")
             dtypes += [saved.properties.dtype] if saved.properties.dtype.is_floating_point else []
     if not dtypes:
         raise UserError(
-            f"{folder} has no weights in safetensors, and pickled ones are not read, since they could run code. Give "
+            f"{folder} has no weights in safetensors. Pickled weights are not read because they could run code. Pass "
             "the folder of a checkpoint (`output_dir/checkpoint-N`) or of a saved model."
         )
     return reduce(torch.promote_types, dtypes)
 
 
-def _rounded(model: Any, dtype: torch.dtype) -> PreTrainedModel:
+def _to_dtype(model: Any, dtype: torch.dtype) -> PreTrainedModel:
     _check_range(model.named_parameters(), dtype)
     return model.to(dtype)
 
 
 def _check_range(weights: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype | None) -> None:
-    """Reject finite weights that would be written as infinite ones; only float16 has a much smaller range than others.
+    """Reject finite weights that would become infinite in float16. Other dtypes have a larger range: no check.
 
     Raises:
-        UserError: A weight is too large for float16; names the first.
+        UserError: A weight is too large for float16. The message names the first one.
     """
     for name, tensor in weights if dtype == torch.float16 else ():
         if tensor.isfinite().all() and not tensor.to(dtype).isfinite().all():
             raise UserError(
-                f"{name} has values that would become infinite in float16. Give `--dtype bfloat16`, which has the "
-                "range of float32."
+                f"{name} has values that would become infinite in float16. Use `--dtype bfloat16`: it has the range "
+                "of float32."
             )
 
 
 def _base_name(checkpoint: Path, base: str | None) -> str:
-    named = _read_config(checkpoint / ADAPTER_CONFIG).get("base_model_name_or_path")
-    if not (name := base or named) or not isinstance(name, str):
-        raise UserError(f"{checkpoint / ADAPTER_CONFIG} names no base model. Give its folder or Hub id: `--base`.")
+    saved_name = _read_config(checkpoint / ADAPTER_CONFIG).get("base_model_name_or_path")
+    if not (name := base or saved_name) or not isinstance(name, str):
+        raise UserError(f"{checkpoint / ADAPTER_CONFIG} names no base model. Pass its folder or Hub id as `--base`.")
     return name

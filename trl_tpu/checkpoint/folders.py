@@ -1,7 +1,7 @@
-"""Folders on disk and their mirrors at URLs.
+"""Manage the folders of runs and checkpoints, on disk and at URLs.
 
-Manifests tell complete checkpoints from damaged ones, staging folders keep unfinished ones invisible, and a run locks
-its folder.
+Manifests distinguish complete checkpoints from damaged ones, staging folders hide unfinished ones, and a lock keeps
+two runs from using one folder.
 """
 
 import contextlib
@@ -36,16 +36,16 @@ STAGING_FOLDER = "_unfinished"
 
 _FORMAT = 2
 
-#: loading a model's folder begins with these, so they are moved to it last
-_LAST = ("config.json", "adapter_config.json")
+#: Moved into a model's folder last: loading begins with these files and then needs the rest.
+_LAST_FILES = ("config.json", "adapter_config.json")
 
-#: files without which a run can be resumed: random states, and what the new run's arguments give
-_SPARE = re.compile(r"rng_state.*\.pth|training_args\.bin|.*(token|vocab|config).*\.json|.*\.(jinja|md|model|txt)")
+#: Files that resuming does not need: random states, and files that depend only on the new run's arguments.
+_OPTIONAL = re.compile(r"rng_state.*\.pth|training_args\.bin|.*(token|vocab|config).*\.json|.*\.(jinja|md|model|txt)")
 
-_CHECKPOINT = re.compile(r"checkpoint-\d+")
+_CHECKPOINT_NAME = re.compile(r"checkpoint-\d+")
 
 Files = dict[str, dict[str, Any]]
-"""Size and SHA-256 of each file, by its path below the folder."""
+"""Size in bytes and SHA-256 of each file, by its path relative to the folder."""
 
 
 # ---- writing
@@ -67,7 +67,7 @@ def describe_files(folder: Path, names: Iterable[str]) -> Files:
 
 
 def seal(folder: Path, files: Mapping[str, Mapping[str, Any]]) -> None:
-    """Write the manifest, which declares that ``files`` are all of the checkpoint."""
+    """Write the manifest: it declares the checkpoint complete and lists ``files`` as its content."""
     manifest = folder / MANIFEST_FILE
     manifest.write_text(json.dumps({"format": _FORMAT, "files": dict(files)}, indent=1), encoding="utf-8")
     for path in (manifest, *(path for path in folder.rglob("*") if path.is_dir()), folder):
@@ -75,9 +75,9 @@ def seal(folder: Path, files: Mapping[str, Mapping[str, Any]]) -> None:
 
 
 def publish(staging: Path, final: Path, files: Mapping[str, Mapping[str, Any]]) -> None:
-    """Seal the folder ``staging`` with a manifest of ``files`` and rename it to ``final``; an older one is replaced.
+    """Write a manifest of ``files`` to ``staging`` and rename the folder to ``final``, replacing an older one.
 
-    A kill at any moment leaves ``final`` absent or complete.
+    If the process is killed at any moment, ``final`` is absent or complete.
     """
     seal(staging, files)
     if final.exists():
@@ -87,7 +87,7 @@ def publish(staging: Path, final: Path, files: Mapping[str, Mapping[str, Any]]) 
 
 
 def flush(path: Path) -> None:
-    """Have the operating system write a file, or a folder's entries, to disk."""
+    """Force a file, or a folder's entries, to disk (fsync)."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -99,34 +99,34 @@ def flush(path: Path) -> None:
 
 
 def newest_first(names: Iterable[str]) -> list[str]:
-    """Return the names of checkpoints among ``names``, the last step first."""
-    return sorted(filter(_CHECKPOINT.fullmatch, names), key=step_of, reverse=True)
+    """Return the checkpoint names among ``names``, newest step first."""
+    return sorted(filter(_CHECKPOINT_NAME.fullmatch, names), key=step_of, reverse=True)
 
 
 def step_of(checkpoint: str) -> int:
-    """Return the step of a checkpoint by its name."""
+    """Return the step in a checkpoint's name."""
     return int(checkpoint.rpartition("-")[2])
 
 
 def is_ours(folder: str | Path) -> bool:
-    """Tell whether a checkpoint was written by this package, and so has to have a manifest."""
+    """Return whether this package wrote a checkpoint. Such a checkpoint must have a manifest."""
     return any(Path(folder, name).exists() for name in (MANIFEST_FILE, PROGRESS_FILE, STATE_FOLDER))
 
 
 def find_faults(folder: str | Path, share: tuple[int, int] = (0, 1)) -> list[str]:
-    """Return the faults of a checkpoint by its manifest; empty for a good one.
+    """Check a checkpoint against its manifest, and return descriptions of its faults (empty for a good one).
 
-    Files that the manifest does not name are no fault. If a file is missing that a resumed run does not need, a
-    warning names it. Only regular files in the folder are looked at, whatever the manifest names.
+    Files that the manifest does not list are ignored. A missing file that resuming does not need causes only a
+    warning. Only regular files inside the folder are read, even if the manifest lists other paths.
 
     Args:
-        share: The part of the files to look at, and the number of parts they are divided into.
+        share: Index of the part of the files to check, and the number of parts. Checks all files by default.
     """
     folder = Path(folder)
     try:
-        manifest = json.loads(_regular(folder, MANIFEST_FILE).read_text(encoding="utf-8"))
+        manifest = json.loads(_regular_file(folder, MANIFEST_FILE).read_text(encoding="utf-8"))
         if manifest["format"] != _FORMAT:
-            return [f"{MANIFEST_FILE} has format {manifest['format']}, and this version reads format {_FORMAT}"]
+            return [f"{MANIFEST_FILE} has format {manifest['format']}, but this version reads only format {_FORMAT}"]
         expected = {str(name): (int(file["size"]), str(file["sha256"])) for name, file in manifest["files"].items()}
     except FileNotFoundError:
         return [f"it has no {MANIFEST_FILE}"]
@@ -140,34 +140,34 @@ def path_below(folder: str | Path, name: str) -> Path:
     """Return the path of ``name`` in ``folder``, with links resolved.
 
     Raises:
-        OSError: It leads out of the folder.
+        OSError: The path leads out of the folder.
     """
     root = os.path.realpath(folder)
-    with contextlib.suppress(ValueError):  # of a null character
+    with contextlib.suppress(ValueError):  # raised for a null character in the name
         path = Path(os.path.realpath(os.path.join(root, name)))
         if Path(root) in path.parents:
             return path
     raise OSError(f"{name!r} is outside of the folder")
 
 
-def _regular(folder: Path, name: str) -> Path:
-    """Return the path of a regular file below ``folder``; reading a device or a pipe might never end."""
+def _regular_file(folder: Path, name: str) -> Path:
+    """Return the path of a file in ``folder``. Raise OSError for devices and pipes: reading them might never end."""
     path = path_below(folder, name)
     if not stat.S_ISREG(path.stat().st_mode):
-        raise OSError("it is no regular file")
+        raise OSError("it is not a regular file")
     return path
 
 
 def _file_fault(folder: Path, name: str, size: int, sha256: str) -> str | None:
     try:
-        path = _regular(folder, name)
+        path = _regular_file(folder, name)
         if (actual := path.stat().st_size) != size:
             return f"{name} has {actual} bytes instead of {size}"
-        return None if _sha256(path) == sha256 else f"{name} was altered (its SHA-256 is another)"
+        return None if _sha256(path) == sha256 else f"{name} was altered (its SHA-256 differs)"
     except FileNotFoundError:
-        if not _SPARE.fullmatch(name):
+        if not _OPTIONAL.fullmatch(name):
             return f"{name} is missing"
-        logger.warning("The checkpoint %s lacks %s, without which it can be resumed.", folder, name)
+        logger.warning("The checkpoint %s lacks %s. It can be resumed without this file.", folder, name)
         return None
     except OSError as error:
         return f"{name!r} cannot be read ({error})"
@@ -182,19 +182,19 @@ def _sha256(path: Path) -> str:
 
 
 def staging_of(target: Path) -> Path:
-    """Return where a folder is written before it is complete."""
+    """Return the staging folder of ``target``: its files are written there first."""
     return target.parent / STAGING_FOLDER / target.name
 
 
 def discard(staging: Path) -> None:
-    """Remove a folder in staging, and the staging folder itself if it is empty then."""
+    """Remove a staging folder, and its parent if that is then empty."""
     shutil.rmtree(staging, ignore_errors=True)
     with contextlib.suppress(OSError):
         staging.parent.rmdir()
 
 
 def retire(folder: Path) -> None:
-    """Delete a folder, invisible first: a kill leaves none with some of its files."""
+    """Delete a folder: first move it to staging, so that a killed process leaves no half-deleted folder."""
     retired = staging_of(folder.with_name(f"{folder.name}.retired"))
     discard(retired)
     retired.parent.mkdir(exist_ok=True)
@@ -204,23 +204,23 @@ def retire(folder: Path) -> None:
 
 @contextlib.contextmanager
 def atomic_folder(folder: Path) -> Iterator[Path]:
-    """Give a staging folder to write a model's files in; they appear in ``folder`` when all are written.
+    """Yield a staging folder for a model's files. On success, all files appear in ``folder`` at the end.
 
-    A new folder appears by a rename. An existing folder is kept and files are moved into it: it may be a mount point
-    or a shell's working directory.
+    A new folder appears by an atomic rename. An existing folder is kept and files are moved into it: it may be a mount
+    point or a shell's working directory.
     """
     is_new = not folder.is_dir()
     staging = staging_of(folder if is_new else folder / "model")
-    discard(staging)  # of a process that was killed
+    discard(staging)  # a killed process may have left one
     staging.mkdir(parents=True)
     try:
         yield staging
         if is_new:
             staging.rename(folder)
         else:
-            for path in sorted(staging.iterdir(), key=lambda path: path.name in _LAST):
+            for path in sorted(staging.iterdir(), key=lambda path: path.name in _LAST_FILES):
                 if (target := folder / path.name).is_dir() and not target.is_symlink():
-                    shutil.rmtree(target)  # another adapter's
+                    shutil.rmtree(target)  # a folder of an older adapter
                 path.replace(target)
     finally:
         discard(staging)
@@ -231,10 +231,10 @@ def atomic_folder(folder: Path) -> Iterator[Path]:
 
 @contextmanager
 def local_copy(folder: str | Path) -> Iterator[Path]:
-    """Give a folder of this machine as it is; one at a URL as a copy below TMPDIR, removed on leaving.
+    """Yield a local folder unchanged, or a URL's copy below TMPDIR. The copy is removed on exit.
 
     Raises:
-        UserError: There is nothing at the URL.
+        UserError: The URL has no files, or one cannot be read.
     """
     if not is_url(str(folder)):
         yield Path(folder)
@@ -244,7 +244,7 @@ def local_copy(folder: str | Path) -> Iterator[Path]:
         yield RemoteRun(str(folder)).get(Path(place) if name in ("", ".", "..") else Path(place, name))
 
 
-_CORRECT = "Correct the URL, or its content."
+_URL_ADVICE = "Correct the URL, or its content."
 
 
 class RemoteRun:
@@ -256,12 +256,12 @@ class RemoteRun:
 
     def __init__(self, url: str) -> None:
         self.url = url.rstrip("/")
-        with explaining(f"{url} cannot be opened", _CORRECT):
+        with explaining(f"{url} cannot be opened", _URL_ADVICE):
             self._files, self._root = fsspec.core.url_to_fs(self.url)
 
     def checkpoints(self) -> list[str]:
-        """Return the names of complete checkpoints, the last step first."""
-        with explaining(f"{self.url} cannot be listed", _CORRECT):
+        """Return the names of complete checkpoints, newest step first."""
+        with explaining(f"{self.url} cannot be listed", _URL_ADVICE):
             manifests = self._files.glob(f"{glob.escape(self._root)}/checkpoint-*/{MANIFEST_FILE}")
         return newest_first(path.rsplit("/", 2)[-2] for path in manifests)
 
@@ -278,17 +278,17 @@ class RemoteRun:
         self._files.pipe_file(f"{self._root}/{name}", text.encode())
 
     def names(self) -> list[str]:
-        """Return the names of files directly below the URL."""
+        """Return the names of files directly below the URL, not in its subfolders."""
         paths = self._files.find(self._root, maxdepth=1) if self._files.exists(self._root) else []
         return [path.rpartition("/")[2] for path in paths]
 
     def delete_files(self, names: Iterable[str]) -> None:
-        """Remove files directly below the URL."""
+        """Delete files directly below the URL."""
         for name in names:
             self._files.rm_file(f"{self._root}/{name}")
 
     def move(self, checkpoints: Iterable[str], below: str) -> None:
-        """Move checkpoints to ``below``: each is copied before it is deleted."""
+        """Move checkpoints to the subfolder ``below``. Each one is copied before it is deleted."""
         for name in checkpoints:
             for path in self._files.find(f"{self._root}/{name}"):
                 copy = f"{self._root}/{below}/{path.removeprefix(f'{self._root}/')}"
@@ -297,36 +297,36 @@ class RemoteRun:
             self.delete(name)
 
     def put(self, folder: Path, names: Iterable[str], below: str = "") -> None:
-        """Upload files of ``folder``, in this order, to ``below`` the URL."""
+        """Upload files of ``folder`` in the given order to the subfolder ``below``, by default to the URL itself."""
         for name in names:
             target = "/".join(filter(None, (self._root, below, name)))
             self._files.makedirs(target.rsplit("/", 1)[0], exist_ok=True)
             self._files.put_file(str(folder / name), target)
 
     def get(self, folder: Path) -> Path:
-        """Download all files below the URL to ``folder``, and return it.
+        """Download all files below the URL to ``folder``, and return ``folder``.
 
         Raises:
-            UserError: There are none, one cannot be read, or the name of one leads out of the folder: an archive or a
-                store may have any name.
+            UserError: There are no files, a file cannot be read, or its name leads out of the folder (archives and
+                object stores allow any name).
         """
-        with explaining(f"{self.url} cannot be copied", _CORRECT):
+        with explaining(f"{self.url} cannot be copied", _URL_ADVICE):
             root = f"{self._root}/"
             copies = {path: path_below(folder, path.removeprefix(root)) for path in self._files.find(root)}
             if not copies:
-                raise FileNotFoundError("there is nothing")
+                raise FileNotFoundError("there are no files")
             for path, copy in copies.items():
                 copy.parent.mkdir(parents=True, exist_ok=True)
                 self._files.get_file(path, str(copy))
         return folder
 
     def delete(self, name: str) -> None:
-        """Remove a checkpoint, its manifest first: half removed, it is no checkpoint."""
+        """Delete a checkpoint, its manifest first: without it, a half-deleted checkpoint does not count as one."""
         folder = f"{self._root}/{name}"
         if self._files.exists(f"{folder}/{MANIFEST_FILE}"):
             self._files.rm_file(f"{folder}/{MANIFEST_FILE}")
         entries = self._files.find(folder, withdirs=True, detail=True)
-        # one by one: `rm` reads a path as a pattern, so that run[1] would delete files of run1
+        # delete one by one: `rm` expands patterns, so deleting run[1] would delete files of run1
         for path in sorted(entries, reverse=True):
             if entries[path]["type"] != "directory":
                 self._files.rm_file(path)
@@ -343,31 +343,31 @@ class RunFolder:
     """Finds, deletes and moves a run's checkpoints, and locks its folder.
 
     Args:
-        path: The folder; for a run at a URL a folder of this machine through which its files pass.
-        remote: The run at a URL, if it is kept there.
-        writes: Whether this process is the one that writes there.
+        path: The run's folder; for a run at a URL, the local folder from which its files are uploaded.
+        remote: The run at its URL; None for a local run.
+        writes: Whether this process writes to the folder or URL. One process per shared folder does.
     """
 
     def __init__(self, path: Path, remote: RemoteRun | None, writes: bool) -> None:
         self.path, self.remote, self._writes = path, remote, writes
         self._place = str(path) if remote is None else remote.url
         self._run: dict[str, Any] = {}  # the content of `_run.json`
-        self._file: int | None = None
+        self._file: int | None = None  # descriptor of the locked `_run.json`
 
     # ---- its checkpoints
 
     def place_of(self, checkpoint: str) -> str:
-        """Return the folder, or URL, of a checkpoint by its name."""
+        """Return the folder or URL of a checkpoint, given its name."""
         return f"{self._place}/{checkpoint}"
 
     def checkpoints(self) -> list[str]:
-        """Return the names of checkpoints, the last step first; on this machine also of those that are not whole."""
+        """Return the names of checkpoints, newest step first. In a local folder, incomplete ones are included."""
         if self.remote is not None:
             return self.remote.checkpoints()
         return newest_first(path.name for path in self.path.glob("checkpoint-*") if path.is_dir())
 
     def rotate(self, limit: int | None, needed: set[str]) -> None:
-        """Delete checkpoints, first steps first, until ``limit`` are left; none that is ``needed``."""
+        """Delete the oldest checkpoints until ``limit`` are left. Checkpoints in ``needed`` are never deleted."""
         try:
             names = self.checkpoints() if limit is not None and limit > 0 else []
             surplus = len(names) - max(limit or 0, len(needed.intersection(names)))
@@ -376,66 +376,66 @@ class RunFolder:
                     self.remote.delete(name)
                 else:
                     retire(self.path / name)
-        except Exception as error:  # file systems of fsspec raise errors of many kinds
+        except Exception as error:  # fsspec file systems raise many types of errors
             kind = type(error).__name__
             logger.warning("Older checkpoints in %s could not be deleted (%s: %s).", self._place, kind, error)
 
     # ---- the process that trains
 
     def claim(self) -> None:
-        """Keep other trainers from training in the folder, until `release`.
+        """Lock the folder against other trainers until `release`.
 
         Raises:
-            UserError: Another trainer does, in this process or another, or the folder cannot be written to.
+            UserError: Another trainer has the lock, in this process or another, or the folder cannot be written to.
         """
         with self._explaining():
             if self._writes and self.remote is None:
                 self.path.mkdir(parents=True, exist_ok=True)
                 self._file = os.open(self.path / RUN_FILE, os.O_RDWR | os.O_CREAT, 0o644)
                 self._lock(self._file)
-                for left in (self.path / STAGING_FOLDER).glob("checkpoint-*"):  # by a process that was killed
-                    discard(left)
+                for unfinished in (self.path / STAGING_FOLDER).glob("checkpoint-*"):  # left by a killed process
+                    discard(unfinished)
             self._run = self._read()
 
     def _lock(self, file: int) -> None:
         try:
-            # a lock by lockf would not exclude this process, and reading the file would drop it
+            # unlike lockf, flock excludes trainers in this process too, and reading the file does not release it
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except (BlockingIOError, PermissionError):
-            other = self._read()
+            owner = self._read()
             self.release()
             raise UserError(
-                f"Process {other.get('process')} on {other.get('host')} trains in {self.path} since "
-                f"{other.get('since')}. Wait until it has ended, or give another output_dir."
+                f"Process {owner.get('process')} on {owner.get('host')} trains in {self.path} since "
+                f"{owner.get('since')}. Wait until it has ended, or set another output_dir."
             ) from None
         except OSError as error:
-            logger.warning("%s cannot be locked (%s): let no second process train there.", self.path, error)
+            logger.warning("%s cannot be locked (%s). Do not start a second run there.", self.path, error)
 
     def release(self) -> None:
-        """Let other trainers train in the folder."""
+        """Release the lock of `claim`."""
         if self._file is not None:
-            with suppress(OSError):  # if it could not be locked
-                fcntl.flock(self._file, fcntl.LOCK_UN)  # for forked workers, too
+            with suppress(OSError):  # locking may have failed
+                fcntl.flock(self._file, fcntl.LOCK_UN)  # closing alone leaves it locked in forked workers
             os.close(self._file)
             self._file = None
 
     @property
     def began_from(self) -> str | None:
-        """The checkpoint from which training last began in this folder, a folder or URL; None if from none."""
+        """Folder or URL of the checkpoint that the last training in this folder resumed from, or None."""
         return self._run.get("began_from")
 
     @property
     def began_without_a_checkpoint(self) -> bool:
-        """Whether a run began in this folder, from no checkpoint, and has saved none."""
+        """Whether a run began in this folder without resuming, and has not saved a checkpoint."""
         return bool(self._run) and not self.began_from and not self.checkpoints()
 
     def begin(self, resumed: str | None, step: int = 0, bases: Iterable[str] = ()) -> None:
-        """Record that this process trains, and move aside the checkpoints that it does not resume from.
+        """Record that this process trains, and move away checkpoints that training does not continue from.
 
         Args:
-            resumed: The checkpoint that is resumed, a folder or URL; None if training begins anew.
-            step: The step of this checkpoint.
-            bases: Names or folders of the base models of adapters that are trained. They must stay where they are.
+            resumed: Folder or URL of the checkpoint to resume from; None if training starts from scratch.
+            step: The step of this checkpoint. Later checkpoints in the folder are moved.
+            bases: Names or folders of the base models of trained adapters. They must not be moved.
 
         Raises:
             UserError: The folder cannot be written to, or a base model would be moved.
@@ -445,15 +445,15 @@ class RunFolder:
         normalized = os.path.realpath if self.remote is None else str
         is_here = resumed is not None and normalized(os.path.dirname(resumed.rstrip("/"))) == normalized(self._place)
         with self._explaining():
-            left = [name for name in self.checkpoints() if not is_here or step_of(name) > step]
+            unused = [name for name in self.checkpoints() if not is_here or step_of(name) > step]
             for base in bases:
-                if any(Path(base).resolve().is_relative_to((self.path / name).resolve()) for name in left):
+                if any(Path(base).resolve().is_relative_to((self.path / name).resolve()) for name in unused):
                     raise UserError(
-                        f"The adapters' base model, {base}, is a checkpoint in output_dir={str(self.path)!r}, where a "
-                        "new run saves its own checkpoints under the same names. Give another output_dir."
+                        f"The adapters' base model, {base}, is a checkpoint in output_dir={str(self.path)!r}. A new "
+                        "run would save its own checkpoints under the same names. Set another output_dir."
                     )
-            if left:
-                self._move_aside(left)
+            if unused:
+                self._move_to_earlier(unused)
             earlier = self._run.get("resumed_at", []) if is_here else []
             self._run = {
                 "host": socket.gethostname(),
@@ -468,7 +468,7 @@ class RunFolder:
                 (self.path / RUN_FILE).write_text(json.dumps(self._run), encoding="utf-8")
                 flush(self.path / RUN_FILE)
 
-    def _move_aside(self, names: list[str]) -> None:
+    def _move_to_earlier(self, names: list[str]) -> None:
         below = f"{EARLIER_FOLDER}/{datetime.now():%Y%m%d-%H%M%S-%f}"
         if self.remote is not None:
             self.remote.move(names, below)
@@ -485,7 +485,7 @@ class RunFolder:
         )
 
     def _read(self) -> dict[str, Any]:
-        """Return the content of `_run.json`; nothing if it is torn, as a process that was killed may leave it."""
+        """Return the content of `_run.json`; empty if it is missing, or incomplete after its process was killed."""
         text = None
         if self.remote is not None:
             text = self.remote.read_text(RUN_FILE)
@@ -496,4 +496,4 @@ class RunFolder:
         return {}
 
     def _explaining(self) -> AbstractContextManager[None]:
-        return explaining(f"{self._place} cannot be written to", "Make room or mend it, or give another output_dir.")
+        return explaining(f"{self._place} cannot be written to", "Free space or repair it, or set another output_dir.")

@@ -1,8 +1,8 @@
-"""Tensors on disk: a model's files as transformers writes them, and shards in safetensors files by torch's plans.
+"""Read and write tensors as safetensors: model files as transformers writes them, and shards planned by torch.
 
-Reading the files of torch's own distributed checkpoint format needs pickle. Here each file is a safetensors file that
-records the place of its shards: nothing in a checkpoint can run code, and any mesh, or plain torch, reads what any
-other wrote.
+Reading torch's own distributed checkpoint format needs pickle. Here each file is a safetensors file that records the
+offsets of its shards. A checkpoint therefore cannot run code, and a checkpoint that was written on one mesh loads on
+any other mesh and in plain torch.
 """
 
 import re
@@ -35,39 +35,42 @@ from ..modeling.layers import by_layer
 from ..parallel.shard import reshard, zeros_laid_out_like
 from ..runtime import Runtime
 
-_WEIGHTS = re.compile(r"(model|adapter_model)(?:-\d{5}-of-\d{5})?\.safetensors(?:\.index\.json)?")
-_READ = re.compile(r"((adapter_)?model(-\d+-of-\d+)?|host-\d{5}-device-\d{3})\.safetensors")
+_MODEL_FILE = re.compile(r"(model|adapter_model)(?:-\d{5}-of-\d{5})?\.safetensors(?:\.index\.json)?")
+_TENSOR_FILE = re.compile(r"((adapter_)?model(-\d+-of-\d+)?|host-\d{5}-device-\d{3})\.safetensors")
 _FILE_SIZE = "5GB"
-"""The largest model file: while one is written, the host holds it twice."""
+"""Maximum size of a model file. While a file is written, the host holds its tensors twice."""
 
 PROGRESS_FILE = "progress.json"
 STATE_FOLDER = "state"
 WEIGHT_PREFIX = "model."
 OPTIMIZER_PREFIX = "optimizer."
-_OF_ARGUMENTS = ("params", "initial_lr", "weight_decay", "betas", "eps", "capturable", "foreach", "fused")
-"""Settings of an optimizer's groups that the new run's arguments give, not the checkpoint."""
+_GROUP_SETTINGS_OF_RUN = ("params", "initial_lr", "weight_decay", "betas", "eps", "capturable", "foreach", "fused")
+"""Settings of optimizer groups that come from the new run's arguments instead of the checkpoint."""
 
 Tensors = Mapping[str, torch.Tensor]
 
 
-# ---- a model's files
+# ---- model files
 
 
 def write_model(model: Any, weights: Mapping[str, torch.Tensor], folder: Path) -> None:
-    """Write full weights on the host as ``model.save_pretrained`` does, to a folder that has a config already."""
+    """Write full host weights to ``folder`` as ``model.save_pretrained`` does, but keep the folder's config."""
     with tempfile.TemporaryDirectory(dir=folder) as staging:
         model.save_pretrained(staging, state_dict=dict(weights), max_shard_size=_FILE_SIZE)
         for path in Path(staging).rglob("*"):
-            # the config may have changed since the weights were copied, and the README is peft's stub
+            # skip the config (it may have changed since the weights were copied) and peft's README stub
             if path.is_file() and path.name not in ("config.json", "README.md"):
                 (target := folder / path.relative_to(staging)).parent.mkdir(exist_ok=True)
                 path.rename(target)
 
 
 def older_weights(existing: list[str], new: list[str]) -> list[str]:
-    """Return the files of ``existing`` that hold an older model's weights, of the same kinds as those in ``new``."""
-    kinds = {match[1] for name in new if (match := _WEIGHTS.fullmatch(name))}
-    matches = [match for name in existing if (match := _WEIGHTS.fullmatch(name)) and name not in new]
+    """Return the weight files in ``existing`` that an older model left behind.
+
+    Model files count only if ``new`` has model files, and adapter files only if it has adapter files.
+    """
+    kinds = {match[1] for name in new if (match := _MODEL_FILE.fullmatch(name))}
+    matches = [match for name in existing if (match := _MODEL_FILE.fullmatch(name)) and name not in new]
     return [match[0] for match in matches if match[1] in kinds]
 
 
@@ -75,10 +78,10 @@ def older_weights(existing: list[str], new: list[str]) -> list[str]:
 
 
 def write_state(shards: Mapping[str, Any], folder: Path, runtime: Runtime) -> None:
-    """Write the shards of `Runtime.local_shards` to ``folder``; all processes take part, from any thread.
+    """Write shards from `Runtime.local_shards` to ``folder``. All ranks must call it; any thread may.
 
     Raises:
-        OSError: On all ranks if one could not write.
+        OSError: A rank could not write; raised on all ranks.
     """
     writer = _ShardWriter(str(folder), save_distributed=True)
     with _checkpointing():
@@ -86,10 +89,10 @@ def write_state(shards: Mapping[str, Any], folder: Path, runtime: Runtime) -> No
 
 
 def read_state(tensors: Mapping[str, torch.Tensor], folder: Path, runtime: Runtime) -> None:
-    """Read named tensors from the safetensors files of ``folder`` in place; all processes take part.
+    """Read tensors by name from the safetensors files in ``folder``, in place. All ranks must call it.
 
     Raises:
-        OSError: A tensor is missing, has another shape or cannot be read; on all ranks if on one.
+        OSError: On one rank, a tensor is missing, has another shape or cannot be read; raised on all ranks.
     """
     reader = reader_of(folder)
     runtime.step_boundary()
@@ -99,22 +102,22 @@ def read_state(tensors: Mapping[str, torch.Tensor], folder: Path, runtime: Runti
     runtime.all_gather_object(None)
 
 
-class _OwnFiles(FileSystem):
-    """Lists a model's files and shards only: a user may have added others, with tensors of any name."""
+class _TensorFiles(FileSystem):
+    """Lists only model files and shards: users may add other safetensors files, with tensors of any name."""
 
     def ls(self, path: Any) -> list[str]:
-        return [file for file in super().ls(path) if _READ.fullmatch(Path(file).name)]
+        return [file for file in super().ls(path) if _TENSOR_FILE.fullmatch(Path(file).name)]
 
 
 def reader_of(folder: Path) -> HuggingFaceStorageReader:
-    """Return a reader of the tensors in safetensors files of ``folder``, full or in shards."""
+    """Return a reader for the full or sharded tensors in the safetensors files of ``folder``."""
     reader = HuggingFaceStorageReader(str(folder))
-    reader.fs = _OwnFiles()
+    reader.fs = _TensorFiles()
     return reader
 
 
 def tensors_in(folder: Path, prefix: str = "") -> dict[str, torch.Tensor]:
-    """Return the tensors in safetensors files of ``folder`` whose names begin with ``prefix``, on the meta device."""
+    """Return the tensors stored in ``folder`` with names that begin with ``prefix``, as meta tensors by name."""
     saved = reader_of(folder).read_metadata().state_dict_metadata if folder.is_dir() else {}
     return {
         name: torch.empty(tensor.size, dtype=tensor.properties.dtype, device="meta")
@@ -124,21 +127,27 @@ def tensors_in(folder: Path, prefix: str = "") -> dict[str, torch.Tensor]:
 
 
 def join_shards(shards: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """Join the shards of `Runtime.local_shards` if this process has all of them; tied tensors stay tied."""
-    unique = {id(held): held if isinstance(held, torch.Tensor) else held.join() for held in shards.values()}
-    return {name: unique[id(held)] for name, held in shards.items()}
+    """Join shards from `Runtime.local_shards` into full tensors; this process must hold all of them.
+
+    Tied tensors stay tied.
+    """
+    unique = {id(shard): shard if isinstance(shard, torch.Tensor) else shard.join() for shard in shards.values()}
+    return {name: unique[id(shard)] for name, shard in shards.items()}
 
 
 def to_host(state: Mapping[str, torch.Tensor], runtime: Runtime, *, keeps: bool = True) -> dict[str, torch.Tensor]:
-    """Return a state dict as full host tensors; tied tensors stay tied. Nothing if not ``keeps``.
+    """Gather a state dict as full tensors on the host; tied tensors stay tied. All ranks must call it.
 
-    All processes take part. Several gather one tensor at a time, so that only those that keep all hold all.
+    Several processes gather one tensor at a time: a process without ``keeps`` never holds more than one full tensor.
+
+    Args:
+        keeps: Whether this process gets the tensors. If not, the result is empty.
     """
     if runtime.topology().process_count == 1:
         return join_shards(runtime.local_shards(state)) if keeps else {}
     host: dict[int, torch.Tensor] = {}
     for tensor in {id(tensor): tensor for tensor in state.values()}.values():
-        full = runtime.constrain(tensor, (None,) * tensor.dim())  # none of several processes has all shards
+        full = runtime.constrain(tensor, (None,) * tensor.dim())  # no single process has all shards
         copy = join_shards(runtime.local_shards({"": full}))[""]
         if keeps:
             host[id(tensor)] = copy
@@ -147,10 +156,10 @@ def to_host(state: Mapping[str, torch.Tensor], runtime: Runtime, *, keeps: bool 
 
 @contextmanager
 def _checkpointing() -> Iterator[None]:
-    """Run torch's distributed checkpoint without its warnings, and raise its failures as ordinary errors.
+    """Ignore two warnings of torch.distributed.checkpoint, and raise its CheckpointException as an OSError.
 
-    Its CheckpointException derives from BaseException and passes every ``except Exception``. The ignored warnings are
-    about a process that saves alone, as intended, and about torch's use of its own deprecated storage.
+    CheckpointException derives from BaseException, so ``except Exception`` does not catch it. The ignored warnings
+    report that a process saves alone, as intended, and that torch uses its own deprecated storage.
     """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
@@ -163,14 +172,14 @@ def _checkpointing() -> Iterator[None]:
 
 
 class _ShardWriter(HuggingFaceStorageWriter):
-    """Writes a file per host and device: torch writes one per host, in which shards of a tensor would collide."""
+    """Writes one file per host and device. In torch's one file per host, shards of a tensor would collide."""
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        of_device: dict[int, list[WriteItem]] = {}
+        items_by_device: dict[int, list[WriteItem]] = {}
         for item in plan.items:
-            of_device.setdefault(item.index.index or 0, []).append(item)
+            items_by_device.setdefault(item.index.index or 0, []).append(item)
         files: Queue = Queue()
-        for device, items in of_device.items():
+        for device, items in items_by_device.items():
             name = f"host-{plan.storage_data['shard_index'] - 1:05d}-device-{device:03d}.safetensors"
             files.put((self.fs.concat_path(self.path, name), name, items))
         return self._write_data(planner, files)
@@ -180,24 +189,27 @@ class _ShardWriter(HuggingFaceStorageWriter):
 
 
 def trained_weights(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return the tensors of the model, or of its adapters, by name; tied tensors under each of their names."""
+    """Return the model's tensors by name; if it has adapters, only the adapters' tensors.
+
+    A tied tensor appears under each of its names.
+    """
     reshard(model)
     weights = model.state_dict(keep_vars=True)
     if is_peft_model(model):
-        kept = adapter_names(model, weights)
-        weights = {name: tensor for name, tensor in weights.items() if name in kept}
+        names = adapter_names(model, weights)
+        weights = {name: tensor for name, tensor in weights.items() if name in names}
     return weights
 
 
 def whole_weights(model: nn.Module, runtime: Runtime, *, keeps: bool) -> dict[str, torch.Tensor]:
-    """Return `trained_weights` as `to_host` does; weights of stacked layers are named after each layer."""
+    """Gather `trained_weights` on the host, see `to_host`. Stacked weights are split into one weight per layer."""
     return by_layer(model, to_host(trained_weights(model), runtime, keeps=keeps))
 
 
 def gather_weights_on_save(model: nn.Module, runtime: Runtime) -> None:
-    """Let ``model.state_dict()``, and so ``save_pretrained``, copy the full weights to the host.
+    """Make ``model.state_dict()``, and thus ``save_pretrained``, gather the full weights on the host.
 
-    A device's tensors have no memory that safetensors could read. With ``keep_vars=True`` it returns them as they are.
+    safetensors cannot read the memory of device tensors. ``state_dict(keep_vars=True)`` still returns device tensors.
     """
 
     def copy_to_host(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
@@ -213,21 +225,21 @@ def gather_weights_on_save(model: nn.Module, runtime: Runtime) -> None:
 
 
 def are_in_model_files(model: nn.Module) -> bool:
-    """Return whether ``save_pretrained`` writes every weight under its own name, so that they can be read back there.
+    """Return whether ``save_pretrained`` writes every weight under its name in the model.
 
-    It does not for adapters, whose names it shortens, nor where transformers merges or splits weights as it loads
-    them (the experts of a mixture).
+    Then model files alone can restore the weights. They cannot for adapters (``save_pretrained`` shortens their names)
+    or for models with weights that transformers merges or splits while loading (mixtures of experts).
     """
-    leaves_out = is_peft_model(model) or getattr(model, "_keys_to_ignore_on_save", None)
-    if leaves_out or not isinstance(model, PreTrainedModel):
+    changes_names = is_peft_model(model) or getattr(model, "_keys_to_ignore_on_save", None)
+    if changes_names or not isinstance(model, PreTrainedModel):
         return False
     tensors = model.state_dict(keep_vars=True)
     shapes = {name: torch.empty_like(tensor, device="meta") for name, tensor in tensors.items()}
     return revert_weight_conversion(model, dict(shapes)).keys() == shapes.keys()
 
 
-def once(tensors: Mapping[str, Any], prefer: Set[str] = frozenset()) -> dict[str, Any]:
-    """Return each tensor once: under its first name, or if tied under one that is in ``prefer``."""
+def unique_tensors(tensors: Mapping[str, Any], prefer: Set[str] = frozenset()) -> dict[str, Any]:
+    """Return each tensor under one name: its first name, or the first in ``prefer`` if it has such a name."""
     names: dict[int, str] = {}
     for name, tensor in tensors.items():
         if id(tensor) not in names or (name in prefer and names[id(tensor)] not in prefer):
@@ -241,7 +253,7 @@ def optimizer_tensors(optimizer: Optimizer, model: nn.Module) -> dict[str, torch
 
 
 def optimizer_numbers(optimizer: Optimizer, model: nn.Module) -> dict[str, Any]:
-    """Return the optimizer's class, its settings, and the part of its state that is no tensor, for JSON."""
+    """Return the optimizer's class name, group settings and non-tensor state, for JSON."""
     groups = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
     numbers = {name: value for name, value in _optimizer_state(optimizer, model) if not torch.is_tensor(value)}
     state = by_layer(model, numbers)
@@ -266,10 +278,10 @@ def _trained_parameters(optimizer: Optimizer, model: nn.Module) -> Iterator[tupl
 
 
 def read_weights(model: nn.Module, checkpoint: str | Path, runtime: Runtime) -> None:
-    """Load the weights of a checkpoint into the model, which keeps its layout.
+    """Load the weights of a checkpoint into the model; the sharding of the model stays.
 
     Raises:
-        UserError: It is of another model; names the tensors that differ.
+        UserError: The checkpoint belongs to another model. The message names tensors that differ.
     """
     folder, prefix = Path(checkpoint, STATE_FOLDER), WEIGHT_PREFIX
     if not (saved := tensors_in(folder, prefix)):
@@ -279,15 +291,18 @@ def read_weights(model: nn.Module, checkpoint: str | Path, runtime: Runtime) -> 
     if not prefix and is_peft_model(model):
         adapter: Any = model.active_adapter
         weights = {name: weights[key] for name, key in names_in_file(model, weights, adapter).items()}
-    weights = once(weights, prefer={name.removeprefix(prefix) for name in saved})
+    weights = unique_tensors(weights, prefer={name.removeprefix(prefix) for name in saved})
     tensors: Tensors = {f"{prefix}{name}": tensor.detach() for name, tensor in weights.items()}
-    here, there = ({name: list(tensor.shape) for name, tensor in some.items()} for some in (tensors, saved))
-    # torch would not read tensors that only the checkpoint has
-    if differing := sorted(name for name in here | there if here.get(name) != there.get(name)):
-        some = [f"{name} is {there.get(name, 'not')} there and {here.get(name, 'not')} here" for name in differing[:3]]
+    here, there = ({name: list(tensor.shape) for name, tensor in state.items()} for state in (tensors, saved))
+    # torch silently ignores tensors that only the checkpoint has
+    if names := sorted(name for name in here | there if here.get(name) != there.get(name)):
+        shapes = [
+            f"{name}: {there.get(name, 'missing')} in the checkpoint, {here.get(name, 'missing')} in the model"
+            for name in names[:3]
+        ]
         raise UserError(
-            f"The checkpoint {checkpoint} is of another model: {len(differing)} weights differ ({'; '.join(some)}). "
-            "Give the model, and the adapters, that it was trained with."
+            f"The checkpoint {checkpoint} belongs to another model: {len(names)} weights differ "
+            f"({'; '.join(shapes)}). Pass the model, and the adapters, that it was trained with."
         )
     read_state(tensors, folder, runtime)
 
@@ -295,37 +310,37 @@ def read_weights(model: nn.Module, checkpoint: str | Path, runtime: Runtime) -> 
 def read_optimizer(
     optimizer: Optimizer, model: nn.Module, checkpoint: str | Path, numbers: Mapping[str, Any], runtime: Runtime
 ) -> None:
-    """Load the optimizer's state. State that does not exist yet is made, laid out like its parameters.
+    """Load the optimizer's state. Missing state tensors are created, sharded like their parameters.
 
     Args:
-        numbers: The result of `optimizer_numbers`.
+        numbers: The result of `optimizer_numbers` that the checkpoint stored.
 
     Raises:
-        UserError: It is the state of another optimizer.
+        UserError: The state belongs to another optimizer, or to parameters that are not trained now.
     """
     if (name := type(optimizer).__name__) != numbers["class"]:
         raise UserError(
-            f"The checkpoint {checkpoint} is of another optimizer, {numbers['class']}, and this is {name}. Choose the "
-            "`optim` that it was trained with, or start from its weights: give its folder as the model."
+            f"The checkpoint {checkpoint} has the state of another optimizer, {numbers['class']}, and this run uses "
+            f"{name}. Set `optim` as in the checkpoint's run, or start from its weights: pass its folder as the model."
         )
     folder, parameters = Path(checkpoint, STATE_FOLDER), dict(_trained_parameters(optimizer, model))
     for name, tensor in tensors_in(folder, OPTIMIZER_PREFIX).items():
         key, kind = _parameter_and_kind(name)
         if key not in parameters:
             raise UserError(
-                f"The checkpoint {checkpoint} has optimizer state of {key}, which is not trained now. "
-                "Train the same parameters, or start from its weights: give its folder as the model."
+                f"The checkpoint {checkpoint} has optimizer state of {key}, but this run does not train it. "
+                "Train the same parameters, or start from its weights: pass its folder as the model."
             )
         state, parameter = optimizer.state[parameters[key]], parameters[key]
         if kind not in state and tensor.shape == parameter.shape:
-            # torch's optimizers compute in the weights' type, and `optim_state_dtype` stored the checkpoint's moments
+            # torch's optimizers compute in the dtype of the weights, but the checkpoint has `optim_state_dtype`
             is_torchs = type(optimizer).__module__.startswith("torch.optim.")
             state[kind] = zeros_laid_out_like(parameter).to(parameter.dtype if is_torchs else tensor.dtype)
         elif kind not in state:
             state[kind] = torch.zeros_like(tensor, device="cpu")
             groups = optimizer.param_groups
             on_device = any(group.get(option) for group in groups for option in ("fused", "capturable"))
-            if tensor.dim() > 0 or on_device:  # else torch keeps Adam's step on the host
+            if tensor.dim() > 0 or on_device:  # otherwise torch keeps Adam's step on the host
                 state[kind] = runtime.to_device(state[kind], parameter.device)
     if tensors := optimizer_tensors(optimizer, model):
         read_state(tensors, folder, runtime)
@@ -336,18 +351,18 @@ def read_optimizer(
 
 
 def read_torch_optimizer(optimizer: Optimizer, scheduler: Any, checkpoint: str | Path, runtime: Runtime) -> None:
-    """Load the files of transformers' Trainer into existing state, which keeps its layout.
+    """Load the optimizer and scheduler files of transformers' Trainer; existing state keeps its sharding.
 
     Raises:
-        UserError: Its groups of parameters are not this optimizer's.
+        UserError: The sizes of the parameter groups differ from this optimizer's groups.
     """
     saved = torch.load(Path(checkpoint, OPTIMIZER_NAME), map_location="cpu", weights_only=True)
-    sizes = [[len(group["params"]) for group in each] for each in (saved["param_groups"], optimizer.param_groups)]
-    if sizes[0] != sizes[1]:  # state is by the parameters' numbers, which would be others' here
+    sizes = [[len(group["params"]) for group in groups] for groups in (saved["param_groups"], optimizer.param_groups)]
+    if sizes[0] != sizes[1]:  # state is stored by parameter index, and would load into the wrong parameters
         raise UserError(
-            f"The optimizer in {checkpoint} has groups of {sizes[0]} parameters, and this run's has {sizes[1]}: the "
-            "same parameters have to be trained, on a mesh without a tensor axis. Or start from its weights: give "
-            "its folder as the model."
+            f"The optimizer in {checkpoint} has groups of {sizes[0]} parameters, and this run's has {sizes[1]}. Train "
+            "the same parameters, on a mesh without a tensor axis, or start from its weights: pass its folder as the "
+            "model."
         )
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     with torch.no_grad():
@@ -361,9 +376,9 @@ def read_torch_optimizer(optimizer: Optimizer, scheduler: Any, checkpoint: str |
 
 
 def read_scheduler(scheduler: Any, checkpoint: str | Path) -> None:
-    """Load the step of the learning rate's schedule; the rate that it starts from is the new run's."""
+    """Load the step of the learning rate schedule; the base learning rate stays as set by the new run."""
     saved = torch.load(Path(checkpoint, SCHEDULER_NAME), map_location="cpu", weights_only=True)
-    if type(scheduler) is not LambdaLR:  # the rate of any other may depend on those before
+    if type(scheduler) is not LambdaLR:  # other schedulers may compute a rate from the rates before it
         scheduler.load_state_dict(saved)
         return
     factors = [factor_at(saved["last_epoch"]) for factor_at in scheduler.lr_lambdas]
@@ -379,20 +394,20 @@ def _parameter_and_kind(name: str) -> tuple[str, str]:
 
 
 def _update_groups(optimizer: Optimizer, saved_groups: list[dict[str, Any]]) -> None:
-    """Take the groups' settings from a checkpoint, except for those that the run's arguments give.
+    """Restore the groups' settings from a checkpoint, except those that the run's arguments set.
 
     Raises:
-        UserError: There are more or fewer groups than there were, and what they had was not the same.
+        UserError: The number of groups differs, and the checkpoint's groups do not all have the same settings.
     """
-    groups = [{name: saved[name] for name in saved.keys() - set(_OF_ARGUMENTS)} for saved in saved_groups]
-    if len(groups) != len(optimizer.param_groups):  # transformers splits them by the parameters' meshes
+    groups = [{name: saved[name] for name in saved.keys() - set(_GROUP_SETTINGS_OF_RUN)} for saved in saved_groups]
+    if len(groups) != len(optimizer.param_groups):  # transformers splits groups by the mesh of their parameters
         if any(group != groups[0] for group in groups):
             raise UserError(
-                f"The checkpoint's optimizer has {len(groups)} groups of parameters with settings of their own, and "
-                f"this one has {len(optimizer.param_groups)}. Make the groups that it was trained with, or start from "
-                "its weights: give its folder as the model."
+                f"The checkpoint's optimizer has {len(groups)} parameter groups with different settings, and this "
+                f"run's has {len(optimizer.param_groups)}. Create the groups that it was trained with, or start from "
+                "its weights: pass its folder as the model."
             )
         groups = groups[:1] * len(optimizer.param_groups)
     for group, saved in zip(optimizer.param_groups, groups, strict=True):
-        # JSON has no tuples
+        # JSON stores tuples as lists
         group |= {name: tuple(value) if isinstance(value, list) else value for name, value in saved.items()}

@@ -1,1 +1,1 @@
-"""Settings: `RewardConfig`, and what checks it before anything is loaded."""
+"""Settings: `RewardConfig`, and its checks before anything is loaded."""

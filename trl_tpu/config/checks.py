@@ -1,4 +1,4 @@
-"""Checks of settings: what is rejected, with the way out, and arguments that transformers has renamed or removed."""
+"""Checks that reject invalid settings, and arguments that transformers has renamed or removed."""
 
 import argparse
 import contextlib
@@ -22,8 +22,8 @@ from ..runtime import Remat
 
 logger = logging.getLogger(__name__)
 
-_NEEDLESS = "leave it out, it changes nothing"  # nothing about the result, or what is detected today
-_GONE = "gone"  # it asked for what there is no more; weights are split by `mesh` and `sharding_plan`
+_NO_EFFECT = "leave it out, it changes nothing"  # it did not affect results, or is now detected automatically
+_FEATURE_REMOVED = "gone"  # no replacement exists; `mesh` and `sharding_plan` shard the weights
 
 
 def _repository(args: Any) -> str:
@@ -35,44 +35,44 @@ def _split_batches(args: Any) -> dict[str, Any]:
     return {**(args.accelerator_config or {}), "split_batches": args.split_batches}
 
 
-#: Arguments of transformers 4: type, default, today's name (or `_GONE`, or advice to leave it out) and, if it is not
-#: the same, the value of that one, which may be a function of the config.
+#: Arguments of transformers 4. Each entry has the type, the default and today's argument (or `_FEATURE_REMOVED`, or
+#: advice to leave it out). If today's argument takes another value, the value follows, or a function of the config.
 REMOVED: dict[str, tuple[Any, ...]] = {
     "evaluation_strategy": (str | None, None, "eval_strategy"),
-    "overwrite_output_dir": (bool, False, _NEEDLESS),
+    "overwrite_output_dir": (bool, False, _NO_EFFECT),
     "per_gpu_train_batch_size": (int | None, None, "per_device_train_batch_size"),
     "per_gpu_eval_batch_size": (int | None, None, "per_device_eval_batch_size"),
     "warmup_ratio": (float | None, None, "warmup_steps", lambda args: args.warmup_steps or args.warmup_ratio),
     "logging_dir": (str | None, None, "TENSORBOARD_LOGGING_DIR"),
     "save_safetensors": (bool, True, "leave it out, since models are saved as safetensors"),
     "no_cuda": (bool, False, "use_cpu"),
-    "use_mps_device": (bool, False, _NEEDLESS),
-    "jit_mode_eval": (bool, False, _NEEDLESS),
-    "fp16_opt_level": (str, "O1", _GONE),
-    "half_precision_backend": (str, "auto", _GONE),
-    "tpu_num_cores": (int | None, None, _NEEDLESS),
+    "use_mps_device": (bool, False, _NO_EFFECT),
+    "jit_mode_eval": (bool, False, _NO_EFFECT),
+    "fp16_opt_level": (str, "O1", _FEATURE_REMOVED),
+    "half_precision_backend": (str, "auto", _FEATURE_REMOVED),
+    "tpu_num_cores": (int | None, None, _NO_EFFECT),
     "tpu_metrics_debug": (bool, False, "debug", "tpu_metrics_debug"),
-    "past_index": (int, -1, _GONE),
-    "fsdp_min_num_params": (int, 0, _GONE),
-    "fsdp_transformer_layer_cls_to_wrap": (str | None, None, _GONE),
+    "past_index": (int, -1, _FEATURE_REMOVED),
+    "fsdp_min_num_params": (int, 0, _FEATURE_REMOVED),
+    "fsdp_transformer_layer_cls_to_wrap": (str | None, None, _FEATURE_REMOVED),
     "adafactor": (bool, False, "optim", "adafactor"),
     "group_by_length": (bool, False, "train_sampling_strategy", "group_by_length"),
-    "use_legacy_prediction_loop": (bool, False, _NEEDLESS),
+    "use_legacy_prediction_loop": (bool, False, _NO_EFFECT),
     "include_inputs_for_metrics": (bool, False, "include_for_metrics", ["inputs"]),
-    "fp16_backend": (str, "auto", _GONE),
+    "fp16_backend": (str, "auto", _FEATURE_REMOVED),
     "push_to_hub_model_id": (str | None, None, "hub_model_id", _repository),
     "push_to_hub_organization": (str | None, None, "hub_model_id", _repository),
     "push_to_hub_token": (str | None, None, "hub_token"),
-    "mp_parameters": (str, "", _GONE),
+    "mp_parameters": (str, "", _FEATURE_REMOVED),
     "torchdynamo": (str | None, None, "torch_compile_backend"),
-    "ray_scope": (str, "last", _NEEDLESS),
-    "use_ipex": (bool, False, _NEEDLESS),
-    "dispatch_batches": (bool | None, None, _NEEDLESS),
+    "ray_scope": (str, "last", _NO_EFFECT),
+    "use_ipex": (bool, False, _NO_EFFECT),
+    "dispatch_batches": (bool | None, None, _NO_EFFECT),
     "split_batches": (bool | None, None, "accelerator_config", _split_batches),
     "include_tokens_per_second": (bool, False, "include_num_input_tokens_seen", "non_padding"),
 }
-_IS_JAX = "leave it out, since it is for JAX"
-#: Patterns of EasyDeL's and older TRL's names of arguments, each with today's name or what to do instead.
+_JAX_ONLY = "leave it out, since it is for JAX"
+#: Patterns of argument names of EasyDeL and older TRL versions, each with today's name or other advice.
 OLD_NAMES = {
     "arguments": "args",
     "max_sequence_length|seq_length": "max_length",
@@ -104,39 +104,46 @@ OLD_NAMES = {
     "evaluation_steps": "eval_steps",
     "eval_first_step": "eval_on_start",
     "do_last_save": "leave it out, since the command saves at its end; a script calls trainer.save_model()",
-    "save_optimizer_state": "save_only_model, which is the opposite",
+    "save_optimizer_state": "save_only_model (the opposite)",
     "save_tpu_preemption_checkpoints": "leave it out, since a SIGTERM always saves a checkpoint",
     "merge_lora_before.*save": "trl-tpu export --merge",
     "resume_if_possible": "resume_from_checkpoint=auto",
     "(force_)?step_start_point": "resume_from_checkpoint",
-    "remove_ckpt_after_load": "leave it out, since a checkpoint that a run began from is kept",
+    "remove_ckpt_after_load": "leave it out, since the checkpoint that a run started from is kept",
     "shuffle_train_dataset": "train_sampling_strategy",
     "shuffle_seed_train": "data_seed",
     "step_partition_spec|auto_shard_states|sharding_axis": "mesh",
     "attn_mechanism": "attn_implementation",
     "param_dtype": "dtype",
-    "attn_(softmax_)?dtype": "leave it out, since attention computes in the type that bf16 says",
+    "attn_(softmax_)?dtype": "leave it out, since bf16 decides the type of attention",
     "backend": "use_cpu, or PJRT_DEVICE and USE_TORCH_XLA in the environment",
     "use_data_collact?or": "data_collator of the trainer",
     "watchers|weight_distribution_.*": "callbacks of the trainer",
     "track_memory": "trl-tpu plan",
     "log_all_workers|process_zero_is_admin": "leave it out, since process 0 logs and writes",
     "performance_mode": "leave it out, since devices are read only when a log is due",
-    "use_grain|grain_.*|offload_d.*": "leave it out, since data stays on the disk, and each host reads its part",
+    "use_grain|grain_.*|offload_d.*": "leave it out, since data stays on disk, and each host reads its part",
     "benchmark.*": "trl-tpu score, and trl-tpu report",
-    "(log_training_)?generation.*|(use_)?esurge_.*": "leave it out, since a reward model writes no text",
+    "(log_training_)?generation.*|(use_)?esurge_.*": "leave it out, since a reward model generates no text",
     "lmhead_chunksize|train_on_inputs|aux_loss_enabled": "leave it out, since it is for language models",
     "quantization_.*|.*straight_through.*": "leave it out, or load_in_4bit for a frozen base on a GPU",
     "pruning_module|spars.*_module.*": "leave it out, since weights are not pruned",
-    "jax_distributed_config|init_tx|low_mem_usage|is_fine_tuning|use_cjit": _IS_JAX,
-    "model_parameters|state_apply_fn_kwarguments_to_model|_can_log.*|_im_a_hidden.*": _IS_JAX,
+    "jax_distributed_config|init_tx|low_mem_usage|is_fine_tuning|use_cjit": _JAX_ONLY,
+    "model_parameters|state_apply_fn_kwarguments_to_model|_can_log.*|_im_a_hidden.*": _JAX_ONLY,
 }
 
 
 def todays_names(names: Iterable[str]) -> str:
-    """Answer names of `OLD_NAMES` among these, flags with their dashes, with today's; empty if there are none."""
+    """Return advice on the arguments that match `OLD_NAMES`: today's names, or what to do instead.
+
+    Args:
+        names: Names of arguments, or flags such as ``--old_name=value``.
+
+    Returns:
+        The advice, separated by semicolons. Empty if no name matches.
+    """
     answers = []
-    for name in (each.partition("=")[0] for each in names):
+    for name in (text.partition("=")[0] for text in names):
         bare = name.lstrip("-").replace("-", "_")
         today = next((today for old, today in OLD_NAMES.items() if re.fullmatch(old, bare)), None)
         if today is not None:
@@ -147,12 +154,12 @@ def todays_names(names: Iterable[str]) -> str:
 
 
 class AnswersOldNames:
-    """Base of classes whose constructor answers an unknown argument of `OLD_NAMES` with today's name."""
+    """Base class that rejects unknown constructor arguments with advice from `OLD_NAMES`."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        known = inspect.signature(cls).parameters
-        takes_all = any(each.kind is each.VAR_KEYWORD for each in known.values())
-        if not takes_all and (answer := todays_names(name for name in kwargs if name not in known)):
+        parameters = inspect.signature(cls).parameters
+        takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+        if not takes_all and (answer := todays_names(name for name in kwargs if name not in parameters)):
             raise UserTypeError(f"{cls.__name__} was given unknown arguments. {answer}.")
         return super().__new__(cls)
 
@@ -160,7 +167,7 @@ class AnswersOldNames:
 if TYPE_CHECKING:
 
     class RemovedArguments(AnswersOldNames):
-        """Fields of `REMOVED`, for dataclasses that are `transformers.TrainingArguments`, too."""
+        """The fields of `REMOVED`, for subclasses of `transformers.TrainingArguments`."""
 
         evaluation_strategy: str | None
 else:
@@ -172,18 +179,18 @@ else:
 
 
 def take_removed(args: Any) -> None:
-    """Set today's arguments by those that were given and are gone, with a warning for each that names today's.
+    """Set today's arguments from removed ones (`REMOVED`), with a deprecation warning for each.
 
     Raises:
-        UserError: One asked for what there is no more.
+        UserError: If an argument asks for a feature that no longer exists.
     """
     for name, (_, default, today, *values) in REMOVED.items():
-        given = getattr(args, name)
-        if given is None or given == default:
+        old_value = getattr(args, name)
+        if old_value is None or old_value == default:
             continue
-        if today == _GONE:
-            raise UserError(f"`{name}={given}`: what this argument of transformers 4 asks for is gone. Leave it out.")
-        value = values[0] if values else given
+        if today == _FEATURE_REMOVED:
+            raise UserError(f"`{name}={old_value}` asks for a feature that only transformers 4 has. Leave it out.")
+        value = values[0] if values else old_value
         value = value(args) if callable(value) else value
         advice = f"use `{today}={value!r}`"
         if today.startswith("leave it out"):
@@ -193,14 +200,14 @@ def take_removed(args: Any) -> None:
             advice = f"set {today} in the environment"
         else:
             setattr(args, today, value)
-        advice = "use `hub_token`" if today == "hub_token" else advice  # no log has the token
+        advice = "use `hub_token`" if today == "hub_token" else advice  # the token must not be logged
         warnings.warn(f"`{name}` is deprecated: {advice}.", FutureWarning, stacklevel=4)
-    args.push_to_hub_token = None  # one place keeps the token, and no file that is saved
+    args.push_to_hub_token = None  # only `hub_token` holds the token, and no saved file has it
 
 
 @dataclass
 class TrainingArguments(RemovedArguments, transformers.TrainingArguments):
-    """`transformers.TrainingArguments`, which also takes the arguments that it had up to 4.57."""
+    """`transformers.TrainingArguments` that also accepts the arguments of versions up to 4.57."""
 
     def __post_init__(self) -> None:
         take_removed(self)
@@ -209,80 +216,81 @@ class TrainingArguments(RemovedArguments, transformers.TrainingArguments):
 
 _PLAIN_TORCH = "train on plain torch with USE_TORCH_XLA=0"
 
-#: Settings that are honored nowhere, and what to do instead: by name, or as `name=` and what values have in them.
+#: Settings that no runtime supports, and what to do instead. A key is a name, or `name=` and a pattern of values.
 LIMITS = {
-    "include_for_metrics=inputs": "leave it out, and read the evaluation data, whose order predictions have",
+    "include_for_metrics=inputs": "leave it out, and read the evaluation data: predictions are in the same order",
     "save_steps=None": "leave it out, or set save_strategy='no'",
-    "eval_do_concat_batches=False": "leave it out: compute_metrics is given one array of all pairs",
+    "eval_do_concat_batches=False": "leave it out: compute_metrics receives one array of all pairs",
 }
-#: The same of settings that XLA cannot honor.
+#: Settings that XLA does not support, in the form of `LIMITS`.
 XLA_LIMITS = {
-    "fsdp": "shard with mesh='fsdp=-1', which needs no wrapper (transformers' XLA path saves broken files)",
-    "deepspeed": "shard with mesh='fsdp=-1', which is ZeRO-3 without DeepSpeed",
+    "fsdp": "shard with mesh='fsdp=-1' without a wrapper (transformers' XLA path saves broken files)",
+    "deepspeed": "shard with mesh='fsdp=-1' (ZeRO-3 without DeepSpeed)",
     "parallelism_config": "arrange the devices with mesh",
-    "use_liger_kernel": "leave it out: its Triton kernels are for GPUs, and XLA fuses by itself",
-    "auto_find_batch_size": "set per_device_train_batch_size: every size tried would be compiled anew",
+    "use_liger_kernel": "leave it out: its Triton kernels are for GPUs, and XLA fuses operations automatically",
+    "auto_find_batch_size": "set per_device_train_batch_size: every size it tries would need another compilation",
     **dict.fromkeys(
-        ("torch_compile", "torch_compile_backend", "torch_compile_mode"), "leave it out: XLA compiles anyway"
+        ("torch_compile", "torch_compile_backend", "torch_compile_mode"), "leave it out: XLA always compiles"
     ),
     "fp16": "use bf16=True: XLA devices have no float16 loss scaling",
     "fp16_full_eval": "leave it out: evaluation runs in the training precision",
     "bf16_full_eval": "leave it out: with bf16=True evaluation computes in bfloat16 already",
     "use_cpu": f"set the environment variable PJRT_DEVICE=CPU for XLA on the CPU, or {_PLAIN_TORCH}",
-    "include_num_input_tokens_seen": "read num_tokens in the logs, which counts them without stopping the device",
+    "include_num_input_tokens_seen": "read num_tokens in the logs: it counts tokens without stopping the device",
     "neftune_noise_alpha": f"leave it out, or {_PLAIN_TORCH}",
     "torch_empty_cache_steps": "leave it out: XLA plans memory when it compiles",
-    "enable_jit_checkpoint": "leave it out: a SIGTERM to any host lets all of them save and stop without it",
+    "enable_jit_checkpoint": "leave it out: after a SIGTERM to any host, all hosts save and stop without it",
     "train_sampling_strategy=batch_rebalance": "leave it out: every batch has the same number of pairs",
-    "dataloader_in_order=False": "leave it out: all hosts have to take the same batches",
-    "debug=underflow": "leave it out: it would stop the device in every layer; see nonfinite_limit, which is on",
-    "optim=fused": "use optim='adamw_torch', which XLA fuses by itself",
-    "optim=bit|bnb|ademamix": f"use optim='adamw_torch'; bitsandbytes needs CUDA, or {_PLAIN_TORCH}",
+    "dataloader_in_order=False": "leave it out: all hosts must use the same batches",
+    "debug=underflow": "leave it out: it would stop the device in every layer; nonfinite_limit checks each step",
+    "optim=fused": "use optim='adamw_torch': XLA fuses it automatically",
+    "optim=bit|bnb|ademamix": f"use optim='adamw_torch', since bitsandbytes needs CUDA, or {_PLAIN_TORCH}",
     "optim=layerwise|lomo": (
-        "use optim='adamw_torch': these update weights inside the backward pass, which no layout of theirs reaches"
+        "use optim='adamw_torch': these optimizers update unsharded weights inside the backward pass"
     ),
 }
-#: The same of each runtime.
+#: Settings that are not supported by each runtime, in the form of `LIMITS`.
 DEVICE_LIMITS: Mapping[str, Mapping[str, str]] = {
     "xla": XLA_LIMITS,
-    "torchtpu": {"use_cpu": "set the environment variable ACCELERATE_USE_CPU=1, which chooses plain torch on the CPU"},
+    "torchtpu": {"use_cpu": "set the environment variable ACCELERATE_USE_CPU=1 for plain torch on the CPU"},
     "native": {},
 }
-#: The same of settings that a mesh over several processes cannot honor.
+#: Settings that a mesh over several processes does not support, in the form of `LIMITS`.
 RANK_LIMITS = {
-    **dict.fromkeys(("fsdp", "deepspeed", "parallelism_config"), "leave it out: mesh splits the model"),
+    **dict.fromkeys(("fsdp", "deepspeed", "parallelism_config"), "leave it out: mesh shards the model"),
     "bf16_full_eval": XLA_LIMITS["bf16_full_eval"],
-    "fp16": "use bf16=True: a loss scale would skip steps in some processes alone",
+    "fp16": "use bf16=True: a loss scale would skip steps in some processes only",
     "fp16_full_eval": XLA_LIMITS["fp16_full_eval"],
     "auto_find_batch_size": "set per_device_train_batch_size: processes would try different ones",
-    "sharding_plan": "leave it out: transformers splits by its own plan",
-    "train_sampling_strategy=group_by_length|batch_rebalance": "leave it out: all processes have to take one order",
-    "accelerator_config=use_seedable_sampler=False": "leave use_seedable_sampler on: all have to take one order",
+    "sharding_plan": "leave it out: transformers shards by its own plan",
+    "train_sampling_strategy=group_by_length|batch_rebalance": "leave it out: all processes must use the same order",
+    "accelerator_config=use_seedable_sampler=False": "leave use_seedable_sampler on: all must use the same order",
     "accelerator_config=split_batches=True": "leave split_batches out, and set total_batch_size",
-    "optim=bit|bnb|ademamix|layerwise|lomo": "use optim='adamw_torch', which updates each process's part",
+    "optim=bit|bnb|ademamix|layerwise|lomo": "use optim='adamw_torch': it can update each process's shards",
 }
-#: The same of settings with `group_by_prompt`.
+#: Settings that `group_by_prompt` does not support, in the form of `LIMITS`.
 GROUPED_LIMITS = {
     "train_sampling_strategy=sequential|group_by_length|batch_rebalance": "leave it out: prompts come in random order",
 }
-_ADAM = "choose optim='adamw_torch', or leave optim_state_dtype out"
-_GRADIENTS = dict.fromkeys(("fsdp", "deepspeed", "fp16"), "leave log_grad_norms out: it reads whole gradients")
-_RECOMPUTE = "choose remat='full' or, to keep matrix products, remat='dots', and leave gradient_checkpointing out"
-_LOOP = (
-    "set scan_layers=True; without it the TPU's compiler (libtpu 0.0.21) moves the layers' inputs to the host, and "
-    "then needs more memory than before"
+_ADAM_FIX = "choose optim='adamw_torch', or leave optim_state_dtype out"
+_GRAD_NORM_LIMITS = dict.fromkeys(("fsdp", "deepspeed", "fp16"), "leave log_grad_norms out: it reads full gradients")
+_REMAT_FIX = "set remat='full' or, to keep matrix products, remat='dots', and leave gradient_checkpointing out"
+_OFFLOAD_FIX = (
+    "set scan_layers=True; without it, the TPU's compiler (libtpu 0.0.21) moves the layers' inputs to the host, and "
+    "needs more memory than without offloading"
 )
-_DOTS = "leave out use_reentrant and context_fn, which it sets by itself"
-_KEEP = "leave out offload and context_fn, options of torch's own, or choose what is kept with remat='dots'"
+_DOT_FIX = "leave out use_reentrant and context_fn, since remat='dots' sets them"
+_OPTIONS_FIX = "leave out offload and context_fn, torch's own options, or keep matrix products with remat='dots'"
 
-#: Lowest values of settings; lower ones would end in an error that does not name the setting, or leave out all rows.
+#: Minimum values of settings. Lower values would drop all rows, or fail later with an error that does not name the
+#: setting.
 AT_LEAST = {
     **dict.fromkeys(("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"), 1),
     **dict.fromkeys(("max_length", "row_length", "max_shapes", "pad_to_multiple_of"), 1),
     **dict.fromkeys(("total_batch_size", "max_eval_steps", "ranking_top_k"), 1),
     **dict.fromkeys(("nonfinite_limit", "num_train_epochs", "save_interval_minutes"), 0),
 }
-#: The values of settings that have a few; None may be left out.
+#: Allowed values of settings with a fixed set of values. None means that the setting may be left out.
 CHOICES: dict[str, tuple[str | None, ...]] = {
     "packing": ("auto", "true", "false"),
     "packed_attention": ("auto", "masks", "expanded"),
@@ -293,8 +301,9 @@ CHOICES: dict[str, tuple[str | None, ...]] = {
     "optim_state_dtype": ("bfloat16", None),
     "progress": ("bar", "json"),
 }
-#: Settings that change nothing unless another one has a certain value, by the latter: `name=` and a pattern of its
-#: values. Fields of `RewardConfig` and of `ModelConfig`.
+#: Settings that have no effect unless another setting has a certain value. A key is this condition: the name of the
+#: setting, `=` and a pattern of values. A value lists the settings that depend on it. All are fields of `RewardConfig`
+#: or `ModelConfig`.
 NEEDS = {
     "eval_strategy=steps": "eval_steps",
     "eval_strategy=steps|epoch": "eval_delay metric_for_best_model",
@@ -319,17 +328,17 @@ NEEDS = {
 
 
 def check_choices(args: Any, choices: Mapping[str, tuple[str | None, ...]]) -> None:
-    """Raise UserError unless each setting has one of its choices."""
+    """Raise UserError if a setting has none of its allowed values."""
     for setting, values in choices.items():
         if (value := getattr(args, setting)) not in values:
             raise UserError(f"{setting} must be one of {', '.join(map(repr, values))}, got {value!r}.")
 
 
 def check_values(args: Any) -> None:
-    """Reject values outside their ranges, mappings that are no JSON objects, and settings that exclude each other.
+    """Reject values outside their ranges, invalid JSON objects, and settings that exclude each other.
 
     Raises:
-        UserError: Names the setting, its value and the rule.
+        UserError: With the setting, its value and the rule.
     """
     for setting, least in AT_LEAST.items():
         value = getattr(args, setting)
@@ -341,24 +350,24 @@ def check_values(args: Any) -> None:
         if isinstance(value, str) and (value.startswith("{") or setting.endswith("_kwargs")):
             with contextlib.suppress(json.JSONDecodeError):
                 value = json.loads(value)
-            if not isinstance(value, dict):  # transformers would leave the text as it is, or not say whose it is
+            if not isinstance(value, dict):  # transformers accepts other text, or does not name the setting
                 raise UserError(f'{setting} must be a JSON object such as {{"name": 1}}, got {value}.')
     if not 0 < args.tie_threshold < math.inf:
         raise UserError(f"tie_threshold must be a number above 0, got {args.tie_threshold!r}.")
     if not 0 <= args.label_smoothing < 0.5:
         raise UserError(f"label_smoothing must be at least 0 and below 0.5, got {args.label_smoothing!r}.")
     names, weights, loss_weights = args.attributes or [], args.attribute_weights, args.attribute_loss_weights
-    counts = {len(each) for each in (names, set(names), weights, loss_weights) if each is not None}
+    counts = {len(values) for values in (names, set(names), weights, loss_weights) if values is not None}
     is_finite = math.isfinite(sum([*(weights or []), *(loss_weights or [])]))
     if counts not in ({0}, {max(2, len(names))}) or not is_finite or not min(loss_weights or [1.0]) > 0:
         raise UserError(
-            f"attributes={names} must be two names or more, each once, attribute_weights={weights} a number for each, "
-            f"and attribute_loss_weights={loss_weights} a positive one."
+            f"attributes={names} must be at least two different names, attribute_weights={weights} one finite number "
+            f"per attribute, and attribute_loss_weights={loss_weights} one positive finite number per attribute."
         )
-    with explaining(f"frozen_parameters={args.frozen_parameters!r} is no regular expression", "Correct it."):
+    with explaining(f"frozen_parameters={args.frozen_parameters!r} is not a valid regular expression", "Correct it."):
         re.compile(args.frozen_parameters or "")
     is_sigmoid, learns_ties = args.loss_type == "sigmoid", args.ties in ("davidson", "rao_kupper")
-    out = "leave it out, or set that"
+    advice = "leave it out, or meet this condition"
     check_tables(
         args,
         (True, LIMITS, "not supported"),
@@ -368,41 +377,48 @@ def check_values(args: Any) -> None:
             dict.fromkeys(("save_only_model", "fsdp", "deepspeed"), "leave it out, or name a checkpoint"),
             "impossible with resume_from_checkpoint='auto'",
         ),
-        (args.attributes, {"average_over=comparisons": "leave it out"}, "not of attributes"),
+        (args.attributes, {"average_over=comparisons": "leave it out"}, "not supported with attributes"),
         (
             not is_sigmoid,
-            {"ties=davidson|rao_kupper": out, "average_over=comparisons": out},
+            {"ties=davidson|rao_kupper": advice, "average_over=comparisons": advice},
             "only for loss_type='sigmoid'",
         ),
         (
             not is_sigmoid or learns_ties,
-            dict.fromkeys(("margin_scale", "label_smoothing"), out),
+            dict.fromkeys(("margin_scale", "label_smoothing"), advice),
             "only for loss_type='sigmoid' without ties",
         ),
-        (args.loss_type != "plackett_luce", {"ranking_top_k": out}, "only for loss_type='plackett_luce'"),
-        (args.optim_state_dtype, {"optim=^(?!adamw_torch(_fused)?$)": _ADAM}, "impossible with optim_state_dtype"),
-        (args.log_grad_norms, _GRADIENTS, "impossible with log_grad_norms"),
-        (not learns_ties, {r"tie_threshold=^(?!1(\.0)?$)": out}, "only for ties='davidson' and 'rao_kupper'"),
+        (args.loss_type != "plackett_luce", {"ranking_top_k": advice}, "only for loss_type='plackett_luce'"),
+        (args.optim_state_dtype, {"optim=^(?!adamw_torch(_fused)?$)": _ADAM_FIX}, "impossible with optim_state_dtype"),
+        (args.log_grad_norms, _GRAD_NORM_LIMITS, "impossible with log_grad_norms"),
+        (not learns_ties, {r"tie_threshold=^(?!1(\.0)?$)": advice}, "only for ties='davidson' and 'rao_kupper'"),
     )
-    _ = args.remat_policy, args.time_limit  # which say what is wrong with them
+    _ = args.remat_policy, args.time_limit  # both raise UserError on invalid values
 
 
 def check_tables(args: Any, *tables: tuple[Any, Mapping[str, str], str]) -> None:
-    """Apply `check_limits` with each table whose condition, its first item, holds."""
+    """Call `check_limits` for each table that applies.
+
+    Args:
+        args: The settings to check.
+        tables: Tuples of a condition and the arguments ``limits`` and ``what`` of `check_limits`. The table applies if
+            the condition is true.
+    """
     for applies, limits, what in tables:
         if applies:
             check_limits(args, limits, what)
 
 
 def check_limits(args: Any, limits: Mapping[str, str], what: str) -> None:
-    """Refuse settings that are not honored.
+    """Reject settings that are not supported.
 
     Args:
-        limits: `LIMITS`, or those of a device.
-        what: What such a setting is.
+        args: The settings to check.
+        limits: Advice for each rejected setting, in the form of `LIMITS`.
+        what: Reason in the message "SETTING=VALUE is REASON", such as "not supported".
 
     Raises:
-        UserError: Names the setting, its value and what to do instead.
+        UserError: With the setting, its value, the reason and the advice.
     """
     for key, instead in limits.items():
         setting, _, part = key.partition("=")
@@ -413,43 +429,46 @@ def check_limits(args: Any, limits: Mapping[str, str], what: str) -> None:
 
 
 def warn_of_unmet_needs(args: Any, needs: Mapping[str, str] = NEEDS) -> None:
-    """Warn of each setting of the dataclass ``args`` that changes nothing because of another one: see `NEEDS`."""
-    defaults = {each.name: each.default for each in fields(args)}
+    """Warn of each setting of the dataclass ``args`` that has no effect because of another setting: see `NEEDS`."""
+    defaults = {item.name: item.default for item in fields(args)}
     for need, settings in needs.items():
         other, _, part = need.partition("=")
         for setting in settings.split() if other in defaults else ():
-            given, value = (getattr(each, "value", each) for each in (getattr(args, setting), getattr(args, other)))
-            if given != defaults[setting] and not re.search(part, str(value)):
+            value, condition = (getattr(raw, "value", raw) for raw in (getattr(args, setting), getattr(args, other)))
+            if value != defaults[setting] and not re.search(part, str(condition)):
                 change = f"change {other}" if "^" in part else f"set {need}"
-                logger.warning("%s=%r has no effect with %s=%r: %s.", setting, given, other, value, change)
+                logger.warning("%s=%r has no effect with %s=%r: %s.", setting, value, other, condition, change)
 
 
 def check_trackers(args: Any) -> None:
-    """Raise UserError where `report_to` names a tracker that is not installed: transformers loads all models first."""
+    """Raise UserError if `report_to` names a tracker that is not installed.
+
+    transformers would raise only after it has loaded the model.
+    """
     installed = {*get_available_reporting_integrations(), *["flyte"] * is_flytekit_available()}
     if missing := sorted({*args.report_to} - installed):
         raise UserError(
-            f"report_to={args.report_to} names {', '.join(missing)}, and no tracker of that name is installed: "
-            "install it, correct its name, or leave it out of report_to."
+            f"report_to={args.report_to} names {', '.join(missing)}, but no such tracker is installed. Install it, "
+            "correct its name, or leave it out of report_to."
         )
 
 
 def check_rate(args: Any, model: Any) -> None:
-    """Warn where a whole model is trained at TRL's default learning rate, which is one for adapters."""
+    """Warn if a full model is trained with TRL's default learning rate, a rate for adapters."""
     sizes = [(weight.numel(), weight.requires_grad) for weight in model.parameters()]
     trained = sum(size for size, trains in sizes if trains)
     if args.learning_rate == 1e-4 and trained > sum(size for size, _ in sizes) / 2:
         logger.warning(
-            "learning_rate=1e-4, TRL's default, is for adapters (--use_peft) and much too high for a whole model. "
+            "learning_rate=1e-4, TRL's default, is for adapters (--use_peft) and much too high for a full model. "
             "Common rates: 1e-5 for 0.5B, 2e-6 for 1B, 2e-6 to 9e-6 for 8B parameters."
         )
 
 
 def check_remat(args: Any) -> None:
-    """Reject choices of what to compute again that contradict each other. transformers has read the others by now.
+    """Reject contradictory settings of recomputation; to be called after transformers' ``__post_init__``.
 
     Raises:
-        UserError: Names both, and what to do instead.
+        UserError: With both settings and what to do instead.
     """
     policy, on_xla = args.remat_policy, runtime.current().is_spmd
     if args.remat is not None and (policy != Remat.NONE) != bool(args.activation_checkpointing):
@@ -460,16 +479,16 @@ def check_remat(args: Any) -> None:
     options = "activation_checkpointing_kwargs='({})': (?!None|False)"
     check_tables(
         args,
-        (not on_xla, {"scan_layers": "leave it out"}, "impossible here, since plain torch compiles nothing"),
-        (policy == Remat.NONE, {"scan_layers": _RECOMPUTE}, "impossible where no layer is computed again"),
-        (on_xla and not args.scan_layers, {"activation_offloading": _LOOP}, "impossible on layers one by one"),
-        (policy == Remat.DOTS, {options.format("use_reentrant|context_fn"): _DOTS}, "impossible with remat='dots'"),
-        (on_xla, {options.format("offload|context_fn"): _KEEP}, "impossible on PyTorch/XLA"),
+        (not on_xla, {"scan_layers": "leave it out"}, "only for PyTorch/XLA"),
+        (policy == Remat.NONE, {"scan_layers": _REMAT_FIX}, "impossible without recomputation of layers"),
+        (on_xla and not args.scan_layers, {"activation_offloading": _OFFLOAD_FIX}, "impossible without scan_layers"),
+        (policy == Remat.DOTS, {options.format("use_reentrant|context_fn"): _DOT_FIX}, "impossible with remat='dots'"),
+        (on_xla, {options.format("offload|context_fn"): _OPTIONS_FIX}, "impossible on PyTorch/XLA"),
     )
 
 
 def check_final_rate(args: Any, optimizer: Any) -> None:
-    """Raise UserError where an optimizer begins at a learning rate that is not above `learning_rate_end`."""
+    """Raise UserError unless all initial learning rates of an optimizer are above `learning_rate_end`."""
     rate = min(optimizer.defaults["lr"], *(group["lr"] for group in optimizer.param_groups))
     if rate <= args.learning_rate_end:
         raise UserError(

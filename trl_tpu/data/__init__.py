@@ -1,1 +1,1 @@
-"""From preference rows to batches: formats, checks, tokenizing, packing, collators. No torch_xla, no trainer."""
+"""Preference data, from raw rows to batches: formats, checks, tokenization, collators. No torch_xla, no trainer."""

@@ -1,4 +1,4 @@
-"""TRL's functions over chat templates and prompts, and the date that a template writes."""
+"""TRL's functions for chat templates and prompts, and a warning about templates that write the current date."""
 
 import logging
 import re
@@ -16,7 +16,7 @@ from .formats import Messages, apply_template, template_arguments
 
 logger = logging.getLogger(__name__)
 
-_DIALOGUE_KEYS = ("prompt", "chosen", "rejected", "completion", "messages")
+_CONVERSATION_KEYS = ("prompt", "chosen", "rejected", "completion", "messages")
 
 _ANSWER_KEYS = ("chosen", "rejected", "completion")
 
@@ -31,8 +31,8 @@ _TEMPLATE_FORMS: tuple[set[str], ...] = (
 
 
 def is_conversational(example: Mapping[str, Any]) -> bool:
-    """Tell whether the first column of a conversation is a list of messages with a ``role``."""
-    value = next((example[key] for key in _DIALOGUE_KEYS if key in example), None)
+    """Check whether an example's first conversation column is a list of messages with a ``role``."""
+    value = next((example[key] for key in _CONVERSATION_KEYS if key in example), None)
     return isinstance(value, list) and bool(value) and isinstance(value[0], dict) and "role" in value[0]
 
 
@@ -44,24 +44,24 @@ def apply_chat_template(
 ) -> dict[str, Any]:
     """Render a conversational example as text.
 
-    The columns keep their names, but ``messages`` becomes ``text``. A prompt that ends with a user or tool turn gets
-    the generation prompt; one that ends with an assistant turn is left open, to be continued. Answers are what the
-    whole dialogue's rendering adds to the prompt's.
+    The columns keep their names, except that ``messages`` becomes ``text``. A prompt that ends with a user or tool
+    turn gets the generation prompt. A prompt that ends with an assistant turn is left open, to be continued. Each
+    answer is the part of the rendered conversation after the rendered prompt.
 
     Args:
-        example: Columns of one of the forms language modeling, prompt only, prompt and completion (with or without
-            ``label``), preference (prompt explicit or implicit); optionally ``chat_template_kwargs``, a dictionary for
-            the template.
-        processing_class: The tokenizer whose chat template renders.
-        tools: Functions or their JSON schemas, for templates that know tools.
-        **template_kwargs: For the template.
+        example: Columns of one of these forms: language modeling, prompt only, prompt and completion (with or without
+            ``label``), or preference (with or without an explicit prompt). Optionally also ``chat_template_kwargs``,
+            a dictionary of variables for the template.
+        processing_class: The tokenizer with the chat template.
+        tools: Functions or their JSON schemas, for templates that support tools.
+        **template_kwargs: Variables for the template.
 
     Raises:
-        KeyError: The columns are of none of these forms.
-        UserError: The prompt ends with a turn that is neither user's, tool's nor assistant's; a key of
-            ``chat_template_kwargs`` that is not for the template; content that is no text for it.
+        KeyError: The columns match none of these forms.
+        UserError: The prompt's last role is not user, tool or assistant; a key of ``chat_template_kwargs`` is not a
+            template variable; or content is not text.
     """
-    keys = {key for key in (*_DIALOGUE_KEYS, "label") if key in example}
+    keys = {key for key in (*_CONVERSATION_KEYS, "label") if key in example}
     if keys not in _TEMPLATE_FORMS:
         raise KeyError(f"Invalid keys in the example: {keys}")
     render: Callable[..., Any] = partial(
@@ -85,17 +85,17 @@ def _render_with_prompt(example: dict[str, Any], render: Callable[..., Any]) -> 
         raise UserError(f"Invalid role in the last message: {last_role}")
     continues = last_role == "assistant"
     prompt = render(example["prompt"], continue_final_message=continues, add_generation_prompt=not continues)
-    dialogues = {key: render(example["prompt"] + example[key]) for key in _ANSWER_KEYS if key in example}
-    # A generation prompt may say more than the whole dialogue does at that place (an opened thought, say); what the
-    # renderings have in common is the prompt.
-    shared = min((_common_length(prompt, text) for text in dialogues.values()), default=len(prompt))
-    return {"prompt": prompt[:shared], **{key: text[shared:] for key, text in dialogues.items()}}
+    conversations = {key: render(example["prompt"] + example[key]) for key in _ANSWER_KEYS if key in example}
+    # A generation prompt may hold text that the rendered conversations lack, such as a tag that opens a thought. So
+    # the prompt is the common prefix of all renderings.
+    shared = min((_common_length(prompt, text) for text in conversations.values()), default=len(prompt))
+    return {"prompt": prompt[:shared], **{key: text[shared:] for key, text in conversations.items()}}
 
 
 def _common_length(first: Sequence, second: Sequence) -> int:
-    """Count the elements that the two begin with in common."""
+    """Return the length of the common prefix."""
     pairs = enumerate(zip(first, second, strict=False))
-    return next((index for index, (one, other) in pairs if one != other), min(len(first), len(second)))
+    return next((index for index, (left, right) in pairs if left != right), min(len(first), len(second)))
 
 
 def maybe_apply_chat_template(
@@ -104,7 +104,7 @@ def maybe_apply_chat_template(
     tools: list[dict | Callable] | None = None,
     **template_kwargs: Any,
 ) -> dict[str, Any]:
-    """Apply the chat template to a conversational example; any other is returned as it is."""
+    """Apply the chat template to a conversational example; return any other example unchanged."""
     if is_conversational(example):
         return apply_chat_template(example, processing_class, tools, **template_kwargs)
     return example
@@ -113,22 +113,22 @@ def maybe_apply_chat_template(
 def conversations_formatting_function(
     tokenizer: PreTrainedTokenizerBase, messages_field: str
 ) -> Callable[[Mapping[str, Any]], Any]:
-    """Make a function of a row, or of a batch of rows, that renders a column of messages: TRL's up to 0.11."""
+    """Make a function that renders the messages column of a row or a batch of rows, as in TRL up to 0.11."""
 
     def render(rows: Mapping[str, Any]) -> Any:
         messages = rows[messages_field]
         if isinstance(messages[0], list):
-            return [apply_template(tokenizer, each) for each in messages]
+            return [apply_template(tokenizer, conversation) for conversation in messages]
         return apply_template(tokenizer, messages)
 
     return render
 
 
 def extract_prompt(example: Mapping[str, Sequence]) -> dict[str, Sequence]:
-    """Split the common beginning of ``chosen`` and ``rejected`` off as ``prompt``.
+    """Split off the common prefix of ``chosen`` and ``rejected`` as ``prompt``.
 
-    Dialogues are text (compared by character; a space before the first difference stays with the answers) or lists of
-    messages (compared by message). Each answer keeps at least one element, also where one dialogue begins the other.
+    Both are text, compared by character, or lists of messages, compared by message. A space before the first
+    difference stays with the answers. Each answer keeps at least one element, even if one is a prefix of the other.
     """
     chosen, rejected = example["chosen"], example["rejected"]
     split = _common_length(chosen, rejected)
@@ -138,9 +138,9 @@ def extract_prompt(example: Mapping[str, Sequence]) -> dict[str, Sequence]:
 
 
 def maybe_extract_prompt(example: dict[str, Any]) -> dict[str, Any]:
-    """Extract the prompt of a preference example without one of its own; any other is returned as it is.
+    """Extract the prompt of a preference example that has none; return any other example unchanged.
 
-    A ``prompt`` in another form than ``chosen`` (text beside messages) is a copy for display, and does not count.
+    A ``prompt`` in another form than ``chosen`` (text next to messages) is a copy for display and is replaced.
     """
     has_prompt = "prompt" in example and (
         is_conversational({"chosen": example.get("chosen")}) == is_conversational({"prompt": example["prompt"]})
@@ -150,22 +150,22 @@ def maybe_extract_prompt(example: dict[str, Any]) -> dict[str, Any]:
     return extract_prompt({"chosen": example["chosen"], "rejected": example["rejected"]})
 
 
-# Templates ask `strftime_now` for the date, and a macro of that name before them answers in its place.
+# Templates call `strftime_now` for the date. A macro of this name, put before the template, overrides the function.
 _FIXED_DATE = "{{% macro strftime_now(format) %}}{}{{% endmacro %}}"
 
-_FORMAT = "\x1f{{ format }}\x1f"
+_DATE_PROBE = "\x1f{{ format }}\x1f"  # the requested format between markers, in place of the date
 
 
 def date_written(
     tokenizer: PreTrainedTokenizerBase, chats: Iterable[tuple[Messages, Mapping[str, Any]]]
 ) -> str | None:
-    """Return today's date as a chat template writes it into the first chat, after a warning; None if it does not.
+    """Return today's date as the chat template writes it into the first chat, and warn; return None without a date.
 
-    It does where the chat reads otherwise once the date is replaced by the format that is asked for.
+    The template writes a date if the rendered chat changes when the requested date format replaces the date.
 
     Args:
-        tokenizer: Has the template.
-        chats: Messages and their row, of which none is read where the template cannot ask for the date.
+        tokenizer: The tokenizer with the template.
+        chats: Messages and their rows. Only the first is read, and none if the template does not call `strftime_now`.
     """
     if "strftime_now" not in str(tokenizer.chat_template):
         return None
@@ -173,8 +173,8 @@ def date_written(
         variables = row.get("chat_template_kwargs")
         tools = template_arguments(row.get("tools"), variables)["tools"]
         render = partial(apply_template, tokenizer, messages, tools=tools, chat_template_kwargs=variables)
-        with suppress(Exception):  # a template is a program, which may raise anything; without a date, too
-            replaced = render(chat_template=_FIXED_DATE.format(_FORMAT) + tokenizer.get_chat_template(tools=tools))
+        with suppress(Exception):  # templates are programs and may raise anything, even if they write no date
+            replaced = render(chat_template=_FIXED_DATE.format(_DATE_PROBE) + tokenizer.get_chat_template(tools=tools))
             if replaced != render():
                 date_format = re.search("\x1f(.*?)\x1f", replaced)
                 today = datetime.now().strftime(date_format[1] if date_format else "%Y-%m-%d")
@@ -183,10 +183,10 @@ def date_written(
     return None
 
 
-@cache  # once, for all windows of rows that are scored
+@cache  # warn once, although scoring calls this for each window of rows
 def _warn_of_date(today: str) -> None:
     logger.warning(
-        f"The chat template writes the day's date into dialogues, {today!r} today, so their rewards are others "
-        f"tomorrow. Give the template a date of its own, that of training: put `{_FIXED_DATE.format(today)}` before "
+        f"The chat template writes the current date into conversations, {today!r} today, so their rewards change from "
+        f"day to day. Make the template always write the date of training: put `{_FIXED_DATE.format(today)}` before "
         "it in `tokenizer.chat_template`, in `chat_template_path`'s file, or in a saved model's chat_template.jinja."
     )

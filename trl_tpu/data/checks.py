@@ -1,4 +1,4 @@
-"""Checks of rows before training: what is rejected, and what is warned of."""
+"""Checks of rows before training: errors about bad rows, and warnings about columns."""
 
 import difflib
 import logging
@@ -22,19 +22,19 @@ Row = Mapping[str, Any]
 
 RAW_COLUMNS = ("chosen", "rejected")
 _OPTIONAL_COLUMNS = ("prompt", "margin", "chosen_probability", "tools", "chat_template_kwargs")
-_RENDERING_SECONDS = 20.0  # for one dialogue, which takes milliseconds
+_RENDERING_SECONDS = 20.0  # limit for one conversation; most take milliseconds
 LARGEST = float(np.finfo(np.float32).max)  # losses are float32
 _ACCEPTED = (
     "Preference data has the columns `chosen` and `rejected` (text, or lists of messages), optionally with `prompt`, "
     "`margin`, `chosen_probability`, `tools` and `chat_template_kwargs`; or, already tokenized, `chosen_ids` and "
     "`rejected_ids`, optionally with `margin` or `chosen_probability`. Rankings have `completions` (a list of "
-    "answers), with `scores` or `ranks` of them. Pairs tokenized for TRL up to 0.23 have "
+    "answers) and their `scores` or `ranks`. Pairs tokenized for TRL up to 0.23 have "
     f"{', '.join(OLD_KEYS)}."
 )
 
 
 def row_of(index: int, name: str, column: str | None = None) -> str:
-    """Begin an error: which row of which dataset, counted as the rows came, and which column of it."""
+    """Return the beginning of an error: the row (its index in the dataset as passed), the dataset and the column."""
     return f"Row {index} of the {name} dataset" + ("" if column is None else f": `{column}`")
 
 
@@ -42,11 +42,11 @@ def row_of(index: int, name: str, column: str | None = None) -> str:
 
 
 def column_names(dataset: Dataset | IterableDataset, name: str = "given") -> list[str]:
-    """Name the dataset's columns; of a stream that does not know them, those of its first row.
+    """Return the dataset's columns; a stream with unknown columns has the columns of its first row.
 
     Raises:
-        UserTypeError: Not a dataset.
-        UserError: No rows.
+        UserTypeError: The value is not a dataset.
+        UserError: The dataset has no rows.
     """
     if not isinstance(dataset, Dataset | IterableDataset):
         raise UserTypeError(
@@ -62,7 +62,7 @@ def column_names(dataset: Dataset | IterableDataset, name: str = "given") -> lis
 
 
 def check_columns(columns: list[str], name: str) -> None:
-    """Raise UserKeyError where a needed column is missing; warn where an optional one looks misspelled."""
+    """Raise UserKeyError if a required column is missing; warn if an optional column looks misspelled."""
     present = set(columns)
     if not present.issuperset(PAIR) and present & set(OLD_KEYS):
         needed: tuple[str, ...] = OLD_KEYS
@@ -72,22 +72,22 @@ def check_columns(columns: list[str], name: str) -> None:
     if missing:
         raise UserKeyError(
             f"The {name} dataset lacks {' and '.join(f'`{column}`' for column in missing)}; its columns are "
-            f"{sorted(columns)}. {_ACCEPTED} Rename columns of other names: `dataset.rename_column(old, new)`."
+            f"{sorted(columns)}. {_ACCEPTED} Rename columns with other names: `dataset.rename_column(old, new)`."
         )
-    for want in set(_OPTIONAL_COLUMNS) - present:
-        for near in difflib.get_close_matches(want, columns, n=1, cutoff=0.85):
-            logger.warning(f"The {name} dataset's column `{near}` is not used; if `{want}` is meant, rename it.")
+    for absent in set(_OPTIONAL_COLUMNS) - present:
+        for similar in difflib.get_close_matches(absent, columns, n=1, cutoff=0.85):
+            logger.warning(f"The {name} dataset's column `{similar}` is not used; if `{absent}` is meant, rename it.")
 
 
 def check_one_form(columns: Iterable[str], what: str) -> None:
-    """Raise UserError where rows with these columns can be read both as pairs and as rankings."""
-    there = set(columns)
-    grades = sorted({"scores", "ranks"} & there)
+    """Raise UserError if rows with these columns can be read both as pairs and as rankings."""
+    present = set(columns)
+    grades = sorted({"scores", "ranks"} & present)
     for halves in (RAW_COLUMNS, PAIR):
-        if there.issuperset(halves) and "completions" in there and grades:
+        if present.issuperset(halves) and "completions" in present and grades:
             raise UserError(
                 f"{what} has both pairs ({', '.join(halves)}) and rankings (completions, {', '.join(grades)}), so it "
-                f"can be read in two ways. Drop the columns of one, such as `dataset.remove_columns({grades})`."
+                f"can be read in two ways. Drop the columns of one form, such as `dataset.remove_columns({grades})`."
             )
 
 
@@ -97,25 +97,25 @@ def check_one_form(columns: Iterable[str], what: str) -> None:
 def check_raw_row(row: Mapping[str, Any], answers: Mapping[str, Any], where: str) -> None:
     """Check one row's texts or messages.
 
-    An answer may be empty where a prompt makes the dialogue non-empty (a model may have said nothing).
+    An answer may be empty if the row has a prompt: a model may have returned no text.
 
     Args:
-        row: The values by column, perhaps with a prompt.
-        answers: Its answers by their places in it, their columns say.
-        where: How errors begin, see `row_of`.
+        row: The row's values by column, with or without a prompt.
+        answers: The row's answers by their place in the row, such as the column name.
+        where: Beginning of error messages, see `row_of`.
 
     Raises:
-        UserError: A null value, an empty dialogue, a message with nothing said or with images, a form that mixes text
-            and messages, answers that end with different roles.
-        UserTypeError: Neither text nor a list of messages.
+        UserError: A value is null; prompt and answer are both empty; a message has images; the row mixes text and
+            messages; or the answers end with different roles.
+        UserTypeError: A value is neither text nor a list of messages, or a message has no role or no content.
     """
     parts = {key: row[key] for key in ("prompt",) if key in row} | dict(answers)
     for key, value in parts.items():
         check_dialogue(value, f"{where}: `{key}`")
     if len({type(value) for value in parts.values()}) > 1:
         raise UserError(
-            f"{where} mixes text and lists of messages in {', '.join(f'`{key}`' for key in parts)}. If the dialogues "
-            "already hold the prompt, drop it: `dataset.remove_columns('prompt')`."
+            f"{where} mixes text and lists of messages in {', '.join(f'`{key}`' for key in parts)}. If the answers "
+            "already contain the prompt, drop the column: `dataset.remove_columns('prompt')`."
         )
     for key in answers:
         if not parts.get("prompt") and not parts[key]:
@@ -123,21 +123,21 @@ def check_raw_row(row: Mapping[str, Any], answers: Mapping[str, Any], where: str
     roles = {key: value[-1]["role"] for key, value in answers.items() if isinstance(value, list) and value}
     if len(set(roles.values())) > 1:
         raise UserError(
-            f"{where}: answers must end with messages of one role, since their last tokens are compared; their roles "
-            f"are {roles!s:.200}. Correct the roles, or remove such rows."
+            f"{where}: answers must end with messages of one role, since rewards are compared at their last tokens; "
+            f"their roles are {roles!s:.200}. Correct the roles, or remove such rows."
         )
 
 
 def check_dialogue(value: Any, where: str) -> None:
-    """Check the text or the messages of one column of a row; they may be empty.
+    """Check the text or the messages of one column of a row; both may be empty.
 
     Args:
         value: The value of the column.
-        where: How errors begin, see `row_of`.
+        where: Beginning of error messages, see `row_of`.
 
     Raises:
-        UserError: A null value, a message with nothing said or with images, half of a character.
-        UserTypeError: Neither text nor a list of messages.
+        UserError: The value is null, a message has images, or a text holds half of a character.
+        UserTypeError: The value is neither text nor a list of messages, or a message has no role or no content.
     """
     if value is None:
         raise UserError(f"{where} is null; every row needs a value there. Remove such rows or fill them.")
@@ -151,23 +151,23 @@ def check_dialogue(value: Any, where: str) -> None:
 
 
 def check_text(text: str, where: str) -> None:
-    """Raise UserError where a text holds half of a character (a lone surrogate), which no tokenizer reads."""
+    """Raise UserError if a text holds half of a character (a lone surrogate); tokenizers cannot read it."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
         raise UserError(
             f"{where} holds {text[error.start]!r} at character {error.start}, which is half of a character: the text "
-            "was cut inside one, or its bytes are no UTF-8. Correct or remove it."
+            "was cut inside a character, or its bytes are not UTF-8. Correct or remove the text."
         ) from error
 
 
 def _check_message(message: Any, where: str) -> None:
     role, content = (message.get("role"), message.get("content")) if isinstance(message, dict) else (None, None)
-    says = role and isinstance(role, str) and any(message[key] is not None for key in message if key != "role")
-    if not says or isinstance(content, int | float):  # a call of tools needs no content
+    has_content = role and isinstance(role, str) and any(message[key] is not None for key in message if key != "role")
+    if not has_content or isinstance(content, int | float):  # a tool call needs no content
         raise UserTypeError(
-            f"{where} holds {message!r:.200}. A message is {{'role': ..., 'content': ...}}, both text, '' where "
-            "nothing was said; rename other keys, such as `from` and `value`."
+            f"{where} holds {message!r:.200}. A message is {{'role': ..., 'content': ...}}, both text ('' for "
+            "an empty message); rename other keys, such as `from` and `value`."
         )
     for part in content if isinstance(content, list) else [content]:
         if isinstance(part, dict) and part.get("type") not in (None, "text"):
@@ -182,9 +182,9 @@ def _check_message(message: Any, where: str) -> None:
 
 @contextmanager
 def rendering(what: str) -> Iterator[None]:
-    """Turn what goes wrong in a chat template, or with the row's own arguments for it, into a UserError.
+    """Convert errors of a chat template, or of a row's arguments for the template, into a UserError.
 
-    A template is a program, which may raise anything, and need not end: in the main thread it is interrupted.
+    A template is a program: it may raise anything, or never end. The main thread interrupts it after a while.
     """
     is_main = threading.current_thread() is threading.main_thread()
     try:
@@ -200,12 +200,12 @@ def rendering(what: str) -> Iterator[None]:
 
 @contextmanager
 def _time_limit() -> Iterator[None]:
-    """Raise TimeoutError after some seconds."""
+    """Raise TimeoutError after `_RENDERING_SECONDS`."""
 
     def interrupt(*_: object) -> None:
         raise TimeoutError(f"it takes longer than {_RENDERING_SECONDS} seconds")
 
-    # None is a handler that Python did not install and cannot put back
+    # signal() returns None for a handler that was not installed from Python; it cannot be restored
     handler = signal.signal(signal.SIGALRM, interrupt) or signal.SIG_DFL
     pending = signal.setitimer(signal.ITIMER_REAL, _RENDERING_SECONDS)
     try:
@@ -219,19 +219,19 @@ def _time_limit() -> Iterator[None]:
 
 
 def check_ids(ids: Any, where: str, num_embeddings: int) -> None:
-    """Check one dialogue's token ids: XLA would read the table's last row for an id that is too large, silently.
+    """Check the token ids of one sequence; for an id that is too large, XLA silently reads the table's last row.
 
     Args:
         ids: The value of the column.
-        where: How errors begin, see `row_of`.
+        where: Beginning of error messages, see `row_of`.
         num_embeddings: Rows of the model's embedding table.
 
     Raises:
-        UserError: None, or one that is negative or too large.
-        UserTypeError: No list of integers.
+        UserError: The list is empty, or an id is negative or too large.
+        UserTypeError: The value is not a list of integers.
     """
     if ids is None or len(ids) == 0:
-        raise UserError(f"{where} holds no tokens, and rewards are read at a dialogue's last. Remove such rows.")
+        raise UserError(f"{where} holds no tokens, but rewards are read at the last token. Remove such rows.")
     array = np.asarray(ids)
     if not np.issubdtype(array.dtype, np.integer):
         raise UserTypeError(f"{where} must hold lists of integer token ids, got {ids!r:.80}.")
@@ -245,20 +245,20 @@ def check_ids(ids: Any, where: str, num_embeddings: int) -> None:
 
 
 def check_tokens(table: pa.Table, first: int, num_embeddings: int, name: str) -> None:
-    """Check the token ids of a table's rows as `check_ids` does: at once or, to name a bad row, one by one.
+    """Check the token ids of a table's rows as `check_ids` does: all at once, and row by row to name a bad row.
 
     Args:
-        first: The number of the first row.
+        first: Index of the table's first row in the dataset.
     """
     tokens = [column for column in TOKENS if column in table.column_names]
     lists = (pc.list_flatten(table[name]) if name == "answer_ids" else table[name] for name in tokens)
-    if not all(_are_ids(each, num_embeddings) for each in lists):
+    if not all(_are_ids(column, num_embeddings) for column in lists):
         for index, row in enumerate(table.to_pylist(), start=first):
             check_row_ids(row, index, num_embeddings, name)
 
 
 def check_row_ids(row: Mapping[str, Any], index: int, num_embeddings: int, name: str) -> None:
-    """Check the token ids of all answers of a row, see `check_ids`."""
+    """Check the token ids of all answers of a row; see `check_ids`."""
     for column in [column for column in row_format_of(row) if column in TOKENS]:
         for ids in row[column] if column == "answer_ids" else [row[column]]:
             check_ids(ids, row_of(index, name, column), num_embeddings)
@@ -275,7 +275,7 @@ def _are_ids(lists: pa.ChunkedArray, num_embeddings: int) -> bool:
 
 
 def check_margin(value: Any, where: str) -> None:
-    """Raise UserError where a target margin is not a finite number."""
+    """Raise UserError if a target margin is not a finite number."""
     margin = np.asarray(value)
     if margin.dtype.kind not in "iuf" or margin.ndim or not abs(margin) <= LARGEST:
         raise UserError(
@@ -288,51 +288,51 @@ def check_margin(value: Any, where: str) -> None:
 
 
 class PairKind:
-    """Rows of a chosen and a rejected answer, perhaps with a `margin` or a `chosen_probability`.
+    """Reader and checker of rows with a chosen and a rejected answer, and optional `margin` or `chosen_probability`.
 
-    It reads and checks rows. Other kinds have the same methods.
+    Classes for other kinds of rows have the same methods.
     """
 
     columns = PAIR
-    """The columns that tokenizing makes."""
+    """Columns that tokenization adds."""
     has_traps = True
-    """Whether raw rows are looked through for traps."""
+    """Whether raw rows are searched for likely mistakes, see `traps`."""
 
     def raw_answers(self, row: Row, where: str) -> dict[str, Any]:
-        """Check a raw row, and return its answers by their places in it.
+        """Check a raw row, and return its answers by their place in the row.
 
         Args:
-            where: How errors begin, see `row_of`.
+            where: Beginning of error messages, see `row_of`.
         """
         answers = {column: row[column] for column in RAW_COLUMNS}
         check_raw_row(row, answers, where)
         return answers
 
-    def dialogue(self, row: Row, answer: Any, tokenizer: Any) -> Any:
-        """Return the text or the messages that are tokenized: an answer of a checked raw row, after its prompt."""
+    def with_prompt(self, row: Row, answer: Any, tokenizer: Any) -> Any:
+        """Return the text or messages to tokenize: an answer of a checked raw row, after the row's prompt."""
         return row.get("prompt", answer[:0]) + with_eos(answer, tokenizer)
 
     def tokenized(self, row: Row, ids_K: list[list[int]], where: str) -> dict[str, Any]:
-        """Return the columns of a checked raw row whose answers have these token ids."""
+        """Return the tokenized columns of a checked raw row, from the token ids of its answers."""
         return dict(zip(PAIR, ids_K, strict=True))
 
     def check_labels(self, row: Row, where: str) -> None:
         """Check the labels of a tokenized row.
 
         Raises:
-            UserError: The margin is not a finite number, or the probability not one from 0 to 1.
+            UserError: The margin is not a finite number, or the probability is not from 0 to 1.
         """
         if "margin" in row:
             check_margin(row["margin"], f"{where}: `margin`")
         value = row.get("chosen_probability", 0)
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
             raise UserError(
-                f"{where}: `chosen_probability` is {value!r}; it must be how likely the chosen answer is the better "
-                "one, 0 to 1. Correct or remove such rows, or drop the column."
+                f"{where}: `chosen_probability` is {value!r}; it must be the probability that the chosen answer is "
+                "better, from 0 to 1. Correct or remove such rows, or drop the column."
             )
 
 
 def with_eos(dialogue: Any, processing_class: Any) -> Any:
-    """Put the end-of-sequence token after a text that does not end with it; messages stay as they are."""
+    """Append the end-of-sequence token to a text that does not end with it; return messages unchanged."""
     eos = processing_class.eos_token or ""
     return dialogue + eos if isinstance(dialogue, str) and not dialogue.endswith(eos) else dialogue

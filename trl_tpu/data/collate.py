@@ -1,4 +1,4 @@
-"""From prepared rows to a batch: the table of comparisons that their labels make, and the collator.
+"""Batches of prepared rows: the comparison table that is built from their labels, and the collator.
 
 Every form of data is trained on comparisons of two rewards, so losses, metrics and evaluation need only this table:
 
@@ -7,12 +7,12 @@ row                   rewards                    comparisons                    
 ====================  =========================  ========================================  =========================
 pair                  chosen, rejected           chosen with rejected                      1 or `chosen_probability`
 ranking               one for each answer        any two answers with different grades     1, or 0.5 for a tie
-ranking, attributes   answers times attributes   those of a ranking, for each attribute    the same
+ranking, attributes   answers times attributes   as for a ranking, for each attribute      the same
 single answer         one                        the answer with the constant 0            the answer's label
 solution with steps   one for each step          the step with the constant 0              the step's label
 ====================  =========================  ========================================  =========================
 
-Letters: P rows of a batch, K answers or steps of a row, A attributes, G = P A rankings, M comparisons of a ranking,
+Letters: P rows per batch, K answers or steps per row, A attributes, G = P A rankings, M comparisons per ranking,
 S = P K scored positions, C = G M comparisons.
 """
 
@@ -35,15 +35,15 @@ LayOut = Callable[[Sequences], list[Batch[np.ndarray]]]
 
 @dataclass(frozen=True)
 class ComparisonRule:
-    """Settings of `RewardConfig` that decide which comparisons labels make, and how much each counts.
+    """Settings of `RewardConfig` that define the comparisons of labeled rows, and their weights.
 
     Args:
         learns_ties: Whether answers with equal grades are compared, with probability 0.5.
-        counts_comparisons: Whether each comparison counts once in the mean, instead of each row.
-        margin_scale: The target margin is this times the difference of the grades; None asks for no margin.
-        attribute_weights: Weight of each attribute's loss; None weighs them alike.
-        answers: K, the most answers or steps of a row.
-        attributes: A; 0 where `grades` are of no attribute.
+        counts_comparisons: Whether the mean weighs each comparison equally, instead of each row.
+        margin_scale: The target margin is this factor times the difference of the grades; None sets no margin.
+        attribute_weights: Weight of each attribute's loss; None weighs all attributes equally.
+        answers: K, the maximum number of answers or steps per row.
+        attributes: A, the number of attributes; 0 if `grades` has no attributes.
     """
 
     learns_ties: bool = False
@@ -54,20 +54,21 @@ class ComparisonRule:
     attributes: int = 0
 
     def table(self, rows: Sequence[Example], count: int | None = None) -> "Comparisons[np.ndarray]":
-        """Compare the rewards of prepared rows, in a table for ``count`` rows."""
+        """Return the comparison table of prepared rows, padded to ``count`` rows."""
         return compare(Labels.of(rows, self.answers, self.attributes), self, count)
 
 
 @dataclass(frozen=True)
 class Labels:
-    """Labels of some rows, one grade for each reward.
+    """Labels of rows: one grade for each reward.
 
     Args:
-        grade_PAK: Higher is better; NaN where there is no answer, or no grade. Of a pair (1, 0), or its
-            `chosen_probability` and the remainder; of steps the probability that each is right.
-        margin_P: Target margin of each pair; None if the data has none.
-        kind: What the rows are. Grades of rankings only order answers; others are probabilities. Rewards of steps
-            and of single answers are compared with the constant 0.
+        grade_PAK: Grade of each answer or step; higher is better, NaN marks an absent answer or grade. The grades of a
+            pair are (1, 0), or `chosen_probability` and 1 minus it. The grade of a step is the probability that the
+            step is right.
+        margin_P: Target margin of each pair; None if the data has no margins.
+        kind: The form of the rows. Grades of rankings only order the answers; other grades are probabilities. Rewards
+            of steps and of single answers are compared with the constant 0.
     """
 
     grade_PAK: np.ndarray
@@ -79,19 +80,19 @@ class Labels:
         """Read the labels of prepared rows.
 
         Args:
-            rows: Of one form.
-            answers: K. A row may have fewer.
-            attributes: A; 0 where `grades` are of no attribute.
+            rows: Prepared rows, all of the same form.
+            answers: K, the maximum number of answers or steps; rows may have fewer.
+            attributes: A, the number of attributes; 0 if `grades` has no attributes.
         """
         grade_PAK = np.full((len(rows), attributes or 1, answers), np.nan, np.float32)
         labels_P = list(map(labels_of, rows))
         if "grades" not in labels_P[0]:
             if answers == 1:
-                return cls(grade_PAK)  # single answers that are only to be scored
+                return cls(grade_PAK)  # single answers without labels, for scoring only
             chosen_P = np.array([labels.get("chosen_probability", 1.0) for labels in labels_P])
             grade_PAK[:, 0] = np.stack([chosen_P, 1 - chosen_P], axis=-1)
             has_margin = "margin" in labels_P[0]
-            return cls(grade_PAK, np.array([each["margin"] for each in labels_P], np.float32) if has_margin else None)
+            return cls(grade_PAK, np.array([pair["margin"] for pair in labels_P], np.float32) if has_margin else None)
         for grade_AK, labels in zip(grade_PAK, labels_P, strict=True):
             for grade_K, grades in zip(grade_AK, labels["grades"] if attributes else [labels["grades"]], strict=True):
                 if grades is not None:
@@ -100,25 +101,25 @@ class Labels:
         return cls(grade_PAK, None, kind)
 
     def grades_of(self, rows: Any) -> "Labels":
-        """Return the grades of some rows, without what only training asks for."""
+        """Return the grades of the selected rows, without the margins that only training uses."""
         return Labels(self.grade_PAK[rows], kind=self.kind)
 
 
 def pairs_of(count: int) -> Labels:
-    """Return the labels of pairs, chosen first."""
+    """Return the labels of ``count`` pairs, chosen first."""
     return Labels(np.tile(np.array([1.0, 0.0], np.float32), (count, 1, 1)))
 
 
 def compare(labels: Labels, rule: ComparisonRule, rows: int | None = None) -> Comparisons[np.ndarray]:
-    """Make the comparisons of a batch.
+    """Build the comparison table of a batch.
 
     Args:
-        labels: Of the batch's rows.
-        rule: Settings of the loss.
-        rows: P, if the table is padded beyond the rows that there are.
+        labels: Labels of the batch's rows.
+        rule: Settings that define the comparisons.
+        rows: P, the padded number of rows; by default the number of labeled rows.
 
     Returns:
-        The table, with the weights of all of these rows as `weight_sum_1`.
+        The table; `weight_sum_1` is the total weight of these rows.
     """
     count, attributes, answers = labels.grade_PAK.shape
     grade_PAK = np.pad(labels.grade_PAK, ((0, (rows or count) - count), (0, 0), (0, 0)), constant_values=np.nan)
@@ -177,34 +178,35 @@ def compare(labels: Labels, rule: ComparisonRule, rows: int | None = None) -> Co
 def sequences_of(
     rows: Sequence[Example], pad_token_id: int, table: Comparisons[np.ndarray] | None = None
 ) -> Sequences:
-    """Return the sequences of prepared rows, and where their rewards are read.
+    """Return the sequences of prepared rows and the positions of their rewards.
 
     Args:
-        pad_token_id: A sequence is scored at its last other token.
-        table: Compares their rewards, and may be for more rows; of pairs, by default, as TRL does.
+        pad_token_id: Id of padding tokens. A sequence is scored at its last token with another id.
+        table: Comparison table of the rows, perhaps padded to more rows. By default the rows are pairs, as in TRL.
     """
     table = table or ComparisonRule().table(rows)
     ids, at, pair_D = list[np.ndarray](), list[np.ndarray](), list[int]()
     for pair, row in enumerate(rows):
-        own = [np.asarray(each, np.int32) for each in answers_of(row)]
-        ids += own
-        pair_D += [pair] * len(own)
+        answers = [np.asarray(answer, np.int32) for answer in answers_of(row)]
+        ids += answers
+        pair_D += [pair] * len(answers)
         if table.kind == "steps":
             at.append(np.array(labels_of(row)[STEP_ENDS], np.int64))
         else:
-            at += [np.array([last_scored(each, pad_token_id)]) for each in own]
+            at += [np.array([last_scored(answer, pad_token_id)]) for answer in answers]
     return Sequences(ids, at, np.array(pair_D), pad_token_id, table)
 
 
 @dataclass(frozen=True)
 class Part:
-    """The examples of a batch that one of several processes computes.
+    """One process's part of the examples of a batch.
 
     Args:
-        pairs: P of each process: with fewer examples its table is padded.
-        index: Of this process.
-        count: Of processes that share the batch.
-        shares_pairs: Whether P are the pairs of all processes, of which each has some of the rows of tokens.
+        pairs: P, the pairs per process; the table of a process with fewer examples is padded.
+        index: Index of this process.
+        count: Number of processes that share the batch.
+        shares_pairs: Whether P counts the pairs of all processes. Each process then has all pairs in its table, and a
+            part of the rows of tokens.
     """
 
     pairs: int
@@ -213,40 +215,40 @@ class Part:
     shares_pairs: bool = False
 
     def of(self, examples: Sequence[Any]) -> list[Any]:
-        """Return this process's examples, in the order of the batch; there may be none.
+        """Return this process's examples in batch order; the list may be empty.
 
         Raises:
-            UserError: There are more than all processes together compute.
+            UserError: The batch has more examples than fit into the planned shapes of all processes.
         """
-        most = self.pairs if self.shares_pairs else self.pairs * self.count
-        if len(examples) > most:
-            raise UserError(f"A batch has at most {most} rows, as its shapes were planned; got {len(examples)}.")
+        limit = self.pairs if self.shares_pairs else self.pairs * self.count
+        if len(examples) > limit:
+            raise UserError(f"A batch has at most {limit} rows, as its shapes were planned; got {len(examples)}.")
         return list(examples if self.shares_pairs else examples[self.index * self.pairs :][: self.pairs])
 
     def table(self, every: Sequence[Example], example: Example, rule: ComparisonRule) -> Comparisons[np.ndarray]:
-        """Compare the rewards of this process's rows, which get their share of the weights of all rows.
+        """Return the comparison table of this process's rows, weighted by their share of the weights of all rows.
 
         Args:
-            every: Rows of all processes; there may be none.
-            example: Stands for the rows of a process that has none, and does not count.
-            rule: Compares rewards.
+            every: Rows of all processes; may be empty.
+            example: Placeholder row for a process without rows; it has no weight.
+            rule: Settings that define the comparisons.
         """
-        own = self.of(every)
-        table = rule.table(own or [example], self.pairs)
-        total = table if len(own) == len(every) else rule.table(every)
-        table = table if own else table.among(np.zeros(self.pairs, bool))
+        rows = self.of(every)
+        table = rule.table(rows or [example], self.pairs)
+        total = table if len(rows) == len(every) else rule.table(every)
+        table = table if rows else table.among(np.zeros(self.pairs, bool))
         return replace(table, weight_sum_1=total.weight_sum_1 / np.float32(self.count))
 
 
 @dataclass(frozen=True)
 class BatchCollator:
-    """Makes our own batches, packed or padded.
+    """Collator for this package's own batches, packed or padded.
 
     Args:
-        lay_out: Writes rows of tokens: `pack`, `pack_unpadded` or `pad`, with their settings.
-        pad_token_id: Fills rows. A sequence is scored at its last other token.
-        rule: Compares rewards.
-        part: The process's part of the examples; None if all examples are its own.
+        lay_out: Arranges sequences in rows of tokens: `pack`, `pack_unpadded` or `pad`, with their settings.
+        pad_token_id: Id of padding tokens. A sequence is scored at its last token with another id.
+        rule: Settings that define the comparisons.
+        part: This process's part of the examples; None means all examples.
     """
 
     lay_out: LayOut
@@ -255,10 +257,10 @@ class BatchCollator:
     part: Part | None = None
 
     def __call__(self, examples: Sequence[Example], real: int | None = None) -> Batch[torch.Tensor]:
-        """Make the batch; of examples after the first ``real`` ones nothing is computed."""
+        """Make the batch from the first ``real`` examples; the remaining examples are padding."""
         part, every = self.part or Part(len(examples)), examples[:real]
-        own, table = part.of(every), part.table(every, examples[0], self.rule)
-        parts = self.lay_out(sequences_of(own or examples[:1], self.pad_token_id, table))
-        if not own:  # a process with nothing to do computes a row of which nothing counts
-            parts = [replace(each, tokens_S=0 * each.tokens_S) for each in parts]
-        return Batch.of(parts).map_tensors(torch.from_numpy)
+        rows, table = part.of(every), part.table(every, examples[0], self.rule)
+        batches = self.lay_out(sequences_of(rows or examples[:1], self.pad_token_id, table))
+        if not rows:  # a process without examples still runs the step, on a row without weight
+            batches = [replace(batch, tokens_S=0 * batch.tokens_S) for batch in batches]
+        return Batch.of(batches).map_tensors(torch.from_numpy)

@@ -1,6 +1,7 @@
-"""TRL's dict of a batch, for code of users that reads batches: its collators of today and up to 0.23, and its reader.
+"""Batches as TRL's dict, for user code that reads them: TRL's collators (current and up to 0.23), and a reader.
 
-Our own batches are made by `trl_tpu.data.collate`. Rows in the columns of TRL up to 0.23 are converted here too.
+The package's own batches are made by `trl_tpu.data.collate`. This module also converts rows with the columns of TRL up
+to 0.23.
 """
 
 import warnings
@@ -28,23 +29,24 @@ Collate = Callable[[list[Any]], dict[str, Any]]
 
 
 def needs_table(row: Example) -> bool:
-    """Tell whether a prepared row has labels that no key of TRL's batches holds, so that a table has to."""
+    """Check whether a prepared row has labels that TRL's batch keys cannot hold, so its batch needs a table."""
     return bool({"grades", "chosen_probability"} & labels_of(row).keys())
 
 
 @dataclass
 class DataCollatorForPreference(DataCollatorMixin):
-    """Makes one right-padded batch of 2P rows of token pairs: the P chosen sequences, then the P rejected ones.
+    """Collator of token pairs into 2P right-padded rows: first the P chosen sequences, then the P rejected sequences.
 
-    Each example has `chosen_ids` and `rejected_ids`, lists of token ids, and may have a float `margin` (read when the
+    Each example has `chosen_ids` and `rejected_ids`, lists of token ids, and may have a float `margin` (read if the
     first example has it). The batch has `input_ids` and `attention_mask`, [2P, longest], and `margin`, [P].
 
     Args:
-        pad_token_id: The id to pad with.
-        pad_to_multiple_of: Round the batch's length up to a multiple of this.
+        pad_token_id: Id of padding tokens.
+        pad_to_multiple_of: Round the batch's length up to a multiple of this number.
         return_tensors: Only ``"pt"``.
-        answers: K, of rankings: then there are K P rows, all first answers and so on, with copies of a row's first
-            answer in place of those that it does not have. By default the most answers of any example.
+        answers: K, the number of answers per ranking; by default the most answers of any example. The batch has K P
+            rows: all first answers, then all second answers, and so on. A ranking with fewer answers repeats its first
+            answer.
     """
 
     pad_token_id: int
@@ -55,7 +57,7 @@ class DataCollatorForPreference(DataCollatorMixin):
     def torch_call(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
         sequences = list(map(answers_of, examples))
         answers = self.answers or max(map(len, sequences))
-        rows = [each[k] if k < len(each) else each[0] for k in range(answers) for each in sequences]
+        rows = [row[k] if k < len(row) else row[0] for k in range(answers) for row in sequences]
         length = round_up(max(len(ids) for ids in rows), self.pad_to_multiple_of or 1)
         batch = {
             "input_ids": torch.tensor([[*ids, *[self.pad_token_id] * (length - len(ids))] for ids in rows]),
@@ -68,16 +70,16 @@ class DataCollatorForPreference(DataCollatorMixin):
 
 @dataclass(frozen=True)
 class DictCollator:
-    """Makes padded batches in TRL's form, by TRL's collator or a user's, for a user's code that reads them.
+    """Collator of padded batches in TRL's form, made by TRL's or the user's collator, for user code that reads them.
 
     Args:
-        collate: Examples in TRL's columns -> TRL's dict.
+        collate: Collator from examples in TRL's columns to TRL's dict.
         is_old: Whether ``collate`` reads the columns of TRL up to 0.23.
-        rule: Compares rewards, where TRL's keys do not say which.
-        pad_token_id: Fills token ids.
-        padding_side: Where ``collate`` pads.
+        rule: Settings that define the comparisons, for labels that TRL's keys cannot hold.
+        pad_token_id: Id of padding tokens.
+        padding_side: The side on which ``collate`` pads.
         lengths: Planned lengths, as in `pad`.
-        part: As in `BatchCollator`.
+        part: This process's part of the examples, as in `BatchCollator`.
     """
 
     collate: Collate
@@ -89,43 +91,43 @@ class DictCollator:
     part: Part | None = None
 
     def __call__(self, examples: Sequence[Example], real: int | None = None) -> dict[str, Any]:
-        """Make the batch; examples after the first ``real`` ones do not count."""
+        """Make the batch from the first ``real`` examples; the remaining examples are padding."""
         part = self.part or Part(len(examples))
-        own = part.of(examples[:real])
-        filled = own + [examples[0]] * (part.pairs - len(own))
-        batch = dict(self.collate([*map(old_columns, filled)] if self.is_old else filled))
-        is_short = len(own) < part.pairs or len(examples) < part.pairs * part.count
+        rows = part.of(examples[:real])
+        padded = rows + [examples[0]] * (part.pairs - len(rows))
+        batch = dict(self.collate([*map(old_columns, padded)] if self.is_old else padded))
+        is_short = len(rows) < part.pairs or len(examples) < part.pairs * part.count
         if (needs_table(examples[0]) or is_short) and {"input_ids", "input_ids_chosen"} & batch.keys():
             table = part.table(examples[:real], examples[0], self.rule)
-            batch[TABLE] = self._positions(batch, own, table).map_tensors(torch.from_numpy)
-        return self._lengthened(batch, has_steps=row_format_of(examples[0]) == SOLUTION)
+            batch[TABLE] = self._scored_positions(batch, rows, table).map_tensors(torch.from_numpy)
+        return self._pad_to_planned_length(batch, has_steps=row_format_of(examples[0]) == SOLUTION)
 
-    def _positions(
+    def _scored_positions(
         self, batch: Mapping[str, Any], rows: Sequence[Example], table: Comparisons[np.ndarray]
     ) -> Batch[np.ndarray]:
-        """Return a process's rows without the tokens: where their rewards are read in TRL's order."""
+        """Return a batch without tokens: the positions in TRL's row order at which the rows' rewards are read."""
         pairs = len(table.row_weight_P)
         row_PK, column_PK, tokens_PK = np.zeros((3, pairs, self.rule.answers), np.int32)
         for place, row in enumerate(rows):
             if row_format_of(row):
                 lengths = np.concatenate(sequences_of([row], self.pad_token_id, table).tokens)
-            elif "attention_mask" in batch:  # the user's own columns
+            elif "attention_mask" in batch:  # rows with the user's columns
                 lengths = batch["attention_mask"][place::pairs].sum(-1).numpy()
             else:
                 lengths = np.array([batch[key][place].sum().item() for key in OLD_KEYS[1::2]])
-            here = place, slice(len(lengths))
-            row_PK[here], column_PK[here] = place + pairs * np.arange(len(lengths)), lengths - 1
+            index = place, slice(len(lengths))
+            row_PK[index], column_PK[index] = place + pairs * np.arange(len(lengths)), lengths - 1
             if table.kind == "steps":
-                row_PK[here], column_PK[here] = place, (batch["labels"][place] != NO_LABEL).nonzero().flatten()
-            tokens_PK[here] = lengths
+                row_PK[index], column_PK[index] = place, (batch["labels"][place] != NO_LABEL).nonzero().flatten()
+            tokens_PK[index] = lengths
         no_tokens: Any = None
         present_P: Any = tokens_PK.any(-1)
         return Batch(no_tokens, row_PK.ravel(), column_PK.ravel(), tokens_PK.ravel(), table.among(present_P))
 
-    def _lengthened(self, batch: dict[str, Any], has_steps: bool) -> dict[str, Any]:
-        """Pad to the shortest planned length that fits; a batch longer than all keeps its own length.
+    def _pad_to_planned_length(self, batch: dict[str, Any], has_steps: bool) -> dict[str, Any]:
+        """Pad to the shortest planned length that fits; a batch longer than all planned lengths keeps its length.
 
-        A batch with keys of a user's keeps its length too: they may be as long.
+        A batch with user-defined keys also keeps its length: the values of these keys may have the same length.
         """
         names = [*(("input_ids", "attention_mask") if "input_ids" in batch else OLD_KEYS), *["labels"] * has_steps]
         tensors = {name: batch[name] for name in names if name in batch}
@@ -137,21 +139,21 @@ class DictCollator:
 
 
 def batches_in(inputs: Any, pad_token_id: int, padding_side: str = "right") -> Sequence[Batch[torch.Tensor]]:
-    """Return the micro-batches of what a loader gave; a dict of the user's making is one, see `read_dict`."""
+    """Return the micro-batches of a loader's output; a dict is one micro-batch, see `read_dict`."""
     return inputs.parts if isinstance(inputs, Batch) else [read_dict(inputs, pad_token_id, padding_side)]
 
 
 TABLE = "trl_tpu_comparisons"
-"""Key of a `Batch` without tokens in a padded batch whose comparisons TRL's keys do not tell; at first of None."""
+"""Key of a padded batch for comparisons that TRL's keys cannot hold: first None, then a `Batch` without tokens."""
 
 
 def read_dict(inputs: Mapping[str, Any], pad_token_id: int, padding_side: str = "right") -> Batch[torch.Tensor]:
-    """Read a padded batch in TRL's form, of today or up to 0.23: made by a user's collator, or for a user's code.
+    """Read a padded batch in TRL's form, current or up to 0.23, made by a user's collator or for user code.
 
-    Every key but TRL's own belongs to the user or the model.
+    All keys except TRL's belong to the user or the model.
 
     Args:
-        pad_token_id, padding_side: Pad the halves of the old form to a common length.
+        pad_token_id, padding_side: How to pad the two halves of the old form to a common length.
 
     Raises:
         UserError: The batch has lost its labels.
@@ -164,18 +166,18 @@ def read_dict(inputs: Mapping[str, Any], pad_token_id: int, padding_side: str = 
         input_ids_RL, mask_RL = torch.cat(halves[::2]), torch.cat(halves[1::2])
     else:
         input_ids_RL, mask_RL = tokens.values()
-    batch, own = inputs.get(TABLE), {*tokens, TABLE, "margin", "return_loss"}
+    batch, known_keys = inputs.get(TABLE), {*tokens, TABLE, "margin", "return_loss"}
     if TABLE in inputs and batch is None:
         raise UserError(
-            "The data has grades or `chosen_probability`, which a batch of `trainer.data_collator` does not hold. "
+            "The data has grades or `chosen_probability`, but a batch of `trainer.data_collator` cannot hold them. "
             "Take batches from `trainer.get_train_dataloader()` or `get_eval_dataloader()`."
         )
     if not isinstance(batch, Batch):
         batch = batch_of_pairs(len(input_ids_RL) // 2, input_ids_RL.device, mask_RL, inputs.get("margin"))
     elif batch.table.kind == "steps":
-        own |= {"labels"}  # by which the model would compute a loss of its own
-    # in TRL up to 0.23 other keys went nowhere
-    extras = {} if is_old else {key: value for key, value in inputs.items() if key not in own}
+        known_keys |= {"labels"}  # with `labels`, the model would compute another loss
+    # TRL up to 0.23 ignored other keys
+    extras = {} if is_old else {key: value for key, value in inputs.items() if key not in known_keys}
     tokens = {"input_ids_RL": input_ids_RL, "attention_mask_RL": mask_RL, "pad_token_id": pad_token_id}
     return replace(batch, **tokens, extras=extras)
 
@@ -183,7 +185,7 @@ def read_dict(inputs: Mapping[str, Any], pad_token_id: int, padding_side: str = 
 def lengthen(
     tensors: Mapping[str, torch.Tensor], length: int, pad_token_id: int, padding_side: str
 ) -> dict[str, torch.Tensor]:
-    """Pad token ids, attention masks and labels of tokens up to ``length``."""
+    """Pad token ids, attention masks and token labels to ``length``."""
     longer = {}
     for name, rows_RL in tensors.items():
         fill = pad_token_id if name.startswith("input_ids") else NO_LABEL if name == "labels" else 0
@@ -195,11 +197,11 @@ def lengthen(
 def batch_of_pairs(
     count: int, device: torch.device, mask_RL: torch.Tensor | None = None, margin_P: torch.Tensor | None = None
 ) -> Batch[torch.Tensor]:
-    """Return pairs, without their tokens, whose chosen sequences are in the first rows of a padded batch.
+    """Return a batch of pairs without tokens; its rows are all chosen sequences, then all rejected sequences.
 
     Args:
-        mask_RL: The attention mask; by default the sequences' lengths are not known.
-        margin_P: Target margins.
+        mask_RL: The attention mask; by default the lengths of the sequences are unknown and count as 1.
+        margin_P: Target margin of each pair.
     """
     table = compare(pairs_of(count), ComparisonRule()).map_tensors(lambda array: torch.from_numpy(array).to(device))
     if margin_P is not None:
@@ -212,27 +214,27 @@ def batch_of_pairs(
 
 
 def by_answer(count: int, answers: int) -> torch.Tensor:
-    """Return the row of each scored position in TRL's order, in which all first answers come first, [S]."""
+    """Return the row of each scored position, [S], in TRL's order: all first answers, then all second answers, ..."""
     return torch.arange(count * answers).view(answers, count).T.flatten()
 
 
 @dataclass
 class RewardDataCollatorWithPadding:
-    """Pads the two halves of the pairs, each on the tokenizer's side: TRL's collator up to 0.23.
+    """Collator of TRL up to 0.23: pads the chosen and the rejected sequences separately, on the tokenizer's side.
 
     Each example has `input_ids_chosen`, `attention_mask_chosen`, `input_ids_rejected` and `attention_mask_rejected`,
-    and may have a `margin`, a float or a list of one. The batch has the same keys, [P, longest of that half],
+    and may have a `margin`, a float or a list of one float. The batch has the same keys, [P, longest of that half],
     `margin`, [P], and ``return_loss=True``.
 
     Args:
-        tokenizer: Pads, with its own pad token and side.
+        tokenizer: The tokenizer; it pads with its pad token and on its padding side.
         padding: As in the tokenizer's ``pad``: True or "longest", "max_length", or False.
-        max_length: The length that ``padding="max_length"`` pads to (TRL up to 0.11).
-        pad_to_multiple_of: Round lengths up to a multiple of this.
+        max_length: The padded length for ``padding="max_length"`` (TRL up to 0.11).
+        pad_to_multiple_of: Round lengths up to a multiple of this number.
         return_tensors: Only ``"pt"``.
 
     Raises:
-        UserError: If an example lacks one of the four columns.
+        UserError: An example lacks one of the four columns.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -260,7 +262,7 @@ class RewardDataCollatorWithPadding:
         batch["return_loss"] = True
         if "margin" in features[0]:
             margins = torch.tensor([feature["margin"] for feature in features], dtype=torch.float)
-            batch["margin"] = margins.view(len(features))  # [P, 1] would be subtracted from every pair, as [P, P]
+            batch["margin"] = margins.view(len(features))  # [P, 1] would broadcast to [P, P] in the loss
         return batch | dict.fromkeys([TABLE] if needs_table(features[0]) else [])
 
 
@@ -268,33 +270,33 @@ OLD_IDS = OLD_KEYS[::2]
 
 
 def read_old_row(row: Row, index: int, num_embeddings: int, name: str) -> dict[str, Any]:
-    """Return the columns of today for a pair in the columns of TRL up to 0.23.
+    """Convert a pair from the columns of TRL up to 0.23 to the current columns.
 
-    Tokens that an attention mask leaves out are no part of an answer, and a margin may be a list of one.
+    Tokens that the attention mask excludes are dropped. A margin may be a list of one number.
 
     Raises:
         UserTypeError: A value is not a list of integers.
-        UserError: The model lacks a token id, or a mask has a hole or another length.
+        UserError: The model lacks a token id, or an attention mask has a gap or the wrong length.
     """
     answers = dict[str, Any]()
     for new, old in zip(PAIR, OLD_IDS, strict=True):
         ids, mask, where = row[old], row[old.replace("input_ids", "attention_mask")], checks.row_of(index, name, old)
         checks.check_ids(ids, where, num_embeddings)
-        kept = np.flatnonzero(mask)
-        if not len(kept) or len(mask) != len(ids) or len(kept) != np.ptp(kept) + 1:
+        attended = np.flatnonzero(mask)
+        if not len(attended) or len(mask) != len(ids) or len(attended) != np.ptp(attended) + 1:
             raise UserError(
                 f"{where}: the attention mask must be as long as the token ids, and 0 only before or after all tokens "
                 f"that count, got {mask!r:.80}."
             )
-        answers[new] = list(ids[kept[0] : kept[-1] + 1])
+        answers[new] = list(ids[attended[0] : attended[-1] + 1])
     return answers | old_margin(row, checks.row_of(index, name))
 
 
 def old_margin(row: Row, where: str) -> dict[str, float]:
-    """Return the margin, if any, of a row for TRL up to 0.23, which may be a list of one number.
+    """Return the margin, if any, of a row in the form of TRL up to 0.23; it may be a list of one number.
 
     Raises:
-        UserError: It is not finite, or a list of several.
+        UserError: The margin is not finite, or a list of several numbers.
     """
     if "margin" not in row:
         return {}
@@ -308,7 +310,7 @@ _OLD_TOKEN_COLUMNS = {"chosen_input_ids": "chosen_ids", "rejected_input_ids": "r
 
 
 def rename_old_columns(dataset: Any, columns: list[str]) -> tuple[Any, list[str]]:
-    """Give a dataset's columns of token ids the names that they have in TRL today; return its columns too."""
+    """Rename a dataset's token columns to TRL's current names; return the dataset and its columns."""
     if not set(_OLD_TOKEN_COLUMNS) <= set(columns) or set(PAIR) <= set(columns):
         return dataset, columns
     warnings.warn(
@@ -317,12 +319,12 @@ def rename_old_columns(dataset: Any, columns: list[str]) -> tuple[Any, list[str]
         FutureWarning,
         stacklevel=4,
     )
-    return dataset.rename_columns(_OLD_TOKEN_COLUMNS), [_OLD_TOKEN_COLUMNS.get(each, each) for each in columns]
+    return dataset.rename_columns(_OLD_TOKEN_COLUMNS), [_OLD_TOKEN_COLUMNS.get(name, name) for name in columns]
 
 
 @dataclass(frozen=True)
 class OldPairKind(PairKind):
-    """Raw pairs that are tokenized as in TRL up to 0.23: without the prompt and an added end-of-sequence token."""
+    """Raw pairs, tokenized as in TRL up to 0.23: without the prompt and without an added end-of-sequence token."""
 
     tokenizer: PreTrainedTokenizerBase
     has_traps = False
@@ -333,7 +335,7 @@ class OldPairKind(PairKind):
             rendered = maybe_apply_chat_template(dict(row), self.tokenizer)
         return {column: rendered[column] for column in RAW_COLUMNS}
 
-    def dialogue(self, row: Row, answer: Any, tokenizer: Any) -> Any:
+    def with_prompt(self, row: Row, answer: Any, tokenizer: Any) -> Any:
         return answer
 
     def tokenized(self, row: Row, ids_K: list[list[int]], where: str) -> dict[str, Any]:
@@ -341,13 +343,13 @@ class OldPairKind(PairKind):
 
 
 def _tokenize(batch: Row, tokenizer: PreTrainedTokenizerBase) -> dict[str, list[list[int]]]:
-    """Tokenize a batch of ``chosen`` and ``rejected`` texts into the columns of TRL up to 0.23, where it is public."""
-    tokens = [tokenizer(list(batch[half])) for half in RAW_COLUMNS]
-    return dict(zip(OLD_KEYS, [each[key] for each in tokens for key in ("input_ids", "attention_mask")], strict=True))
+    """Tokenize a batch of ``chosen`` and ``rejected`` texts as the function of this name in TRL up to 0.23 does."""
+    halves = [tokenizer(list(batch[half])) for half in RAW_COLUMNS]
+    return dict(zip(OLD_KEYS, [half[key] for half in halves for key in ("input_ids", "attention_mask")], strict=True))
 
 
 def old_columns(row: Example) -> Example:
-    """Return a tokenized pair in the columns of TRL up to 0.23, with its other columns, for collators of users."""
+    """Return a tokenized pair in the columns of TRL up to 0.23, with its other columns, for users' collators."""
     if row_format_of(row) != PAIR:
         return row
     chosen, rejected = (row[column] for column in PAIR)

@@ -1,4 +1,4 @@
-"""Reads prepared rows: their forms, lengths, labels and shared prompts."""
+"""Readers of prepared rows: their forms, lengths, labels and shared prompts."""
 
 import os
 from collections import defaultdict
@@ -17,8 +17,8 @@ from datasets import Dataset
 from ..packing.shapes import PairLengths
 
 NO_LABEL = -100
-"""The label of tokens at which no step ends, as in torch's losses."""
-# columns of tokenized rows: TRL's of pairs, with optional labels, and of solutions, and ours of rankings
+"""Label of tokens that do not end a labeled step; the same value as `ignore_index` in torch's losses."""
+# columns of tokenized rows: TRL's for pairs (with optional labels) and solutions, and our own for rankings
 PAIR = ("chosen_ids", "rejected_ids")
 PAIR_LABELS = ("margin", "chosen_probability")
 RANKING = ("answer_ids", "grades")
@@ -28,20 +28,21 @@ OLD_KEYS = ("input_ids_chosen", "attention_mask_chosen", "input_ids_rejected", "
 COLUMNS = (*PAIR, *RANKING, *SOLUTION, *PAIR_LABELS)
 """All columns that training reads."""
 TOKENS = (*PAIR, "answer_ids", "input_ids")
-"""The columns of token ids among them."""
+"""The columns of token ids in `COLUMNS`."""
 ANSWERS, STEP_ENDS = "answers", "step_ends"
-_ROWS = 1000  # of a table
+_TABLE_ROWS = 1000  # rows per arrow table
 
 
 def row_format_of(columns: Collection[str]) -> tuple[str, ...]:
-    """Return the columns that hold a row's tokens: `PAIR`, `RANKING` or `SOLUTION`; none if it is not tokenized."""
+    """Return the columns that hold a row's tokens: `PAIR`, `RANKING` or `SOLUTION`; none if the row has no tokens."""
     return next((form for form in (PAIR, RANKING, SOLUTION) if set(form) <= set(columns)), ())
 
 
 def answers_of(row: Mapping[str, Any]) -> list[Any]:
-    """Return the token ids of a prepared row's answers, of whatever form; of a solution there is one.
+    """Return the token ids of the answers of a prepared row of any form; a solution has one answer.
 
-    A row that is no row of a dataset has them in `answers`, and labels by the names that `labels_of` gives them.
+    A row that does not come from a dataset has its answers in `answers`, and its labels under the names that
+    `labels_of` returns.
     """
     if (form := row_format_of(row)) == PAIR:
         return [row[column] for column in PAIR]
@@ -49,21 +50,21 @@ def answers_of(row: Mapping[str, Any]) -> list[Any]:
 
 
 def labels_of(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the labels of a prepared row, of whatever form.
+    """Return the labels of a prepared row of any form.
 
-    They are `margin` and `chosen_probability` of pairs, if they have them, `grades` of rankings, and of solutions
-    `step_ends`, the indices of the tokens at which labeled steps end, and `grades` of these steps.
+    Pairs may have `margin` and `chosen_probability`. Rankings have `grades`. Solutions have `step_ends`, the indices
+    of the tokens at which labeled steps end, and `grades`, the labels of these steps.
     """
     if (form := row_format_of(row)) != SOLUTION:
-        own_names: dict[Any, tuple[str, ...]] = {PAIR: PAIR_LABELS, RANKING: ("grades",)}
-        names = own_names.get(form, (*PAIR_LABELS, "grades", STEP_ENDS))
+        names_by_form: dict[Any, tuple[str, ...]] = {PAIR: PAIR_LABELS, RANKING: ("grades",)}
+        names = names_by_form.get(form, (*PAIR_LABELS, "grades", STEP_ENDS))
         return {name: row[name] for name in names if name in row}
     ends = np.flatnonzero(np.asarray(row["labels"]) != NO_LABEL).tolist()
     return {STEP_ENDS: ends, "grades": [float(row["labels"][end]) for end in ends]}
 
 
 def read_table(table: pa.Table) -> list[dict[str, Any]]:
-    """Return the tokenized rows of an arrow table, with token ids and labels as arrays of 4 bytes each."""
+    """Return the tokenized rows of an arrow table, with token ids and labels as arrays of 4-byte numbers."""
     columns = [
         _arrays(table[name]) if name in (*TOKENS, "labels") else table[name].to_pylist() for name in table.column_names
     ]
@@ -71,7 +72,7 @@ def read_table(table: pa.Table) -> list[dict[str, Any]]:
 
 
 def _arrays(lists: pa.ChunkedArray) -> list[Any]:
-    """Return lists of numbers as arrays, at any depth."""
+    """Convert lists of numbers to arrays, at any nesting depth."""
     values = pc.list_flatten(lists)
     dtype = np.float32 if pa.types.is_floating(values.type) else np.int32
     values_T = _arrays(values) if pa.types.is_nested(values.type) else values.to_numpy().astype(dtype)
@@ -81,13 +82,13 @@ def _arrays(lists: pa.ChunkedArray) -> list[Any]:
 
 @dataclass(frozen=True)
 class LengthStats:
-    """What batches and a resumed run must know of a prepared dataset; it holds no tokens.
+    """Statistics of a prepared dataset for planning batches and for resuming a run; holds no tokens.
 
     Args:
-        lengths: The tokens that the answers of each row share at their beginning, and those after.
-        shared_prefix: How many first tokens all sequences share, such as a system prompt.
-        checksum: Of all token ids and labels, in the order of the rows.
-        answers: K, the most scored positions of a row: answers, or labeled steps.
+        lengths: For each row, the length of the answers' common prefix, and the length of each answer after it.
+        shared_prefix: Length of the common prefix of all sequences, such as a system prompt, in tokens.
+        checksum: Checksum of all token ids and labels, in row order.
+        answers: K, the maximum number of scored positions per row: answers, or labeled steps.
     """
 
     lengths: PairLengths
@@ -96,55 +97,55 @@ class LengthStats:
     answers: int = 2
 
 
-_MEASURED: WeakKeyDictionary[Dataset, LengthStats] = WeakKeyDictionary()
+_STATS_BY_DATASET: WeakKeyDictionary[Dataset, LengthStats] = WeakKeyDictionary()
 
 
 def is_prepared(dataset: Any) -> bool:
-    """Tell whether a dataset has prepared rows, and all of them."""
+    """Check whether a dataset is tokenized and is not a stream."""
     return isinstance(dataset, Dataset) and bool(row_format_of(dataset.column_names))
 
 
 def has_row_format(dataset: Any, form: tuple[str, ...]) -> bool:
-    """Tell whether a dataset is tokenized in this form."""
+    """Check whether a dataset is tokenized in this form and is not a stream."""
     return isinstance(dataset, Dataset) and row_format_of(dataset.column_names) == form
 
 
 def length_stats(dataset: Dataset) -> LengthStats:
-    """Measure a prepared dataset: once, and a few rows at a time.
+    """Measure a prepared dataset in chunks of rows; repeated calls return the first result.
 
     Raises:
-        ValueError: It is not prepared.
+        ValueError: The dataset is not prepared.
     """
-    if dataset not in _MEASURED:
+    if dataset not in _STATS_BY_DATASET:
         if not is_prepared(dataset):
             raise ValueError(f"The dataset is not tokenized; its columns are {dataset.column_names}.")
-        _MEASURED[dataset] = length_stats_of_tables(tables_of(dataset))
-    return _MEASURED[dataset]
+        _STATS_BY_DATASET[dataset] = length_stats_of_tables(tables_of(dataset))
+    return _STATS_BY_DATASET[dataset]
 
 
 def length_stats_of_stream(stream: Iterable[Mapping[str, Any]]) -> PairLengths:
-    """Measure the first 1,000 pairs of a prepared stream, which training reads again from its beginning."""
+    """Measure the first 1,000 pairs of a prepared stream; training reads the stream again from its beginning."""
     lengths = list[tuple[int, int, int]]()
-    for chosen, rejected in (map(np.asarray, answers_of(row)) for row in islice(stream, _ROWS)):
+    for chosen, rejected in (map(np.asarray, answers_of(row)) for row in islice(stream, _TABLE_ROWS)):
         prefix = _common_prefix(chosen, rejected)
         lengths.append((prefix, len(chosen) - prefix, len(rejected) - prefix))
     return PairLengths.of(lengths)
 
 
 def select(dataset: Dataset, is_kept_N: np.ndarray) -> Dataset:
-    """Return the rows that are kept, measured in the tables of all rows: tables of a selection are slow to read."""
-    kept = dataset.select(np.flatnonzero(is_kept_N))
-    masks = (pa.array(is_kept_N[first : first + _ROWS]) for first in range(0, len(dataset), _ROWS))
-    _MEASURED[kept] = length_stats_of_tables(map(pa.Table.filter, tables_of(dataset), masks))
-    return kept
+    """Select and measure rows; they are measured in the tables of all rows, since a selection's tables read slowly."""
+    selection = dataset.select(np.flatnonzero(is_kept_N))
+    masks = (pa.array(is_kept_N[first : first + _TABLE_ROWS]) for first in range(0, len(dataset), _TABLE_ROWS))
+    _STATS_BY_DATASET[selection] = length_stats_of_tables(map(pa.Table.filter, tables_of(dataset), masks))
+    return selection
 
 
 def length_stats_of_tables(tables: Iterable[pa.Table]) -> LengthStats:
-    """Measure prepared rows in arrow tables, one after another."""
+    """Measure prepared rows in arrow tables, one table at a time."""
     parts: list[PairLengths] = []
-    shared: list[bytes] = []  # the first tokens of all sequences so far
+    shared: list[bytes] = []  # the common prefix of all sequences so far
     answers = 1
-    checksums: dict[str, int] = defaultdict(int)  # one each, so that it does not matter where a table ends
+    checksums: dict[str, int] = defaultdict(int)  # one per kind of content, so that table boundaries do not matter
     for rows in filter(None, map(read_table, tables)):
         answers_N, labels_N = list(map(answers_of, rows)), list(map(labels_of, rows))
         sequences_D, counts_N = list(chain.from_iterable(answers_N)), np.array(list(map(len, answers_N)))
@@ -164,25 +165,25 @@ def length_stats_of_tables(tables: Iterable[pa.Table]) -> LengthStats:
 
 
 def tables_of(dataset: Dataset) -> Iterator[pa.Table]:
-    """Read the token ids and the labels of tokenized rows as arrow tables of many rows."""
+    """Yield the token ids and labels of tokenized rows in arrow tables of up to 1,000 rows."""
     form = row_format_of(dataset.column_names)
     labels = [name for name in PAIR_LABELS if name in dataset.column_names and form == PAIR]
-    return dataset.with_format("arrow", columns=[*form, *labels]).iter(batch_size=_ROWS)
+    return dataset.with_format("arrow", columns=[*form, *labels]).iter(batch_size=_TABLE_ROWS)
 
 
 def rows_of(dataset: Dataset) -> Iterator[dict[str, Any]]:
-    """Read the token ids, as `read_table` does, and the labels of tokenized rows, without their other columns."""
+    """Yield tokenized rows as `read_table` returns them, without columns other than token ids and labels."""
     return chain.from_iterable(map(read_table, tables_of(dataset)))
 
 
-def _common_prefix(one: np.ndarray, other: np.ndarray) -> int:
-    length = min(len(one), len(other))
-    same = one[:length] == other[:length]
+def _common_prefix(first: np.ndarray, second: np.ndarray) -> int:
+    length = min(len(first), len(second))
+    same = first[:length] == second[:length]
     return length if same.all() else int(same.argmin())
 
 
 def _lengths(sequences_D: list[np.ndarray], counts_N: np.ndarray) -> PairLengths:
-    """Return each row's common prefix and the tails after it, of sequences that lie row after row."""
+    """Return each row's common prefix length and the lengths after it, for sequences in row order."""
     firsts_N = np.cumsum(counts_N) - counts_N
     first_D, row_D = np.repeat(firsts_N, counts_N), np.repeat(np.arange(len(counts_N)), counts_N)
     pairs = zip(first_D.tolist(), sequences_D, strict=True)

@@ -1,4 +1,4 @@
-"""The order of pairs, by prompts too, and batches on the host for a device that wants planned shapes."""
+"""The order of pairs (random or grouped by prompt), and data loaders on the host for devices with planned shapes."""
 
 import json
 import logging
@@ -29,74 +29,77 @@ from .length_stats import PAIR, answers_of, has_row_format, is_prepared, length_
 
 logger = logging.getLogger(__name__)
 
-_PROMPT = 8  # the fewest tokens that are taken for a prompt, where nothing else tells
+_MIN_PROMPT = 8  # fewest tokens of a common prefix that count as a prompt, for data without the column `prompt`
 
-_MORE = 16  # the first tokens that a pair's answers may have in common, of which nothing tells that they are no prompt
+_MAX_ANSWER_OVERLAP = 16  # a pair's common prefix may contain up to this many tokens after the prompt
 
 
 def prompt_groups(dataset: Dataset) -> np.ndarray:
-    """Number the pairs of token ids, so that those that share a prompt have the same number [N].
+    """Return a group number for each pair of token ids, [N]; pairs with the same prompt have the same number.
 
-    What a pair's dialogues share is the prompt, and some more tokens if its answers begin alike. So a prompt is what
-    the dialogues of some pair share, and its pairs are those whose dialogues share it and at most a few tokens more.
-    What all dialogues of the dataset share, a system prompt say, is none.
+    The common prefix of a pair's sequences is the prompt, plus a few tokens if the answers begin alike. So a common
+    prefix that extends another pair's prompt by at most 16 tokens has the same prompt. Any other common prefix is a
+    new prompt. A prefix that all sequences of the dataset share, such as a system prompt, does not count.
     """
-    prompt_of: dict[bytes, bytes] = {}  # of what a pair's dialogues share
-    around = [b""]  # in lexicographic order, the prompts that what comes next may begin with
+    prompt_of: dict[bytes, bytes] = {}  # common prefix of a pair -> its prompt
+    nested_prompts = [b""]  # the prompts that begin the current prefix; prefixes come in lexicographic order
     skip = length_stats(dataset).shared_prefix
     for shared in sorted(set(_shared_prompts(dataset, skip))):
-        while not shared.startswith(around[-1]):
-            around.pop()
-        if not around[-1] or len(shared) - len(around[-1]) > 4 * _MORE:
-            around.append(shared)
-        prompt_of[shared] = around[-1]
+        while not shared.startswith(nested_prompts[-1]):
+            nested_prompts.pop()
+        if not nested_prompts[-1] or len(shared) - len(nested_prompts[-1]) > 4 * _MAX_ANSWER_OVERLAP:
+            nested_prompts.append(shared)
+        prompt_of[shared] = nested_prompts[-1]
     numbers: dict[bytes | int, int] = {}
     keys = (prompt_of[shared] or pair for pair, shared in enumerate(_shared_prompts(dataset, skip)))
     return np.array([numbers.setdefault(key, len(numbers)) for key in keys])
 
 
 def _shared_prompts(dataset: Dataset, skip: int) -> Iterator[bytes]:
-    """Yield the common prefix of each row's answers, 4 bytes for each token, without the first ``skip`` tokens."""
+    """Yield the common prefix of each row's answers, 4 bytes per token, without the first ``skip`` tokens."""
     for row, prefix in zip(rows_of(dataset), length_stats(dataset).lengths.prefix_P.tolist(), strict=True):
         yield answers_of(row)[0][skip:prefix].tobytes()
 
 
 def prompts_in_training(train: Any, evaluation: Any, name: str = "") -> tuple[int, ...]:
-    """Return how many distinct prompts of prepared evaluation data the training data has too, and their number.
+    """Return the number of distinct evaluation prompts that also occur in the training data, and of all of them.
 
-    Any are also logged. Empty for streams. A prompt is the column `prompt`, or else the tokens that a row's answers
-    begin with alike, if they are several more than all rows share.
+    Logs a warning if any prompt occurs in both. Returns an empty tuple for streams. A prompt is the value of the
+    column `prompt`. Without this column it is the common prefix of a row's answers, if it is at least 8 tokens longer
+    than the common prefix of all rows.
 
     Args:
-        name: That of the evaluation data, if it is one of several.
+        name: Name of the evaluation data, if there are several evaluation datasets.
     """
     both = (train, evaluation)
     if not all(map(is_prepared, both)):
         return ()
-    if all("prompt" in each.column_names for each in both):
-        known, prompts = ({hash(json.dumps(value)) for value in each["prompt"] if value} for each in both)
+    if all("prompt" in data.column_names for data in both):
+        train_prompts, prompts = ({hash(json.dumps(value)) for value in data["prompt"] if value} for data in both)
     else:
-        least = [4 * (length_stats(each).shared_prefix + _PROMPT) for each in both]
-        known, prompts = (
-            {hash(ids) for ids in _shared_prompts(each, 0) if len(ids) >= size}
-            for each, size in zip(both, least, strict=True)
+        min_bytes = [4 * (length_stats(data).shared_prefix + _MIN_PROMPT) for data in both]
+        train_prompts, prompts = (
+            {hash(ids) for ids in _shared_prompts(data, 0) if len(ids) >= size}
+            for data, size in zip(both, min_bytes, strict=True)
         )
-    shared = len(known & prompts) if len(known | prompts) > 1 else 0  # one prompt for all rows is none
+    # a single prompt in all rows does not count
+    shared = len(train_prompts & prompts) if len(train_prompts | prompts) > 1 else 0
     if shared:
-        of = f" of {name!r}" if name else ""
-        logger.warning(f"{shared:,} of {len(prompts):,} evaluation prompts{of} also occur in the training data.")
+        source = f" of {name!r}" if name else ""
+        logger.warning(f"{shared:,} of {len(prompts):,} evaluation prompts{source} also occur in the training data.")
     return shared, len(prompts)
 
 
 class ByPrompt(Sampler[int]):
-    """Hands out each group's pairs one after another, in another order each epoch, which is the same everywhere.
+    """Sampler that keeps each prompt group's pairs together; the order changes each epoch, and all processes agree.
 
-    The groups' order is random, and so is that of updates: those that one group fills do not follow one another.
+    The order of groups is random. The order of updates is random too, so that a large group does not fill several
+    consecutive updates.
 
     Args:
-        group_N: From `prompt_groups`.
-        pairs: Of an update, over all processes.
-        seed: Of the run.
+        group_N: Group number of each pair, from `prompt_groups`.
+        pairs: Pairs per update, over all processes.
+        seed: Seed of the run.
     """
 
     def __init__(self, group_N: np.ndarray, pairs: int, seed: int = 0) -> None:
@@ -106,7 +109,7 @@ class ByPrompt(Sampler[int]):
         return len(self._group_N)
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the next order."""
+        """Set the epoch that decides the next order."""
         self._epoch = epoch
 
     def __iter__(self) -> Iterator[int]:
@@ -119,12 +122,12 @@ class ByPrompt(Sampler[int]):
 
 
 def by_prompt(sampler_fn: Callable[[Any], Any], args: Any, parts: int, dataset: Any) -> Any:
-    """Return the order in which pairs that share a prompt are together; a subclass's own order stays.
+    """Return a sampler that keeps pairs with the same prompt together; a subclass's own sampler is kept.
 
     Args:
-        sampler_fn: Returns the order that a trainer would take of a dataset.
-        args: The run's settings.
-        parts: How many parts of a batch different processes compute.
+        sampler_fn: Returns the trainer's sampler for a dataset.
+        args: Settings of the run.
+        parts: Number of parts of a batch that different processes compute.
         dataset: Prepared pairs.
     """
     sampler = sampler_fn(dataset)
@@ -134,49 +137,51 @@ def by_prompt(sampler_fn: Callable[[Any], Any], args: Any, parts: int, dataset: 
     return ByPrompt(prompt_groups(dataset), pairs, args.seed if args.data_seed is None else args.data_seed)
 
 
-_DRAWN = 2048  # pairs whose tokens are read to know what they share
+_SAMPLED_PAIRS = 2048  # pairs whose tokens are read to estimate how many tokens are shared
 
 
 def sizes_by_prompt(dataset: Any, pairs: int) -> np.ndarray:
-    """Return the tokens that pairs add to batches in the order of `ByPrompt`, and log what that saves.
+    """Return the number of tokens that each pair adds to batches in the order of `ByPrompt`, and log the savings.
 
-    The last ``pairs`` are the largest pairs by themselves, so that what holds these sizes holds any batch.
+    The last ``pairs`` sizes are the full sizes of the largest pairs, with nothing shared. So shapes that are planned
+    for these sizes can hold any batch.
 
     Raises:
-        UserError: For a stream, and for rankings.
+        UserError: The data is a stream, or has rankings.
     """
     if not has_row_format(dataset, PAIR):
         raise UserError(
-            "group_by_prompt=True puts pairs into an order of its own, but train_dataset is a stream, which has its "
-            "order, or has rankings, whose prompts are together: load a stream whole (without dataset_streaming), or "
-            "leave group_by_prompt out."
+            "group_by_prompt=True reorders pairs, but train_dataset is a stream, whose order is fixed, or has "
+            "rankings, which hold all answers to a prompt already: load a stream whole (without dataset_streaming), "
+            "or leave group_by_prompt out."
         )
-    measured, group_N = length_stats(dataset), prompt_groups(dataset)
+    stats, group_N = length_stats(dataset), prompt_groups(dataset)
     order_N, added = list(ByPrompt(group_N, pairs)), list[int]()
-    for first in range(0, min(_DRAWN, len(order_N)), pairs):
+    for first in range(0, min(_SAMPLED_PAIRS, len(order_N)), pairs):
         rows = map(dataset.__getitem__, order_N[first : first + pairs])
         sequences = [np.asarray(ids) for row in rows for ids in answers_of(row)]
         order, shared = in_order(sequences)
         added_D = np.array([len(ids) for ids in sequences])
-        added_D[order] -= [measured.shared_prefix, *shared]
+        added_D[order] -= [stats.shared_prefix, *shared]
         added += added_D.reshape(-1, 2).sum(axis=1).tolist()
-    here, alone = np.mean(added), measured.lengths.sizes_P.mean() - measured.shared_prefix
+    grouped, alone = np.mean(added), stats.lengths.sizes_P.mean() - stats.shared_prefix
     logger.warning(
         f"group_by_prompt: {len(group_N):,} pairs have {group_N.max() + 1:,} prompts. A pair in packed batches of "
-        f"{pairs} takes {here:,.0f} tokens, not {alone:,.0f} ({1 - here / alone:.0%} less), beside what all share."
+        f"{pairs} takes {grouped:,.0f} tokens, not {alone:,.0f} ({1 - grouped / alone:.0%} less), not counting the "
+        "prefix that all pairs share."
     )
-    sizes_N = np.resize(added, len(dataset)) + measured.shared_prefix
-    return np.append(sizes_N, np.sort(measured.lengths.sizes_P)[-pairs:])
+    sizes_N = np.resize(added, len(dataset)) + stats.shared_prefix
+    return np.append(sizes_N, np.sort(stats.lengths.sizes_P)[-pairs:])
 
 
-# a DataLoader's settings, which TrainingArguments has with "dataloader_" before their names
-_SETTINGS = ("num_workers", "persistent_workers", "prefetch_factor", "multiprocessing_context")
+# settings of a DataLoader; in TrainingArguments their names begin with "dataloader_"
+_LOADER_SETTINGS = ("num_workers", "persistent_workers", "prefetch_factor", "multiprocessing_context")
 
 
 def training_order(dataset: TorchDataset[Any], sampler: Sampler[int], seed: int | None) -> Sampler[int]:
-    """Return the order in which accelerate would hand out the pairs: a fresh permutation for each (seed, epoch).
+    """Return accelerate's seedable sampler in place of a random one: a new permutation for each (seed, epoch).
 
-    Only a plain `RandomSampler` is replaced; a sampler that a subclass or an argument chose keeps its own order.
+    Only a plain `RandomSampler` is replaced; a sampler that a subclass or an argument chose is kept.
     """
     if type(sampler) is not RandomSampler:
         return sampler
@@ -190,61 +195,62 @@ def host_batches(
     sampler: Sampler[int] | None,
     args: TrainingArguments,
 ) -> DataLoader[Any]:
-    """Return a torch DataLoader with the loader settings of ``args``, without accelerate around it.
+    """Return a torch DataLoader with the loader settings of ``args``, without accelerate's wrapper.
 
-    accelerate's would replicate batches, and forget its settings on resume; the order of pairs is the one it has.
-    Workers that augment rows draw alike on all hosts that share a mesh, where each makes the whole batch.
+    accelerate's loader would replicate batches and lose its settings on resume. The order of pairs is the same as
+    with accelerate. Workers have the same random seeds on all hosts: hosts that share a mesh each make the whole
+    batch, so they must augment rows alike.
     """
-    settings: dict[str, Any] = {name: getattr(args, f"dataloader_{name}") for name in (*_SETTINGS, "drop_last")}
+    settings: dict[str, Any] = {name: getattr(args, f"dataloader_{name}") for name in (*_LOADER_SETTINGS, "drop_last")}
     seed = partial(seed_worker, num_workers=args.dataloader_num_workers, rank=0)
     settings["worker_init_fn"] = partial(outlive_sigterm, seed)
-    config: Any = args.accelerator_config  # the config has read its other forms
+    config: Any = args.accelerator_config  # TrainingArguments has converted dicts and files
     if sampler is not None and config.use_seedable_sampler:
         sampler = training_order(dataset, sampler, args.data_seed)
     return DataLoader(dataset, batch_size, sampler=sampler, collate_fn=collate, **settings)
 
 
 def skip_batches(loader: DataLoader[Any], count: int) -> DataLoader[Any]:
-    """Return the loader without its first ``count`` batches; a script's own loader of torch's class will do."""
-    settings = {name: getattr(loader, name) for name in (*_SETTINGS, "collate_fn", "worker_init_fn")}
+    """Return the loader without its first ``count`` batches; a user's own torch DataLoader works too."""
+    settings = {name: getattr(loader, name) for name in (*_LOADER_SETTINGS, "collate_fn", "worker_init_fn")}
     if isinstance(loader.dataset, IterableDataset):
         return SkipDataLoader(
             loader.dataset, skip_batches=count, batch_size=loader.batch_size, drop_last=loader.drop_last, **settings
         )
     batches: Any = loader.batch_sampler
     sampler = SkipBatchSampler(batches, skip_batches=count)
-    sampler.sampler = getattr(batches, "sampler", None)  # which orders by the epoch that it is told
+    sampler.sampler = getattr(batches, "sampler", None)  # `set_epoch` is called on this attribute
     return DataLoader(loader.dataset, batch_sampler=sampler, **settings)
 
 
 @contextmanager
 def skipping_by(skip: Callable[[Any, int], Any], loader: Any) -> Iterator[None]:
-    """Let transformers' training loop skip the first batches of ``loader`` by ``skip`` while the context lasts.
+    """Make transformers' training loop use ``skip`` for ``loader`` when it skips batches inside the context.
 
-    accelerate's function, which the loop calls, would rebuild the loader without its sharding.
+    By default the loop calls accelerate's function; it would rebuild the loader without its sharding.
     """
-    theirs = transformers.trainer.skip_first_batches
+    original = transformers.trainer.skip_first_batches
 
     def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
-        return (skip if dataloader is loader else theirs)(dataloader, num_batches)
+        return (skip if dataloader is loader else original)(dataloader, num_batches)
 
     transformers.trainer.skip_first_batches = skip_first_batches
     try:
         yield
     finally:
-        transformers.trainer.skip_first_batches = theirs
+        transformers.trainer.skip_first_batches = original
 
 
 class WholeStream(IterableDataset[Any]):
-    """Hands a stream of datasets' to accelerate as one: each process then reads all of it, and takes its part.
+    """Wrapper that hides the files of a `datasets` stream: each process reads the whole stream and takes its part.
 
-    Of a stream in several files accelerate gives each process some, and so pairs that no other number of processes
-    would be given, and not as many as the others.
+    Without it, accelerate would assign the files of a stream to processes. Then the pairs of a batch would depend on
+    the number of processes, and processes would get different numbers of pairs.
 
     Args:
-        stream: Of examples.
-        batch_size: Pairs of a batch over all processes, where what fills up the last batch is to be told from real
-            pairs: examples are then pairs of one and whether it is real. By default accelerate fills it up.
+        stream: Stream of examples.
+        batch_size: Pairs per batch, over all processes. With it, the stream yields (example, is_real), and the last
+            batch is padded with examples that are not real. By default accelerate pads the last batch.
     """
 
     def __init__(self, stream: Any, batch_size: int | None = None) -> None:
@@ -267,18 +273,18 @@ class WholeStream(IterableDataset[Any]):
 def collate_marked(
     collate: Callable[..., Any], select_columns: Callable[[list[Any]], list[Any]], examples: Sequence[tuple[Any, bool]]
 ) -> Any:
-    """Collate the selected columns of a `WholeStream`'s marked examples: those after the real ones do not count."""
+    """Collate the selected columns of a `WholeStream`'s marked examples; padding examples do not count."""
     rows, is_real = zip(*examples, strict=True)
     return collate(select_columns(list(rows)), real=sum(is_real))
 
 
 def rows_of_step(loader: Any, step: int, accumulated: int) -> list[int] | None:
-    """Return the rows of the dataset whose pairs ``step`` took, the first being 1, in the sampler's order.
+    """Return the dataset rows that training step ``step`` used, in the sampler's order; steps are counted from 1.
 
-    None where they cannot be known: for a stream, or a sampler that gives another order when it is asked again.
+    Returns None if the rows are unknown: for a stream, or a sampler with another order each time it is iterated.
 
     Args:
-        accumulated: Batches of a step.
+        accumulated: Batches per step.
     """
     if isinstance(getattr(loader, "dataset", None), IterableDataset) or getattr(loader, "batch_sampler", None) is None:
         return None
@@ -293,9 +299,9 @@ def rows_of_step(loader: Any, step: int, accumulated: int) -> list[int] | None:
 
 
 def outlive_sigterm(init: Callable[[int], None] | None, worker: int) -> None:
-    """Begin a loader's worker with ``init``, and let only its parent end it by SIGTERM.
+    """Initialize a loader's worker with ``init``, and make it ignore SIGTERM from processes other than its parent.
 
-    A machine that shuts down sends SIGTERM to all processes; without its workers the main one could not end its step.
+    A machine that shuts down sends SIGTERM to all processes; without workers the main process could not end its step.
     """
     if init is not None:
         init(worker)
@@ -311,9 +317,10 @@ def _obey_parent() -> None:
 
 @contextmanager
 def main_processes_first() -> Iterator[None]:
-    """Let the main process work first, then that of each node, then all: the others find its work in a cache.
+    """Run the context in the main process first, then in each node's main process, then in all other processes.
 
-    Where one process drives all devices of a host, as on XLA, none is waited for: hosts need not share a cache.
+    Later processes find the result in a cache. With a single accelerate process, as on XLA, where one process drives
+    all devices of a host, no process waits: hosts need not share a cache.
     """
     if not torch.distributed.is_initialized() or PartialState().num_processes == 1:
         yield

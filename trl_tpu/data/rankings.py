@@ -1,4 +1,4 @@
-"""Rankings: rows of several answers with scores or ranks of them."""
+"""Rankings: rows with several answers and their scores or ranks."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -17,18 +17,19 @@ MOST_ANSWERS = 64
 
 @dataclass(frozen=True)
 class RankingKind(PairKind):
-    """Rows of two to 64 answers with `scores` or `ranks`, or of one chosen and several rejected ones.
+    """Reader and checker of rows with 2 to 64 answers: with `scores` or `ranks`, or one chosen and several rejected.
 
-    Their `grades` are higher the better they are. Of two answers with one grade none is the better one.
+    The better an answer, the higher its grade in `grades`. Two answers with equal grades are tied.
 
     Args:
         may_tie: Whether two answers of a row may have equal scores or ranks.
-        may_all_tie: Whether all of a row may.
-        needs_scores: Whether ranks say too little, and that one answer was chosen.
-        attributes: The names of what is graded, if several are: then scores are a list for each name, or None where
-            a row does not say.
-        settings: Settings, with their values, that have no effect without rankings.
-        are_alone: Whether rows have one answer each, which `scores` say is right: how likely, unless `needs_scores`.
+        may_all_tie: Whether all answers of a row may have equal scores or ranks.
+        needs_scores: Whether rows must have `scores`; `ranks`, or a chosen answer, are then not enough.
+        attributes: Names of the graded attributes, if any. `scores` then has a list for each name, or None where the
+            row has no grades for this attribute.
+        settings: Settings with their values, such as ``ties='skip'``, that have no effect without rankings.
+        are_alone: Whether each row has a single answer. Its score is the probability that the answer is right, or any
+            number with `needs_scores`.
     """
 
     may_tie: bool = False
@@ -43,13 +44,13 @@ class RankingKind(PairKind):
         """Reject a stream of rankings, and columns that have no effect on them."""
         if isinstance(dataset, IterableDataset):
             raise UserError(
-                f"The {name} dataset is a stream of rankings, and nothing says how many answers a row may have. Make "
-                "it a dataset: `datasets.Dataset.from_list(list(stream.take(n)))`."
+                f"The {name} dataset is a stream of rankings, so the number of answers per row is unknown. Convert it "
+                "to a dataset: `datasets.Dataset.from_list(list(stream.take(n)))`."
             )
-        if self.are_alone and (unused := [each for each in self.settings if each != "loss_type='regression'"]):
+        if self.are_alone and (unused := [name for name in self.settings if name != "loss_type='regression'"]):
             raise UserError(
-                f"{', '.join(unused)}: only rankings use these settings, and the {name} dataset has one answer a row. "
-                "Leave them out."
+                f"{', '.join(unused)}: only rankings use these settings, and the {name} dataset has one answer per "
+                "row. Leave them out."
             )
         if unused := [column for column in PAIR_LABELS if column in columns]:
             raise UserError(
@@ -58,7 +59,7 @@ class RankingKind(PairKind):
             )
 
     def raw_answers(self, row: Row, where: str) -> dict[str, Any]:
-        """Check a raw row, and return its answers by their places in it."""
+        """Check a raw row, and return its answers by their place in the row."""
         has_halves, answers = set(RAW_COLUMNS) <= set(row) and not self.attributes, dict[str, Any]()
         for column in RAW_COLUMNS if has_halves else ("completions",):
             values = [row["chosen"]] if column == "chosen" else row.get(column)
@@ -70,69 +71,70 @@ class RankingKind(PairKind):
             raise UserError(f"{where} has no `scores`, which loss_type='regression' and attributes need. Add them.")
         column = "rejected" if has_halves else next((name for name in ("scores", "ranks") if name in row), "")
         if not column:
-            raise UserError(f"{where} has `completions`, but neither `scores` nor `ranks` of them.")
+            raise UserError(f"{where} has `completions`, but neither `scores` nor `ranks`.")
         rule = replace(self, may_tie=True) if has_halves else self  # rejected answers are not compared
         rule.check_grades(grades_of(row) if has_halves else row[column], len(answers), where, column)
         return answers
 
     def tokenized(self, row: Row, ids_K: list[list[int]], where: str) -> dict[str, Any]:
-        """Return the columns of a checked raw row; its grades are a list, or one or None for each attribute."""
-        given = [row["scores"][name] for name in self.attributes]
-        grades = [scores and grades_of({**row, "scores": scores}) for scores in given] or grades_of(row)
+        """Return the tokenized columns of a checked raw row; `grades` has a list, or a list or None per attribute."""
+        scores_A = [row["scores"][name] for name in self.attributes]
+        grades = [scores and grades_of({**row, "scores": scores}) for scores in scores_A] or grades_of(row)
         return {"answer_ids": ids_K, "grades": grades}
 
     def check_labels(self, row: Row, where: str) -> None:
         """Check the grades of a tokenized row."""
         self.check_grades(row["grades"], len(answers_of(row)), where, "grades")
 
-    def check_grades(self, given: Any, answers: int, where: str, column: str) -> None:
+    def check_grades(self, grades: Any, answers: int, where: str, column: str) -> None:
         """Check the scores, ranks or prepared grades of a row.
 
         Args:
-            given: The value of ``column``.
-            answers: How many answers the row has.
-            where: How errors begin, see `checks.row_of`.
+            grades: The value of ``column``.
+            answers: Number of answers in the row.
+            where: Beginning of error messages, see `checks.row_of`.
+            column: Name of the column for error messages.
         """
         if self.are_alone != (answers == 1) or not 1 <= answers <= MOST_ANSWERS:
             number = "1 as in the first row" if self.are_alone else f"2 to {MOST_ANSWERS} to be ranked"
-            raise UserError(f"{where} has {answers} answers; there must be {number}.")
-        lists, counts = self._lists(given, f"{where}: `{column}`"), set[int]()
+            raise UserError(f"{where} has {answers} answers; each row must have {number}.")
+        lists, counts = self._grade_lists(grades, f"{where}: `{column}`"), set[int]()
         for place, values in lists.items():
             if not isinstance(values, list) or len(values) != answers:
-                raise UserError(f"{place} is {values!r:.80}, not a list of a number for each of {answers} answers.")
+                raise UserError(f"{place} is {values!r:.80}, not a list with a number for each of {answers} answers.")
             for value in values:
                 if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= checks.LARGEST:
                     raise UserError(f"{place} holds {value!r}; each must be a finite number (float32).")
                 if self.are_alone and not self.needs_scores and not 0 <= value <= 1:
                     raise UserError(
-                        f"{place} holds {value!r}; of an answer by itself it must be how likely the answer is right, "
-                        "0 to 1. For grades of another range set loss_type='regression'."
+                        f"{place} holds {value!r}; for a single answer it must be the probability that the answer is "
+                        "right, from 0 to 1. For grades in another range set loss_type='regression'."
                     )
             counts.add(distinct := len(set(map(np.float32, values))))
             if 1 < distinct < answers and not self.may_tie:
                 raise UserError(
-                    f"{place} is {values!r:.80}, in which answers are equal, and ties=None says that there are no "
-                    "ties. Set ties='skip' not to compare such answers, 'davidson' or 'rao_kupper' to learn from "
-                    "ties, or remove such rows."
+                    f"{place} is {values!r:.80}: some answers are equal, but ties=None does not allow ties. Set "
+                    "ties='skip' to leave out comparisons of equal answers, set 'davidson' or 'rao_kupper' to learn "
+                    "from ties, or remove such rows."
                 )
         if not lists or (not self.may_all_tie and not self.are_alone and counts == {1}):
-            raise UserError(f"{where}: `{column}` is {given!r:.80}, by which no answer is better than another.")
+            raise UserError(f"{where}: `{column}` is {grades!r:.80}, so no answer is better than another.")
 
-    def _lists(self, given: Any, place: str) -> dict[str, Any]:
-        """Return the lists of grades in a column by their places: one, or one for each attribute."""
+    def _grade_lists(self, grades: Any, place: str) -> dict[str, Any]:
+        """Return the lists of grades in a column by their place in the row: one list, or one per attribute."""
         if not self.attributes:
-            return {place: given}
-        if isinstance(given, list) and len(given) == len(self.attributes):  # prepared
-            given = dict(zip(self.attributes, given, strict=True))
-        if not isinstance(given, Mapping) or not set(self.attributes) <= set(given):
-            raise UserError(f"{place} is {given!r:.80}; each of attributes={self.attributes} needs a list, or None.")
-        return {f"{place} of {name!r}": given[name] for name in self.attributes if given[name] is not None}
+            return {place: grades}
+        if isinstance(grades, list) and len(grades) == len(self.attributes):  # a prepared row
+            grades = dict(zip(self.attributes, grades, strict=True))
+        if not isinstance(grades, Mapping) or not set(self.attributes) <= set(grades):
+            raise UserError(f"{place} is {grades!r:.80}; each of attributes={self.attributes} needs a list, or None.")
+        return {f"{place} of {name!r}": grades[name] for name in self.attributes if grades[name] is not None}
 
 
 def grades_of(row: Row) -> list[float]:
-    """Return the grades of a raw row's answers, higher the better they are, from scores, ranks or its halves.
+    """Return the grades of a raw row's answers (higher is better), from scores, ranks, or `chosen` and `rejected`.
 
-    They are rounded to float32, the type of labels in a batch.
+    Grades are rounded to float32, the type of labels in a batch.
     """
     if set(RAW_COLUMNS) <= set(row):
         return [1.0] + [0.0] * len(row["rejected"])
@@ -141,7 +143,7 @@ def grades_of(row: Row) -> list[float]:
 
 
 def is_ranking(row: Row) -> bool:
-    """Tell whether a converted row has more answers than a pair, whatever other columns it has."""
+    """Check whether a converted row has more answers than a pair, whatever its other columns are."""
     if not set(RAW_COLUMNS) <= set(row):
         return "completions" in row
     lists = [isinstance(row[half], list) and row[half] and not isinstance(row[half][0], dict) for half in RAW_COLUMNS]

@@ -1,4 +1,4 @@
-"""Prepare rows for training: the token ids of their answers, as TRL 1.16 makes them, in columns of their own."""
+"""Prepare rows for training: add columns with the token ids of their answers, as in TRL 1.16."""
 
 import logging
 from collections.abc import Callable, Mapping
@@ -33,7 +33,7 @@ from .traps import TRAPS, find_traps, report_equal_answers, warn, warn_of_traps
 
 logger = logging.getLogger(__name__)
 
-_STREAM_BATCH = 16  # rows tokenized at once from a stream: few, so that the first batch does not wait
+_STREAM_BATCH = 16  # rows tokenized at once from a stream: few, so that the first batch is ready soon
 
 
 def prepare_preference_dataset(
@@ -48,32 +48,32 @@ def prepare_preference_dataset(
     rankings: RankingKind | None = None,
     are_old: bool = False,
 ) -> Dataset | IterableDataset:
-    """Check the rows, tokenize them, and cut or leave out those that are too long.
+    """Check and tokenize the rows, and truncate or drop rows that are too long.
 
-    Text gets the tokenizer's end-of-sequence token where it does not end with it; messages are rendered by the chat
-    template, with the row's ``tools`` (a list, or JSON text) and ``chat_template_kwargs``, and get nothing more. An
-    explicit ``prompt`` is put before each answer. All other columns stay as they are (TRL writes the end-of-sequence
-    token into the text columns).
+    Text gets the tokenizer's end-of-sequence token unless it ends with this token. Messages are rendered with the chat
+    template and the row's ``tools`` (a list, or JSON text) and ``chat_template_kwargs``; no token is added. An
+    explicit ``prompt`` is put before each answer. All other columns are unchanged, whereas TRL writes the
+    end-of-sequence token into the text columns.
 
     Args:
-        dataset: Rows of any form that `checks` accepts. A stream is checked and tokenized row by row as it is read.
-        processing_class: The tokenizer, its special tokens and chat template as training shall use them.
-        num_embeddings: Rows of the model's embedding table, which token ids must not pass.
-        max_length: The most tokens an answer with its prompt may have; None keeps all.
+        dataset: Rows in any form that `checks` accepts. A stream is checked and tokenized while it is read.
+        processing_class: The tokenizer, with the special tokens and the chat template of the training.
+        num_embeddings: Rows of the model's embedding table; token ids must be smaller.
+        max_length: Maximum number of tokens of an answer with its prompt; None sets no limit.
         num_proc: Worker processes for a dataset (not for a stream).
-        name: What errors and logs call the dataset, "train" say.
-        truncation_mode: See `keep_fitting`.
-        rankings: What rows of ranked answers must be; by default without ties.
-        are_old: Whether to tokenize as TRL up to 0.23: without the prompt and an added end-of-sequence token.
+        name: Name of the dataset in errors and logs, such as "train".
+        truncation_mode: How to truncate rows, see `keep_fitting`.
+        rankings: Rules for rows with ranked answers; by default ties are rejected.
+        are_old: Whether to tokenize as TRL up to 0.23: without the prompt and without an added end-of-sequence token.
 
     Returns:
-        The dataset with the columns ``chosen_ids`` and ``rejected_ids``, or ``answer_ids`` and ``grades`` of ranked
-        answers, already measured: see `length_stats`.
+        The dataset with the columns ``chosen_ids`` and ``rejected_ids``, or with ``answer_ids`` and ``grades`` for
+        ranked answers. It is already measured, see `length_stats`.
 
     Raises:
-        UserTypeError: No dataset, or a value of the wrong type.
+        UserTypeError: The argument is not a dataset, or a value has the wrong type.
         UserError: Missing columns, no rows, null or empty values, margins that are not finite, token ids that the
-            model lacks, or no row within ``max_length``. Errors number the rows as they came.
+            model lacks, or no row within ``max_length``. Errors give the index of a row in the original dataset.
     """
     dataset, columns = rename_old_columns(dataset, checks.column_names(dataset, name))
     checks.check_one_form(columns, f"The {name} dataset")
@@ -81,24 +81,24 @@ def prepare_preference_dataset(
     if not is_tokenized:
         kind = OldPairKind(processing_class) if are_old else kind
         if processing_class.eos_token is None:
-            logger.warning(f"The tokenizer has no end-of-sequence token, so none is added to the {name} texts.")
+            logger.warning(f"The tokenizer has no end-of-sequence token, so none is appended to the {name} texts.")
         if are_old and "prompt" in columns:
             logger.warning(
                 f"{name} dataset: as in TRL up to 0.23, the column `prompt` is left out of the tokens, so rewards do "
-                "not see it. Put it at the beginning of both dialogues, or use today's columns and collator."
+                "not depend on it. Put it at the beginning of both answers, or use TRL's current columns and collator."
             )
-        # a user's column would lend them its type
+        # columns of the same names would impose their types on the new columns
         dataset = dataset.remove_columns([column for column in kind.columns if column in columns])
         settings = {"processing_class": processing_class, "name": name, "kind": kind}
         settings["warned"] = None if isinstance(dataset, Dataset) else set()
-        how: dict[str, Any] = {"with_indices": True, "batched": True, "fn_kwargs": settings}
-        dataset = map_rows(dataset, _tokenize_rows, num_proc, name, **how)
+        options: dict[str, Any] = {"with_indices": True, "batched": True, "fn_kwargs": settings}
+        dataset = map_rows(dataset, _tokenize_rows, num_proc, name, **options)
     elif row_format_of(columns) not in (PAIR, RANKING):
         settings = {"num_embeddings": num_embeddings, "name": name}
-        how = {"with_indices": True, "fn_kwargs": settings, "remove_columns": list(OLD_KEYS)}
-        dataset = map_rows(dataset, read_old_row, num_proc, name, **how)
-    how = {"max_length": max_length, "truncation_mode": truncation_mode, "num_proc": num_proc, "name": name}
-    return keep_fitting(dataset, num_embeddings=num_embeddings, kind=kind, **how)
+        options = {"with_indices": True, "fn_kwargs": settings, "remove_columns": list(OLD_KEYS)}
+        dataset = map_rows(dataset, read_old_row, num_proc, name, **options)
+    options = {"max_length": max_length, "truncation_mode": truncation_mode, "num_proc": num_proc, "name": name}
+    return keep_fitting(dataset, num_embeddings=num_embeddings, kind=kind, **options)
 
 
 def _kind_of(
@@ -107,8 +107,8 @@ def _kind_of(
     """Return the kind of the rows, and whether they are tokenized.
 
     Raises:
-        UserError: Missing columns, or columns or settings that have no effect for this kind; a stream of rankings, or
-            of single answers.
+        UserError: Columns are missing, columns or settings have no effect for this kind, or a stream has rankings or
+            single answers.
     """
     has_token_pairs = set(PAIR) <= set(columns) or bool(set(OLD_KEYS) & set(columns))
     first, _ = convert_row(dataset[0] if isinstance(dataset, Dataset) else dict.fromkeys(columns, ""))
@@ -126,14 +126,14 @@ def _kind_of(
     answers = first["answer_ids"] if has_token_rankings else first.get("completions")
     rankings = replace(rankings, are_alone=isinstance(answers, list) and len(answers) == 1)
     rankings.check_dataset(dataset, columns, name)
-    # one chosen answer and several rejected ones
+    # several rejected answers to one chosen answer are tied
     return replace(rankings, may_tie=rankings.may_tie or set(RAW_COLUMNS) <= set(columns)), has_token_rankings
 
 
 def map_rows(
     dataset: Any, function: Callable[..., Any], num_proc: int | None, name: str, **settings: Any
 ) -> Dataset | IterableDataset:
-    """Map the rows of a dataset, in the main process first, and log their traps; map a stream's as they are read."""
+    """Map the rows of a dataset, in the main process first, and log their traps; map a stream while it is read."""
     if isinstance(dataset, IterableDataset):
         return dataset.map(function, batch_size=_STREAM_BATCH, **settings)
     with main_processes_first():
@@ -149,17 +149,17 @@ def _tokenize_rows(
     kind: PairKind,
     warned: set[str] | None,
 ) -> dict[str, list[Any]]:
-    """Tokenize raw rows. Their traps are a column or, of a stream, logged if they are not in ``warned`` yet."""
+    """Tokenize raw rows. Their traps are put into a column, or logged for a stream if not yet in ``warned``."""
     rows_N = [dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True)]
     rows, forms = zip(*map(convert_row, rows_N), strict=True)
     answers_N = [kind.raw_answers(row, checks.row_of(at, name)) for at, row in zip(indices, rows, strict=True)]
-    every = list(zip(indices, rows, answers_N, strict=True))
-    texts = [kind.dialogue(row, answer, processing_class) for _, row, answers in every for answer in answers.values()]
+    checked = list(zip(indices, rows, answers_N, strict=True))
+    texts = [kind.with_prompt(row, text, processing_class) for _, row, answers in checked for text in answers.values()]
     if all(isinstance(text, str) for text in texts):
         ids = iter(processing_class(text=texts, return_attention_mask=False)["input_ids"])
-    else:  # a stream may have rows of both forms
-        places = ((row, checks.row_of(at, name, place)) for at, row, answers in every for place in answers)
-        ids = (tokenize_dialogue(text, processing_class, *of) for text, of in zip(texts, places, strict=True))
+    else:  # rows of a stream may mix text and messages
+        sources = ((row, checks.row_of(at, name, place)) for at, row, answers in checked for place in answers)
+        ids = (tokenize_dialogue(text, processing_class, *source) for text, source in zip(texts, sources, strict=True))
     prepared = list[dict[str, Any]]()
     for at, row, answers, converted in zip(indices, rows, answers_N, forms, strict=True):
         ids_K = list(islice(ids, len(answers)))
@@ -171,7 +171,7 @@ def _tokenize_rows(
         else:
             lines = traps.splitlines() + ["same answers"] * (ids_K[1:] == ids_K[:-1])
             for key, trap in (line.split(" ", 1) for line in lines if line not in warned):
-                warn(key, [trap], f"{name} dataset: in row {at}, and perhaps in later ones")
+                warn(key, [trap], f"{name} dataset: in row {at}, and perhaps in later rows")
             warned.update(lines)
         prepared.append(columns)
     return {column: [row[column] for row in prepared] for column in prepared[0]}
@@ -180,13 +180,13 @@ def _tokenize_rows(
 def tokenize_dialogue(
     dialogue: str | list[dict[str, Any]], processing_class: PreTrainedTokenizerBase, row: Mapping[str, Any], where: str
 ) -> list[int]:
-    """Tokenize one dialogue.
+    """Tokenize one text or one conversation.
 
     Args:
-        dialogue: A whole text (see `checks.with_eos`), or messages that `checks.check_dialogue` accepts.
+        dialogue: A complete text (see `checks.with_eos`), or messages that `checks.check_dialogue` accepts.
         processing_class: The tokenizer.
-        row: May hold ``tools`` and ``chat_template_kwargs``, with which messages are rendered.
-        where: How errors begin.
+        row: The row; messages are rendered with its ``tools`` and ``chat_template_kwargs``, if any.
+        where: Beginning of error messages.
 
     Raises:
         UserError: The messages cannot be rendered.
@@ -196,12 +196,12 @@ def tokenize_dialogue(
     with checks.rendering(f"{where}, whose roles are {[message['role'] for message in dialogue]},"):
         tools, variables = row.get("tools"), row.get("chat_template_kwargs")
         if type(processing_class).apply_chat_template is not PreTrainedTokenizerBase.apply_chat_template:
-            # Mistral's, whose tokens are not those of the text that it renders
+            # Mistral's tokenizer: tokenizing its rendered text would give different tokens
             settings = template_arguments(tools, variables) | {"tokenize": True, "return_dict": True}
             tokens: Any = processing_class.apply_chat_template(dialogue, **settings)
             return tokens["input_ids"]
         text = apply_template(processing_class, dialogue, tools=tools, chat_template_kwargs=variables)
-    # outside of the time limit of a rendering: a long text takes its time
+    # outside the time limit of rendering, since long texts take longer
     return processing_class(text=text, add_special_tokens=False, return_attention_mask=False)["input_ids"]
 
 
@@ -217,27 +217,27 @@ def keep_fitting(
 ) -> Dataset | IterableDataset:
     """Check token ids and labels, and truncate or drop rows that are too long.
 
-    The log counts these rows, and those whose answers are equal.
+    The log counts these rows, and rows with equal answers.
 
     Args:
-        dataset: Of tokenized rows. A stream is checked as it is read, and nothing is logged of it.
+        dataset: Tokenized rows. A stream is checked while it is read; nothing is logged for it.
         num_embeddings: Rows of the model's embedding table.
-        max_length: The most tokens an answer may have; None keeps all.
-        name: What the log calls the dataset.
-        truncation_mode: "keep_start" cuts what is beyond ``max_length``, "keep_end" the first tokens: of all answers
-            of a row as many as the longest has too many, so that what they share stays shared. None cuts nothing.
-        num_proc: Worker processes that cut.
-        kind: Checks the labels; None if they have been checked.
+        max_length: Maximum number of tokens per answer; None sets no limit.
+        name: Name of the dataset in the log.
+        truncation_mode: "keep_start" removes the tokens after ``max_length``. "keep_end" removes the first tokens:
+            the same number from all answers of a row, so that a shared prefix stays shared. None truncates nothing.
+        num_proc: Worker processes for truncation.
+        kind: Kind of the rows, to check their labels; None if the labels are already checked.
 
     Returns:
-        The rows that fit; those of a dataset measured in the same pass: see `length_stats`.
+        The rows that fit. A dataset (not a stream) is measured in the same pass, see `length_stats`.
 
     Raises:
         UserTypeError: A column does not hold lists of integers.
-        UserError: An answer without tokens, an id that the model lacks, or no row that fits.
+        UserError: An answer has no tokens, the model lacks a token id, or no row fits.
     """
-    whole, cuts = dataset, truncation_mode is not None and max_length is not None
-    if cuts:
+    original, truncates = dataset, truncation_mode is not None and max_length is not None
+    if truncates:
         limit = {"max_length": max_length, "truncation_mode": truncation_mode}
         dataset = map_rows(dataset, _cut, num_proc, name, fn_kwargs=limit)
     if isinstance(dataset, IterableDataset):
@@ -256,19 +256,19 @@ def keep_fitting(
     if not fits_N.any():
         raise UserError(
             f"The {name} dataset is empty after filtering: all {dropped} pairs were dropped, since a pair is kept "
-            f"only when both dialogues have at most max_length={max_length} tokens, and the shortest pair has "
+            f"only when both sequences have at most max_length={max_length} tokens, and the shortest pair has "
             f"{longest_N.min()}. Raise `max_length`, or set it to None to keep all pairs."
         )
     if dropped:
         logger.warning(
-            f"{name} dataset: {dropped} of {len(longest_N)} pairs dropped, since a dialogue is longer than "
+            f"{name} dataset: {dropped} of {len(longest_N)} pairs dropped, since a sequence is longer than "
             f"max_length={max_length} tokens (the longest, of row {longest_N.argmax()}, has {longest_N.max()}). Raise "
             "`max_length` to keep them."
         )
         dataset = select(dataset, fits_N)
-    if cuts:
-        cut = (length_stats(whole).lengths.longest_P > max_length).sum() - dropped
-        logger.warning(f"{name} dataset: {cut} of {len(longest_N)} pairs cut to max_length={max_length} tokens.")
+    if truncates:
+        cut = (length_stats(original).lengths.longest_P > max_length).sum() - dropped
+        logger.warning(f"{name} dataset: {cut} of {len(longest_N)} pairs truncated to max_length={max_length} tokens.")
     lengths = length_stats(dataset).lengths
     same_N = np.flatnonzero(lengths.sizes_P == lengths.prefix_P)
     if len(same_N) and row_format_of(dataset.column_names) != SOLUTION and length_stats(dataset).answers > 1:
@@ -278,10 +278,10 @@ def keep_fitting(
 
 
 def _cut(row: Mapping[str, Any], max_length: int, truncation_mode: str) -> dict[str, Any]:
-    """Return the columns of a row's truncated answers; none if the answers stay as they are.
+    """Return the columns of a row's truncated answers; none if the answers stay unchanged.
 
-    They stay where nothing would be left that tells them apart, and are then dropped as too long; and where they are
-    no lists, so that their check rejects them.
+    Answers stay unchanged if truncation would make them empty or equal; the row is then dropped as too long. Values
+    that are not lists also stay unchanged; their check then rejects them.
     """
     answers = [() if ids is None else ids for ids in answers_of(row)]
     excess = max(map(len, answers)) - max_length
@@ -295,7 +295,7 @@ def _cut(row: Mapping[str, Any], max_length: int, truncation_mode: str) -> dict[
 def _fits(
     row: Mapping[str, Any], index: int, num_embeddings: int, max_length: int | None, name: str, kind: PairKind
 ) -> bool:
-    """Check a streamed pair, and tell whether it is short enough."""
+    """Check a row of a stream, and return whether it is short enough."""
     checks.check_row_ids(row, index, num_embeddings, name)
     kind.check_labels(row, checks.row_of(index, name))
     return max_length is None or max(map(len, answers_of(row))) <= max_length

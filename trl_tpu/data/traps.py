@@ -1,4 +1,4 @@
-"""Warnings about raw rows that are accepted and probably not meant, each logged once with the number of its rows."""
+"""Traps: raw rows that are valid but probably a mistake. Each kind of trap is logged once, with its number of rows."""
 
 import logging
 from collections import defaultdict
@@ -14,39 +14,44 @@ logger = logging.getLogger(__name__)
 Row = Mapping[str, Any]
 
 TRAPS = "trl_tpu_traps"
-"""The column in which tokenizing leaves each row's traps, one a line, until `warn_of_traps` has counted them."""
+"""Column for each row's traps, one per line. Tokenization adds it, and `warn_of_traps` removes it."""
 
 
-_QUESTIONS = ("question", "instruction", "input", "query", "context", "system", "history", "conversations")
+_QUESTION_COLUMNS = ("question", "instruction", "input", "query", "context", "system", "history", "conversations")
 
-_SHORTEST_PROMPT = 10  # characters; answers may begin with fewer by chance
+_SHORTEST_PROMPT = 10  # characters; answers may begin with a shorter prompt by chance
 
 _WARNINGS = {
-    "question": "there is no `prompt`, and the text of {} is not read. Make it the prompt, "
+    "question": "the column `prompt` is missing, and the text of {} is not read. Make it the prompt, "
     "`dataset.rename_column(name, 'prompt')`, or join the columns into a column `prompt`",
-    "prompt": "all answers begin with the `prompt`, so it is read twice. Drop it, `dataset.remove_columns('prompt')`",
+    "prompt": "all answers begin with the `prompt`, so the prompt is read twice. Drop the column, "
+    "`dataset.remove_columns('prompt')`",
     "form": "there are {}. Convert the rows yourself if that is wrong",
-    "same": "all answers are the same tokens, so they teach nothing. Remove such rows",
+    "same": "all answers have the same tokens, so they teach nothing. Remove such rows",
     "bos": "the text begins with {}, and the tokenizer adds another. Remove it from the text",
     "eos": "the text ends with {} and white space, so another is added. Strip the text",
 }
 
 
 def find_traps(row: Row, forms: list[str], answers: list[Any], ids: list[list[int]], tokenizer: Any) -> str:
-    """Return the traps of a row, one a line: the key of a warning, and a name for its text.
+    """Return the traps of a row, one per line: the key of a warning, and a name to insert into its text.
 
     Args:
         row: A converted row.
-        forms: From `convert_row`.
-        answers: Its answers, texts or messages.
-        ids: Their token ids, with the prompt's.
-        tokenizer: Its tokenizer.
+        forms: Descriptions of the row's conversions, from `convert_row`.
+        answers: The row's answers, as texts or messages.
+        ids: Token ids of each answer with its prompt.
+        tokenizer: The tokenizer of these ids.
     """
     prompt, eos, bos = row.get("prompt") or "", tokenizer.eos_token, tokenizer.bos_token
     traps, is_text = [f"form {form}" for form in forms], all(isinstance(answer, str) for answer in answers)
     if not prompt and (is_text or all(message["role"] == "assistant" for answer in answers for message in answer)):
-        said = ["\n".join(_strings(answer)) for answer in answers]
-        unread = [key for key in _QUESTIONS if any(text not in one for text in _strings(row.get(key)) for one in said)]
+        texts = ["\n".join(_strings(answer)) for answer in answers]
+        unread = [
+            key
+            for key in _QUESTION_COLUMNS
+            if any(part not in text for part in _strings(row.get(key)) for text in texts)
+        ]
         traps += [f"question {key}" for key in unread]
     if is_text:
         begin = prompt.strip()
@@ -61,18 +66,18 @@ def find_traps(row: Row, forms: list[str], answers: list[Any], ids: list[list[in
 
 
 def _strings(value: Any) -> Iterator[str]:
-    """Yield the texts in a value, at any depth."""
+    """Yield the texts in a value, at any nesting depth."""
     if isinstance(value, str) and value.strip():
         yield value.strip()
     elif isinstance(value, Mapping | list):
-        for each in value.values() if isinstance(value, Mapping) else value:
-            yield from _strings(each)
+        for item in value.values() if isinstance(value, Mapping) else value:
+            yield from _strings(item)
 
 
 def warn_of_traps(dataset: Dataset, name: str) -> Dataset:
-    """Log each kind of trap with the number of rows that have it, and return the dataset without their column."""
+    """Log each kind of trap with its number of rows, and return the dataset without the column of traps."""
     rows_of: dict[str, dict[int, None]] = defaultdict(dict)
-    names_of: dict[str, dict[str, None]] = defaultdict(dict)  # both in order
+    names_of: dict[str, dict[str, None]] = defaultdict(dict)  # dicts as ordered sets
     for index, traps in enumerate(dataset.with_format(None)[TRAPS]):
         for key, trap in (line.split(" ", 1) for line in traps.splitlines()):
             rows_of[key][index] = names_of[key][trap] = None
@@ -83,27 +88,27 @@ def warn_of_traps(dataset: Dataset, name: str) -> Dataset:
 
 
 def warn(key: str, names: Iterable[str], where: str) -> None:
-    """Log a kind of trap; ``where`` begins the message."""
+    """Log one kind of trap, for the rows that ``where`` names."""
     logger.warning(f"{where}, {_WARNINGS[key].format(', '.join(names))}.")
 
 
 def report_equal_answers(row: Mapping[str, Any], count: int, rows: int, first: int, name: str) -> None:
-    """Warn of rows whose answers are the same tokens.
+    """Warn of rows with equal answers (the same tokens).
 
     Args:
-        row: The first of them.
-        count: How many there are,
-        rows: of all rows of the dataset.
-        first: The number of ``row``.
-        name: The dataset's.
+        row: The first row with equal answers.
+        count: Number of rows with equal answers.
+        rows: Number of rows in the dataset.
+        first: Index of ``row``.
+        name: Name of the dataset.
 
     Raises:
-        UserError: Most rows are such.
+        UserError: More than half of the rows have equal answers.
     """
     roles = sorted(set(_roles_in([*row.values()])))
     reason = f"the chat template may ignore some of the roles {roles}" if roles else "the texts may be equal"
     text = (
-        f"{name} dataset: in {count} of {rows} pairs, chosen and rejected are the same tokens (first in row {first})"
+        f"{name} dataset: in {count} of {rows} pairs, chosen and rejected have the same tokens (first in row {first})"
     )
     if count > rows / 2:
         raise UserError(f"{text}, so hardly anything can be learned: {reason}. Correct the rows or the template.")
@@ -113,5 +118,5 @@ def report_equal_answers(row: Mapping[str, Any], count: int, rows: int, first: i
 def _roles_in(value: Any) -> Iterator[str]:
     if isinstance(value, dict) and ("role" in value or "from" in value):
         yield str(value.get("role") or value.get("from"))
-    for each in value if isinstance(value, list) else ():
-        yield from _roles_in(each)
+    for item in value if isinstance(value, list) else ():
+        yield from _roles_in(item)

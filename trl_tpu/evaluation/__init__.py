@@ -1,1 +1,1 @@
-"""The verdict: numbers on what a reward model's rewards say about it."""
+"""Evaluate rewards: accuracy with intervals, calibration, length bias and best of N."""

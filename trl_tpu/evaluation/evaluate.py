@@ -1,4 +1,4 @@
-"""Judge rewards by comparisons: sums on the device and on the host, verdicts, and checks of what they need."""
+"""Evaluate rewards by comparisons: sums on the device and on the host, verdicts, and checks of settings."""
 
 import logging
 from collections import Counter
@@ -32,23 +32,24 @@ logger = logging.getLogger(__name__)
 
 COUNTS = ("pairs", "comparisons", "answers")
 SUMS = ("correct", "ties", "margin", "reward", "deviations")
-_AT_ONCE = 2**19  # comparisons on the host, which bounds its memory
-_OF_A_RANKING = 128  # comparisons of a ranking that are in the sample
+_MAX_COMPARISONS_PER_PART = 2**19  # bounds the memory on the host
+_SAMPLED_PER_RANKING = 128  # maximum comparisons of one ranking in the sample
 _SAMPLE = 2**20  # comparisons in the sample
-_WORST = 10  # rows that a verdict names, at most
-_TIES_SUBSET = "ties"  # name of RewardBench 2's subset with a rule of its own, in any case
+_MAX_WORST_ROWS = 10  # in a verdict
+_TIES_SUBSET = "ties"  # lower-case name of RewardBench 2's subset that has a special score
 
 
 @dataclass
 class RewardSums:
-    """Sums over pairs, rankings or steps, on the host.
+    """Metric sums over pairs, rankings or steps, on the host.
 
     Attributes:
-        pairs: Pairs, or prompts of rankings or steps.
-        comparisons: Pairs, rankings or steps that have any comparison.
-        correct, ties, margin: Sums of each one's mean over its comparisons.
+        pairs: Number of pairs, or of prompts of rankings or steps.
+        comparisons: Number of pairs, rankings or steps that have any comparison.
+        correct, ties, margin: Sums over pairs, rankings or steps. Each adds the mean over its comparisons.
         reward: Sum of all answers' rewards.
-        deviations: Squared deviations of rewards from their mean, summed: a sum of squares about 0 would cancel.
+        deviations: Sum of squared deviations from the mean reward. A sum of squared rewards would lose precision by
+            cancellation.
     """
 
     pairs: int = 0
@@ -67,40 +68,45 @@ class RewardSums:
     def read(
         cls, counts: torch.Tensor, sums: torch.Tensor, lowest: torch.Tensor, highest: torch.Tensor
     ) -> "RewardSums":
-        """Read what `sums_of` returned, on the host."""
+        """Create the sums from the results of `sums_of` on the host."""
         named = zip((*COUNTS, *SUMS), [*counts.tolist(), *sums.tolist()], strict=True)
         return cls(**dict(named), lowest=lowest.item(), highest=highest.item())
 
     @classmethod
     def of_saved(cls, sums: Mapping[str, Any]) -> "RewardSums":
-        """Read sums that a checkpoint holds: older ones knew only pairs, and squares about 0."""
-        found = {"comparisons": sums["pairs"], "answers": 2 * sums["pairs"], **sums}
-        if "squares" in found:
-            found["deviations"] = max(found.pop("squares") - sums["reward"] ** 2 / max(found["answers"], 1), 0.0)
-        return cls(**found)
+        """Create the sums from a checkpoint; older ones counted only pairs and stored sums of squared rewards."""
+        fields = {"comparisons": sums["pairs"], "answers": 2 * sums["pairs"], **sums}
+        if "squares" in fields:
+            fields["deviations"] = max(fields.pop("squares") - sums["reward"] ** 2 / max(fields["answers"], 1), 0.0)
+        return cls(**fields)
 
     def __add__(self, other: "RewardSums") -> "RewardSums":
         """Return the sums over both sets of pairs."""
-        added = {name: getattr(self, name) + getattr(other, name) for name in (*COUNTS, "tokens", *SUMS)}
-        mean = added["reward"] / max(added["answers"], 1)
-        added["deviations"] += sum(apart_from(mean, each.answers, each.reward) for each in (self, other))
-        # numpy's keep NaN, which Python's leave out where it comes second
+        total = {name: getattr(self, name) + getattr(other, name) for name in (*COUNTS, "tokens", *SUMS)}
+        mean = total["reward"] / max(total["answers"], 1)
+        total["deviations"] += sum(deviations_shift(mean, sums.answers, sums.reward) for sums in (self, other))
+        # numpy's minimum and maximum propagate NaN; Python's min and max ignore a NaN in second place
         lowest, highest = np.minimum(self.lowest, other.lowest), np.maximum(self.highest, other.highest)
-        return RewardSums(**added, lowest=float(lowest), highest=float(highest))
+        return RewardSums(**total, lowest=float(lowest), highest=float(highest))
 
     def metrics(self) -> dict[str, float]:
-        """Return means: strict accuracy (better > worse), margin, ties, rewards; extremes of rewards."""
+        """Return accuracy (ties are wrong), mean margin and tie rate, and the lowest, mean and highest reward."""
         mean = self.reward / max(self.answers, 1)
         rewards = {"min_reward": self.lowest, "mean_reward": mean, "max_reward": self.highest}
         sums = {"accuracy": self.correct, "margin": self.margin, "tie_rate": self.ties} if self.comparisons else {}
-        return (rewards if self.answers else {}) | {name: each / self.comparisons for name, each in sums.items()}
+        return (rewards if self.answers else {}) | {name: total / self.comparisons for name, total in sums.items()}
 
 
-def apart_from(mean: Any, answers: Any, reward: Any) -> Any:
-    """Return what the squared deviations of rewards from their own mean gain when taken from another mean.
+def deviations_shift(mean: Any, answers: Any, reward: Any) -> Any:
+    """Return the increase in the sum of squared deviations when ``mean`` replaces the rewards' own mean.
 
-    So sums are joined by Chan, Golub and LeVeque (1979, "Updating formulae and a pairwise algorithm for computing
-    sample variances").
+    With it, sums are merged as in Chan, Golub and LeVeque (1979, "Updating formulae and a pairwise algorithm for
+    computing sample variances").
+
+    Args:
+        mean: The mean to measure deviations from.
+        answers: Number of rewards.
+        reward: Sum of the rewards.
     """
     return (reward - answers * mean) ** 2 / (answers + (answers == 0))
 
@@ -113,32 +119,34 @@ def sums_of(
     answers: Any = 0,
     reward: Any = 0.0,
 ) -> list[torch.Tensor]:
-    """Return `COUNTS`, `SUMS`, and the lowest and highest reward [1], over the rewards that ``present_S`` keeps.
+    """Return `COUNTS`, `SUMS`, and the lowest and highest reward [1] of the rewards in ``present_S``.
 
     Args:
-        weights: Of several attributes, whose weighted sums are the rewards.
-        answers: Number of earlier rewards. `deviations` is what the new ones add to those from the mean of all.
+        weights: Weight of each attribute; a reward is the weighted sum over attributes. Empty if the model has none.
+        answers: Number of earlier rewards. The returned `deviations` must be added to the earlier deviations.
         reward: Sum of the earlier rewards.
     """
     present_P = present_S.unflatten(0, (-1, table.answers)).any(-1)
-    order_G4 = order_of(rewards_SA, table, present_P)
+    stats_G4 = comparison_stats(rewards_SA, table, present_P)
     weighted = (weight * values_S for weight, values_S in zip(weights, rewards_SA.unbind(-1), strict=True))
     reward_S: Any = sum(weighted) if weights else rewards_SA.squeeze(-1)
     absent_S = ~present_S
-    counts = [each.sum(dtype=torch.int32) for each in (present_P, order_G4[:, 3] > 0, present_S)]
+    counts = [mask.sum(dtype=torch.int32) for mask in (present_P, stats_G4[:, 3] > 0, present_S)]
     added = reward_S.masked_fill(absent_S, 0.0).sum()
     mean = (reward + added) / (answers + counts[2]).clamp(min=1)
-    deviations = (reward_S - mean).masked_fill(absent_S, 0.0).square().sum() + apart_from(mean, answers, reward)
+    deviations = (reward_S - mean).masked_fill(absent_S, 0.0).square().sum() + deviations_shift(mean, answers, reward)
     lowest_1 = reward_S.masked_fill(absent_S, float("inf")).amin(0, keepdim=True)
     highest_1 = reward_S.masked_fill(absent_S, float("-inf")).amax(0, keepdim=True)
-    return [torch.stack(counts), torch.stack([*order_G4[:, :3].sum(0), added, deviations]), lowest_1, highest_1]
+    return [torch.stack(counts), torch.stack([*stats_G4[:, :3].sum(0), added, deviations]), lowest_1, highest_1]
 
 
-def order_of(rewards_SA: torch.Tensor, table: Comparisons[torch.Tensor], present_P: torch.Tensor) -> torch.Tensor:
-    """Return four numbers of each ranking, or of each step, [G, 4].
+def comparison_stats(
+    rewards_SA: torch.Tensor, table: Comparisons[torch.Tensor], present_P: torch.Tensor
+) -> torch.Tensor:
+    """Return four statistics of each ranking, or of each step, [G, 4].
 
-    They are the shares of right comparisons and of ties, the mean margin, and the number of comparisons. A comparison
-    with probability 0.5 does not count.
+    They are the share of right comparisons, the share of ties, the mean margin, and the number of comparisons.
+    Comparisons with probability 0.5 do not count.
     """
     better_C, worse_C = table.compared(rewards_SA)
     rankings = len(better_C) if table.kind == "steps" else len(table.ranking_weight_G)
@@ -151,16 +159,16 @@ def order_of(rewards_SA: torch.Tensor, table: Comparisons[torch.Tensor], present
 
 
 def tables_on_host(labels: Labels) -> Iterator[tuple[slice, Comparisons[torch.Tensor]]]:
-    """Yield parts of the rows, and their tables: of so many comparisons that memory is bounded."""
+    """Yield slices of the rows and their comparison tables. The size of a slice is limited to bound memory."""
     rows, attributes, answers = labels.grade_PAK.shape
-    count = max(1, _AT_ONCE // max(1, attributes * answers**2))
+    count = max(1, _MAX_COMPARISONS_PER_PART // max(1, attributes * answers**2))
     for start in range(0, rows, count):
         part = slice(start, start + count)
         yield part, compare(labels.grades_of(part), ComparisonRule()).map_tensors(torch.from_numpy)
 
 
 def sums_on_host(rewards_NAK: torch.Tensor, labels: Labels, weights: Sequence[float] = ()) -> RewardSums:
-    """Return the sums over host rewards of rows with these labels, in float64."""
+    """Return the sums over rewards on the host, in float64."""
     result = RewardSums()
     for part, table in tables_on_host(labels):
         rewards_SA = rewards_NAK[part].double().transpose(1, 2).flatten(0, 1)
@@ -170,7 +178,7 @@ def sums_on_host(rewards_NAK: torch.Tensor, labels: Labels, weights: Sequence[fl
 
 
 def padded(rows: Sequence[Sequence[float]]) -> np.ndarray:
-    """Return lists of numbers as [N, K], with NaN after the end of the shorter ones."""
+    """Stack lists of numbers to [N, K]; shorter lists are padded with NaN."""
     filled_NK = np.full((len(rows), max(map(len, rows), default=0)), np.nan)
     for filled_K, values in zip(filled_NK, rows, strict=True):
         filled_K[: len(values)] = values
@@ -178,7 +186,7 @@ def padded(rows: Sequence[Sequence[float]]) -> np.ndarray:
 
 
 def _is_finite(rewards_NK: np.ndarray, grade_NK: np.ndarray) -> np.ndarray:
-    """Tell which rows have graded answers, each with a reward that is finite in float32: larger sums overflow."""
+    """Mark rows that have graded answers, all with rewards in the range of float32: sums of larger ones overflow."""
     within_NK = np.abs(rewards_NK) <= np.finfo(np.float32).max
     present_NK = ~np.isnan(grade_NK)
     finite_N: np.ndarray = (within_NK | ~present_NK).all(axis=1) & present_NK.any(axis=1)
@@ -186,28 +194,30 @@ def _is_finite(rewards_NK: np.ndarray, grade_NK: np.ndarray) -> np.ndarray:
 
 
 def _top1_of(rewards_NK: np.ndarray, grade_NK: np.ndarray) -> np.ndarray:
-    """Return the share of best-graded answers among those of each row with the highest (finite) reward, [N].
+    """Return for each row the share of best-graded answers among its answers with the highest reward, [N].
 
-    With one best answer among k that share the highest reward it is RewardBench 2's 1/k, and 0 if it is none of them.
+    Rewards must be finite. If only one answer is best, this is RewardBench 2's credit: 1/k if it is among k answers
+    with the highest reward, and 0 if it is not.
     """
-    values = [np.where(np.isnan(grade_NK), -np.inf, each_NK) for each_NK in (rewards_NK, grade_NK)]
-    highest_NK, best_NK = (each_NK == each_NK.max(axis=1, keepdims=True) for each_NK in values)
+    values = [np.where(np.isnan(grade_NK), -np.inf, value_NK) for value_NK in (rewards_NK, grade_NK)]
+    highest_NK, best_NK = (value_NK == value_NK.max(axis=1, keepdims=True) for value_NK in values)
     credit_N: np.ndarray = (highest_NK & best_NK).sum(axis=1) / highest_NK.sum(axis=1)
     return credit_N
 
 
 class NothingCompared(UserError):
-    """No row has two rewards of which one should be higher."""
+    """No row has two finite rewards with a label that says which one should be higher."""
 
 
 class Evaluation:
-    """The verdict on rows that are added part by part, in memory that does not grow with their number.
+    """Computes a verdict on rows that are added part by part, in memory that does not grow with their number.
 
-    A ranking's comparisons are not independent, so they count once together in all means, and intervals count
-    rankings. Kendall's tau is how many comparisons are right less how many are wrong, of all (tau-a where no grades
-    are equal, https://doi.org/10.1093/biomet/30.1-2.81). These are sums over all comparisons. Distributions, loss,
-    calibration, length bias and the worst rows are those of a random sample: at most 128 comparisons of each ranking
-    (all, up to 16 answers), and, of more than two million, one million.
+    The comparisons of a ranking are not independent: in all means they count once together, and intervals use the
+    number of rankings. Kendall's tau is the number of right minus wrong comparisons, divided by the number of all
+    (tau-a if no grades are equal, https://doi.org/10.1093/biomet/30.1-2.81). Counts, accuracies, the mean margin and
+    tau use all comparisons. Distributions, loss, calibration, length bias and the worst rows use a random sample: at
+    most 128 comparisons of each ranking (all of them, up to 16 answers), and one million if there are more than two
+    million.
     """
 
     def __init__(self) -> None:
@@ -225,80 +235,80 @@ class Evaluation:
         lengths_NK: np.ndarray | None = None,
         groups: Sequence[str] | None = None,
     ) -> None:
-        """Add rows; those with a reward that is not finite are left out, and counted.
+        """Add rows; rows with a reward that is not finite are left out and counted.
 
         Args:
-            rewards_NK: Of each answer; of steps one a row, [N, 1].
-            labels: Of one attribute.
-            lengths_NK: Tokens of each answer; NaN where they are not known.
-            groups: Label of each row. More than `MOST_GROUPS` name rows, and are dropped.
+            rewards_NK: Reward of each answer; for steps, one step per row, [N, 1].
+            labels: Labels of the rows, for one attribute.
+            lengths_NK: Tokens of each answer; NaN if unknown.
+            groups: Group label of each row. If there are more than `MOST_GROUPS` labels, groups are dropped.
         """
         grade_NK = labels.grade_PAK[:, 0]
-        judged = np.flatnonzero(_is_finite(rewards_NK, grade_NK))
-        self._left_out += int((~np.isnan(grade_NK)).any(axis=1).sum()) - len(judged)
+        finite_rows = np.flatnonzero(_is_finite(rewards_NK, grade_NK))
+        self._left_out += int((~np.isnan(grade_NK)).any(axis=1).sum()) - len(finite_rows)
         self._kind = labels.kind
-        for part, table in tables_on_host(labels.grades_of(judged)):
-            row_J = judged[part]
+        for part, table in tables_on_host(labels.grades_of(finite_rows)):
+            row_J = finite_rows[part]
             rewards_S1 = torch.from_numpy(np.nan_to_num(rewards_NK[row_J])).double().reshape(-1, 1)
-            order_J4 = order_of(rewards_S1, table, torch.ones(len(row_J), dtype=torch.bool)).numpy()
-            has_any_J = order_J4[:, 3] > 0
-            right_J, tied_J, margin_J, count_J = order_J4[has_any_J].T
+            stats_J4 = comparison_stats(rewards_S1, table, torch.ones(len(row_J), dtype=torch.bool)).numpy()
+            has_any_J = stats_J4[:, 3] > 0
+            right_J, tied_J, margin_J, count_J = stats_J4[has_any_J].T
             top1_J = _top1_of(rewards_NK[row_J], grade_NK[row_J])[has_any_J]
-            sums = (right_J, tied_J * count_J, margin_J, count_J, top1_J, 2 * right_J + tied_J - 1)
-            self._sums += [len(right_J), *(each.sum() for each in sums)]
+            summands = (right_J, tied_J * count_J, margin_J, count_J, top1_J, 2 * right_J + tied_J - 1)
+            self._sums += [len(right_J), *(summand_J.sum() for summand_J in summands)]
             if groups is not None and len(self._group_counts) <= MOST_GROUPS:
                 names = [groups[row] for row in row_J[has_any_J].tolist()]
                 self._group_counts.update(names)
                 for name, right in zip(names, right_J.tolist(), strict=True):
                     self._group_sums[name] += right
-            self._draw(rewards_S1, table, row_J, lengths_NK)
+            self._add_to_sample(rewards_S1, table, row_J, lengths_NK)
         self._rows += len(rewards_NK)
 
-    def _draw(
+    def _add_to_sample(
         self, rewards_S1: torch.Tensor, table: Comparisons[torch.Tensor], row_J: np.ndarray, lengths_NK: Any
     ) -> None:
-        """Add comparisons to the sample: row, both rewards, difference in length, weight, and a random number."""
+        """Add comparisons to the sample: row, both rewards, length difference, weight, and a random sort key."""
         decided_M = torch.nonzero(table.probability_C > 0.5)[:, 0].numpy()
         ranking_M = decided_M // (len(table.weight_C) // len(row_J))
         mixed_M = self._chooser.permutation(len(decided_M))
         by_ranking_M = mixed_M[np.argsort(ranking_M[mixed_M], kind="stable")]
         place_M = np.arange(len(ranking_M)) - np.searchsorted(ranking_M, ranking_M)
-        drawn = np.sort(by_ranking_M[place_M < _OF_A_RANKING])
+        drawn = np.sort(by_ranking_M[place_M < _SAMPLED_PER_RANKING])
         longer_M = np.full(len(drawn), np.nan)
         if lengths_NK is not None:
-            better_M, worse_M = (each.numpy()[decided_M][drawn] for each in (table.better_C, table.worse_C))
+            better_M, worse_M = (index.numpy()[decided_M][drawn] for index in (table.better_C, table.worse_C))
             lengths = lengths_NK[row_J].ravel()
             longer_M = lengths[better_M] - lengths[worse_M]
-        rewards = [each.numpy()[decided_M][drawn] for each in table.compared(rewards_S1)]
+        rewards = [reward_C.numpy()[decided_M][drawn] for reward_C in table.compared(rewards_S1)]
         ranking_M = ranking_M[drawn]
         weight_M, key_M = 1 / np.bincount(ranking_M)[ranking_M], self._thinner.random(len(drawn))
         row_M = row_J[ranking_M] + self._rows
         self._sample.append(np.column_stack([row_M, *rewards, longer_M, weight_M, key_M]))
         if sum(map(len, self._sample)) > 2 * _SAMPLE:
-            every_M6 = np.concatenate(self._sample)
-            self._sample = [every_M6[np.argsort(every_M6[:, -1])[:_SAMPLE]]]
+            sample_M6 = np.concatenate(self._sample)
+            self._sample = [sample_M6[np.argsort(sample_M6[:, -1])[:_SAMPLE]]]
 
     def verdict(self) -> Verdict:
-        """Return the verdict on all rows so far.
+        """Return the verdict on all rows that were added.
 
         Raises:
-            NothingCompared: No row has finite rewards of which one should be higher.
+            NothingCompared: No row has two finite rewards with a label that says which one should be higher.
         """
         rankings, right, ties, margin, pairs, top1, tau = self._sums.tolist()
         of = self._kind if self._kind in POINTWISE_KINDS else "pairs"
         if not pairs:
             raise NothingCompared(
-                f"None of {self._rows} {of} has two finite rewards of which one is labeled as better, so "
-                "nothing can be said."
+                f"None of {self._rows} {of} has two finite rewards with one labeled as better: there is nothing to "
+                "evaluate."
             )
         row_M, better_M, worse_M, longer_M, weight_M, _ = np.concatenate(self._sample).T
         margin_M = better_M - worse_M
         rewards = np.stack([better_M, worse_M], axis=-1).ravel()
         if of in POINTWISE_KINDS:
-            rewards = better_M + worse_M  # one of them is the constant 0
+            rewards = better_M + worse_M  # one of the two is always 0
         names = sorted(self._group_counts) if len(self._group_counts) <= MOST_GROUPS else []
         groups = {name: proportion(self._group_sums[name], self._group_counts[name]) for name in names}
-        worst_first = [at for at in np.argsort(margin_M, kind="stable") if margin_M[at] <= 0][:_WORST]
+        worst_first = [at for at in np.argsort(margin_M, kind="stable") if margin_M[at] <= 0][:_MAX_WORST_ROWS]
         return Verdict(
             pairs=round(pairs),
             left_out=self._left_out,
@@ -324,7 +334,7 @@ def evaluate_rows(
     lengths_NK: np.ndarray | None = None,
     groups: Sequence[str] | None = None,
 ) -> Verdict:
-    """Return the verdict on rows that are all at hand; arguments and errors are those of `Evaluation`."""
+    """Return the verdict on rows in memory; see `Evaluation.add` for arguments, `Evaluation.verdict` for errors."""
     evaluation = Evaluation()
     evaluation.add(rewards_NK, labels, lengths_NK, groups)
     return evaluation.verdict()
@@ -336,60 +346,61 @@ def evaluate_best_of_n(
     ids: Sequence[str],
     groups: Sequence[str] | None = None,
 ) -> BestOfN:
-    """Judge rows of right answers, which have the highest grade, and wrong ones.
+    """Evaluate rows that have right and wrong answers. Right answers have the row's highest grade.
 
     Args:
-        rewards_NK: Of each answer.
-        grade_NK: NaN where a row has no answer.
-        ids: In RewardBench 2's subset Ties ``ref:NUMBER`` or ``tied:NUMBER``.
+        rewards_NK: Reward of each answer.
+        grade_NK: Grade of each answer; NaN after the last answer of a row.
+        ids: Id of each row; in RewardBench 2's subset Ties ``ref:NUMBER`` or ``tied:NUMBER``.
         groups: The subset of each row.
 
     Raises:
-        UserError: No row has finite rewards only, or the rows of a subset Ties are not as its rule needs them.
+        UserError: No row has only finite rewards, or rows of the subset Ties do not fit its rule.
     """
-    kept = np.flatnonzero(_is_finite(rewards_NK, grade_NK))
-    if not len(kept):
-        raise UserError(f"None of {len(ids)} rows has finite rewards for all of its answers, so nothing can be said.")
-    credit_N = _top1_of(rewards_NK[kept], grade_NK[kept])
-    is_right_NK = grade_NK[kept] == np.nanmax(grade_NK[kept], axis=1, keepdims=True)
-    right_NK, wrong_NK = (np.where(each, rewards_NK[kept], np.nan) for each in (is_right_NK, ~is_right_NK))
+    finite = np.flatnonzero(_is_finite(rewards_NK, grade_NK))
+    if not len(finite):
+        raise UserError(f"None of {len(ids)} rows has only finite rewards: there is nothing to evaluate.")
+    credit_N = _top1_of(rewards_NK[finite], grade_NK[finite])
+    is_right_NK = grade_NK[finite] == np.nanmax(grade_NK[finite], axis=1, keepdims=True)
+    right_NK, wrong_NK = (np.where(mask_NK, rewards_NK[finite], np.nan) for mask_NK in (is_right_NK, ~is_right_NK))
     gap_N = np.nanmax(right_NK, axis=1) - np.nanmax(wrong_NK, axis=1)
-    names_N = np.array([] if groups is None else [groups[row] for row in kept.tolist()], dtype=object)
+    names_N = np.array([] if groups is None else [groups[row] for row in finite.tolist()], dtype=object)
     scores = {}
     for name in sorted(set(names_N)):
         here = np.flatnonzero(names_N == name)
         scores[name] = proportion(float(credit_N[here].sum()), len(here))
         if name.lower() == _TIES_SUBSET:
-            score = ties_score(right_NK[here], wrong_NK[here], [ids[row] for row in kept[here].tolist()])
+            score = ties_score(right_NK[here], wrong_NK[here], [ids[row] for row in finite[here].tolist()])
             scores[name] = Proportion(score, float("nan"), float("nan"), len(here))
     return BestOfN(
-        rows=len(kept),
-        left_out=len(ids) - len(kept),
-        accuracy=proportion(float(credit_N.sum()), len(kept)),
+        rows=len(finite),
+        left_out=len(ids) - len(finite),
+        accuracy=proportion(float(credit_N.sum()), len(finite)),
         groups=scores,
         mean_over_groups=mean_of(scores),
-        worst=tuple([int(kept[at]) for at in np.argsort(gap_N, kind="stable") if gap_N[at] <= 0][:_WORST]),
+        worst=tuple([int(finite[at]) for at in np.argsort(gap_N, kind="stable") if gap_N[at] <= 0][:_MAX_WORST_ROWS]),
     )
 
 
 def ties_score(right_NK: np.ndarray, wrong_NK: np.ndarray, ids: Sequence[str]) -> float:
-    """Return RewardBench 2's score of its subset Ties, whose questions have several right answers.
+    """Return RewardBench 2's score of its subset Ties: questions with several right answers.
 
-    Every question is asked twice: as ``tied:NUMBER`` with several right answers, and as ``ref:NUMBER`` with one. A row
-    is right if all its right answers are above all wrong ones; ``gap`` is by how much, ``spread`` how far the right
-    ones are from each other. The score is
+    Every question is asked twice: as ``tied:NUMBER`` with several right answers, and as ``ref:NUMBER`` with one. The
+    ``gap`` of a row is its lowest right reward minus its highest wrong reward; a row is right if its gap is positive.
+    The ``spread`` of a question is the highest minus the lowest right reward of its tied row. The score is
 
         0.3 * share of tied rows that are right + 0.3 * share of ref rows that are right
-        + 0.2 * share of questions with gap of tied > spread + 0.2 * with the smaller gap of tied and ref > spread
-        + 0.01 * mean of tanh(smaller gap / spread - 1), where 0 / 0 is 0
+        + 0.2 * share of questions with tied gap > spread
+        + 0.2 * share of questions with min(tied gap, ref gap) > spread
+        + 0.01 * mean of tanh(min(tied gap, ref gap) / spread - 1), with 0 / 0 = 0
 
     Args:
         right_NK: Rewards of right answers, NaN elsewhere.
         wrong_NK: Rewards of wrong answers, NaN elsewhere.
-        ids: Of the rows.
+        ids: Ids of the rows.
 
     Raises:
-        UserError: An id of another form, a tied row with one right answer, or no question that is asked both ways.
+        UserError: An id has another form, a tied row has only one right answer, or no question is asked both ways.
     """
     gaps = dict(zip(ids, np.nanmin(right_NK, axis=1) - np.nanmax(wrong_NK, axis=1), strict=True))
     row_of = {id_: row for row, id_ in enumerate(ids)}
@@ -398,9 +409,9 @@ def ties_score(right_NK: np.ndarray, wrong_NK: np.ndarray, ids: Sequence[str]) -
     right_QK = right_NK[[row_of[id_] for id_ in both_ways]]
     if len(tied) + len(ref) < len(ids) or not both_ways or ((~np.isnan(right_QK)).sum(axis=1) < 2).any():
         raise UserError(
-            "RewardBench 2's rule for its subset Ties needs an `id` of each row, once: `ref:NUMBER`, or `tied:NUMBER` "
-            "with two right answers or more, and questions that are asked both ways. Give whole questions with such "
-            "ids, or the subset another name."
+            "RewardBench 2's rule for its subset Ties needs a unique `id` of each row: `ref:NUMBER`, or `tied:NUMBER` "
+            "with at least two right answers. Some questions must be asked both ways. Keep both rows of each question "
+            "with such ids, or rename the subset."
         )
     spread_Q = np.nanmax(right_QK, axis=1) - np.nanmin(right_QK, axis=1)
     tied_Q = np.array([gaps[id_] for id_ in both_ways])
@@ -415,20 +426,21 @@ def ties_score(right_NK: np.ndarray, wrong_NK: np.ndarray, ids: Sequence[str]) -
 def evaluate_rewards(
     rewards_NAK: torch.Tensor, labels: Labels, dataset: Any, eval_by: str | None, names: Sequence[str]
 ) -> Verdict | None:
-    """Return the verdict on the rewards of an evaluation; None, with a warning, if nothing can be compared.
+    """Return the verdict on the rewards of an evaluation; warn and return None if nothing can be compared.
 
     Args:
-        rewards_NAK: Of the answers or steps of N rows.
-        labels: Of these rows.
-        dataset: Whose first N rows they are of, in order; None where that is not known.
-        eval_by: Its column of labels; without one of that name, or with too many labels, no groups are compared.
-        names: Of attributes. Each of a row is a ranking of its own, and they are the groups.
+        rewards_NAK: Rewards of the answers or steps of N rows.
+        labels: Labels of the rows.
+        dataset: The dataset that starts with these N rows, in order; None if unknown.
+        eval_by: Its column of group labels. If it is missing or has too many labels, the verdict has no groups.
+        names: Names of the attributes. Each attribute of a row is a separate ranking, and attributes are the default
+            groups.
     """
     if not len(rewards_NAK):
         return None
     rows, attributes, answers = rewards_NAK.shape
-    shape = (-1, 1) if labels.kind == "steps" else (-1, answers)  # each step is compared by itself
-    rewards_NK, grade_NK = (np.asarray(each).reshape(shape) for each in (rewards_NAK.double(), labels.grade_PAK))
+    shape = (-1, 1) if labels.kind == "steps" else (-1, answers)  # each step becomes one row
+    rewards_NK, grade_NK = (np.asarray(values).reshape(shape) for values in (rewards_NAK.double(), labels.grade_PAK))
     groups, lengths_NK = list(names) * rows or None, None
     if isinstance(dataset, Dataset) and labels.kind != "steps":
         if is_prepared(dataset) and labels.kind != "answers":
@@ -436,74 +448,75 @@ def evaluate_rewards(
             lengths_NK = (lengths.prefix_P[:, None] + lengths.tails_PK)[:rows].repeat(attributes, axis=0)
         try:
             if eval_by is not None:
-                groups = [label for label in _labels(dataset, eval_by)[:rows] for _ in range(attributes)]
+                groups = [label for label in _group_labels(dataset, eval_by)[:rows] for _ in range(attributes)]
                 check_groups(groups)
-        except UserError as reason:  # the data of a later call; what the trainer was given has been checked
-            logger.warning("The metrics are without groups. %s", reason)
+        except UserError as reason:  # the trainer's own data was checked before, but not data of a later call
+            logger.warning("The metrics have no groups. %s", reason)
             groups = None
     elif eval_by is not None and labels.kind != "steps":
-        logger.warning("eval_by=%r is left out: it is not known which row each reward is of.", eval_by)
+        logger.warning("eval_by=%r is ignored: the order of the rows is unknown.", eval_by)
     try:
         return evaluate_rows(rewards_NK, replace(labels, grade_PAK=grade_NK[:, None]), lengths_NK, groups)
     except NothingCompared:
         logger.warning(
-            "The evaluation has no accuracy: no row has finite rewards of two answers of which one is labeled as "
-            "better, or of a labeled step."
+            "The evaluation has no accuracy: no row has two answers with finite rewards and one labeled as better, or "
+            "a labeled step with a finite reward."
         )
         return None
 
 
-def _labels(dataset: Dataset, column: str) -> list[str]:
-    """Return the label of each row.
+def _group_labels(dataset: Dataset, column: str) -> list[str]:
+    """Return the group label of each row.
 
     Raises:
-        UserError: There is no such column.
+        UserError: The dataset does not have this column.
     """
     if column not in dataset.column_names:
         raise UserError(
-            f"eval_by={column!r} names no column of the evaluation data, whose columns are "
-            f"{', '.join(dataset.column_names)}. Name one of them, or leave it out."
+            f"eval_by={column!r} is not a column of the evaluation data. Choose one of its columns "
+            f"({', '.join(dataset.column_names)}), or leave eval_by out."
         )
     return [label_of(value) for value in dataset[column]]
 
 
 def check_eval_by(args: Any, eval_dataset: Any) -> None:
-    """Raise UserError where evaluation is to tell groups apart that the data does not have, or has too many of."""
+    """Raise UserError if evaluation cannot group rows by `eval_by`: no such column, too many groups, no row order."""
     if args.eval_by is None or eval_dataset is None:
         return
     if args.train_sampling_strategy == "group_by_length":
         raise UserError(
-            "eval_by needs pairs in the order of the evaluation data, which train_sampling_strategy='group_by_length' "
-            "changes. Leave one of them out: packed rows have no padding."
+            "eval_by needs pairs in the order of the evaluation data, but train_sampling_strategy='group_by_length' "
+            "changes the order. Leave one of them out. Packed rows have no padding and do not need grouping by length."
         )
     for dataset in eval_dataset.values() if isinstance(eval_dataset, Mapping) else [eval_dataset]:
         if not isinstance(dataset, Dataset):
             raise UserError(
-                f"eval_by={args.eval_by!r} needs evaluation data with a length, not a stream. Leave it out."
+                f"eval_by={args.eval_by!r} needs evaluation data with a length, not a stream. Leave eval_by out."
             )
-        check_groups(_labels(dataset, args.eval_by))
+        check_groups(_group_labels(dataset, args.eval_by))
 
 
 def check_best_metric(args: Any, eval_dataset: Any) -> None:
-    """Raise UserError where `metric_for_best_model` is not measured: transformers would find out hours later.
+    """Raise UserError if evaluation does not compute `metric_for_best_model`; transformers would raise hours later.
 
     Args:
-        eval_dataset: Prepared data, or a mapping of several.
+        args: The training arguments.
+        eval_dataset: A prepared dataset, or a mapping of several.
     """
     asked = args.metric_for_best_model
     if asked is None or args.eval_strategy == "no" or eval_dataset is None:
         return
     sets = eval_dataset if isinstance(eval_dataset, Mapping) else {"": eval_dataset}
-    known = [f"{name}_{each}" if name else each for name in sets for each in _metrics_of(args, sets[name])]
-    if asked.removeprefix("eval_") not in known:
+    metrics = [f"{name}_{metric}" if name else metric for name in sets for metric in _metric_names(args, sets[name])]
+    if asked.removeprefix("eval_") not in metrics:
         raise UserError(
-            f"metric_for_best_model={asked!r} is not measured in evaluation, which measures {', '.join(known)}. "
-            "Choose one of them, or give a compute_metrics that returns it."
+            f"metric_for_best_model={asked!r} is not a metric of the evaluation. Choose one of {', '.join(metrics)}, "
+            "or pass a compute_metrics that returns it."
         )
 
 
-def _metrics_of(args: Any, dataset: Any) -> list[str]:
-    """Name what an evaluation measures on prepared data, as found by measuring rewards that are all equal."""
+def _metric_names(args: Any, dataset: Any) -> list[str]:
+    """Return the names of an evaluation's metrics, by evaluating prepared data with rewards of 0."""
     labels = pairs_of(1)
     if is_prepared(dataset):
         most = (args.max_eval_steps or len(dataset)) * args.eval_batch_size * args.world_size

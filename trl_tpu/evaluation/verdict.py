@@ -1,4 +1,4 @@
-"""Numbers of a verdict on a reward model: accuracy with its interval, calibration, length bias, best of N."""
+"""Numbers of a verdict on a reward model: accuracy with its interval, calibration, length bias and best of N."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -10,16 +10,16 @@ import numpy as np
 
 from ..errors import UserError
 
-MOST_GROUPS = 200  # a column of more labels than this names rows rather than groups
+MOST_GROUPS = 200  # a column with more labels probably identifies rows, not groups
 QUANTILES = (0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99)
 _HISTOGRAM_BINS = 40
 _CONFIDENCE_BINS = 10
-_Z = NormalDist().inv_cdf(0.975)  # of an interval of 95 %
+_Z = NormalDist().inv_cdf(0.975)  # for 95 % intervals
 
 
 @dataclass(frozen=True)
 class Proportion:
-    """``value`` of ``count`` are right; chance leaves the true share between ``low`` and ``high``, 95 times of 100."""
+    """The share ``value`` of ``count`` items, with its 95 % confidence interval from ``low`` to ``high``."""
 
     value: float
     low: float
@@ -28,36 +28,36 @@ class Proportion:
 
 
 def proportion(right: float, count: float) -> Proportion:
-    """Return the share ``right / count`` with its interval of 95 %, by Wilson's score method.
+    """Return the share ``right / count`` with its 95 % confidence interval, by Wilson's score method.
 
-    The formula is that of Wilson (1927), "Probable Inference, the Law of Succession, and Statistical Inference".
-    ``right`` may have parts, where an answer is partly right: the interval is then a little too wide. So may
-    ``count``, where some of a prompt's comparisons are counted, which together are one.
+    The formula is from Wilson (1927), "Probable Inference, the Law of Succession, and Statistical Inference".
+    ``right`` may be fractional if answers are partly right; the interval is then slightly too wide. ``count`` may be
+    fractional if only some of a prompt's comparisons are counted, since all comparisons of a prompt count as one item.
     """
     value = right / count
     middle = (value + _Z**2 / (2 * count)) / (1 + _Z**2 / count)
     half = _Z / (1 + _Z**2 / count) * (value * (1 - value) / count + _Z**2 / (4 * count**2)) ** 0.5
-    # at the ends rounding would leave the value itself out
+    # near 0 and 1, rounding could put the value itself outside of the interval
     low, high = max(min(middle - half, value), 0.0), min(max(middle + half, value), 1.0)
     return Proportion(float(value), float(low), float(high), round(count))
 
 
 def check_groups(groups_N: Sequence[str]) -> None:
-    """Raise UserError if there are so many groups that the column must name rows."""
+    """Raise UserError if there are more than `MOST_GROUPS` groups: the column then probably identifies rows."""
     if (count := len(set(groups_N))) > MOST_GROUPS:
         raise UserError(
-            f"{count} groups are too many to compare, {MOST_GROUPS} are the most: does the column name rows, as "
-            f"{groups_N[0]!r}? Choose one that groups them."
+            f"{count} groups are too many to compare (the maximum is {MOST_GROUPS}). The column seems to identify "
+            f"rows, such as {groups_N[0]!r}. Choose a column that groups rows."
         )
 
 
 def mean_of(groups: Mapping[str, Proportion]) -> float | None:
-    """Return the mean over groups, each counting the same, whatever its size; None without groups."""
-    return float(np.mean([each.value for each in groups.values()])) if groups else None
+    """Return the mean over groups, with equal weights for groups of any size; None without groups."""
+    return float(np.mean([share.value for share in groups.values()])) if groups else None
 
 
 def label_of(value: Any) -> str:
-    """Return the name of the group that a value puts its row into."""
+    """Return the name of a row's group, given the row's value in the grouping column."""
     return "none" if value is None else value if isinstance(value, str) else json.dumps(value, default=str)
 
 
@@ -66,9 +66,9 @@ class Distribution:
     """Moments, quantiles and a histogram.
 
     Attributes:
-        quantiles: By the share of the numbers below, such as ``"0.05"``.
-        edges: Of the histogram's B bins, B + 1.
-        counts: Weight of the numbers in each bin, by default their count; the last bin has its upper edge, too.
+        quantiles: Quantiles by level, such as ``"0.05"``.
+        edges: The B + 1 edges of the histogram's B bins.
+        counts: Total weight of the values in each bin. The last bin includes its upper edge.
     """
 
     mean: float
@@ -81,16 +81,16 @@ class Distribution:
 
 
 def distribution_of(values_N: np.ndarray, weights_N: np.ndarray) -> Distribution:
-    """Return the weighted distribution of finite numbers, [N] with N > 0.
+    """Return the weighted distribution of finite values, [N] with N > 0.
 
-    The histogram's bins are of equal width on either side of 0, so that no bin of margins has right and wrong ones.
+    All bins of the histogram have the same width, and 0 is an edge: no bin mixes positive and negative margins.
     """
-    most = largest if (largest := float(np.abs(values_N).max())) > 1e-300 else 1.0  # bins need a width
+    most = largest if (largest := float(np.abs(values_N).max())) > 1e-300 else 1.0  # bin width must not be 0
     counts, edges = np.histogram(values_N, bins=_HISTOGRAM_BINS, range=(-most, most), weights=weights_N)
     mean = np.average(values_N, weights=weights_N)
     order_N = np.argsort(values_N)
     sorted_N = weights_N[order_N]
-    below_N = np.cumsum(sorted_N) - sorted_N  # with equal weights, numpy's linear quantiles
+    below_N = np.cumsum(sorted_N) - sorted_N  # for equal weights, this gives numpy's linear quantiles
     quantiles = np.interp(np.array(QUANTILES) * below_N[-1], below_N, values_N[order_N])
     return Distribution(
         mean=float(mean),
@@ -105,7 +105,7 @@ def distribution_of(values_N: np.ndarray, weights_N: np.ndarray) -> Distribution
 
 @dataclass(frozen=True)
 class ConfidenceBin:
-    """The ``count`` pairs with a confidence from ``low`` up to ``high``: their mean, and the share of right picks."""
+    """Pairs with a confidence from ``low`` to ``high``: their ``count``, mean confidence and accuracy."""
 
     low: float
     high: float
@@ -116,15 +116,15 @@ class ConfidenceBin:
 
 @dataclass(frozen=True)
 class Calibration:
-    """Distance of confidence from accuracy, over all pairs and by confidence.
+    """Difference between confidence and accuracy, overall and by confidence.
 
     Attributes:
-        ece: Expected calibration error: the mean over pairs of ``|accuracy - confidence|`` of their bin (Guo et al.
-            2017, "On Calibration of Modern Neural Networks", eq. 3), with ten bins of equal width over [1/2, 1]. A
-            tie, in whose pair the model picks either answer, is half right.
-        brier: The mean of ``(1 - sigmoid(margin))**2``: half the score of Brier (1950), who adds up the same number
-            for either answer. 0.25 is no knowledge.
-        bins: Of the reliability curve; those without pairs are left out.
+        ece: Expected calibration error: the mean over pairs of ``|accuracy - confidence|`` in the pair's bin (Guo et
+            al. 2017, "On Calibration of Modern Neural Networks", eq. 3), with ten bins of equal width over [1/2, 1].
+            A tie counts as half right.
+        brier: Mean of ``(1 - sigmoid(margin))**2``. This is half the score of Brier (1950), since that adds the same
+            number for both answers of a pair. A model without any knowledge gets 0.25.
+        bins: The bins of the reliability curve, without empty bins.
     """
 
     ece: float
@@ -133,21 +133,21 @@ class Calibration:
 
 
 def _sigmoid(values_N: np.ndarray) -> np.ndarray:
-    result_N: np.ndarray = np.exp(-np.logaddexp(0.0, -values_N))  # overflows for no value
+    result_N: np.ndarray = np.exp(-np.logaddexp(0.0, -values_N))  # never overflows
     return result_N
 
 
 def calibration_of(margins_N: np.ndarray, weights_N: np.ndarray) -> Calibration:
-    """Return the weighted calibration of finite margins, chosen less rejected reward, [N] with N > 0."""
+    """Return the weighted calibration of finite margins (chosen minus rejected reward), [N] with N > 0."""
     confidence_N = _sigmoid(np.abs(margins_N))
     right_N = (np.sign(margins_N) + 1) / 2
     edges = np.linspace(0.5, 1.0, _CONFIDENCE_BINS + 1)
-    bin_N = np.clip(np.digitize(confidence_N, edges) - 1, 0, _CONFIDENCE_BINS - 1)  # the last has its upper edge, too
+    bin_N = np.clip(np.digitize(confidence_N, edges) - 1, 0, _CONFIDENCE_BINS - 1)  # the last bin includes 1
     bins, ece = [], 0.0
     for number in np.unique(bin_N):
         in_bin_N = bin_N == number
         weight = weights_N[in_bin_N].sum()
-        confidence, right = (float(each[in_bin_N] @ weights_N[in_bin_N] / weight) for each in (confidence_N, right_N))
+        confidence, right = (float(x_N[in_bin_N] @ weights_N[in_bin_N] / weight) for x_N in (confidence_N, right_N))
         low, high = float(edges[number]), float(edges[number + 1])
         bins.append(ConfidenceBin(low, high, int(in_bin_N.sum()), confidence, right))
         ece += float(weight / weights_N.sum()) * abs(right - confidence)
@@ -156,9 +156,9 @@ def calibration_of(margins_N: np.ndarray, weights_N: np.ndarray) -> Calibration:
 
 @dataclass(frozen=True)
 class LengthBin:
-    """The pairs whose chosen answer is longer than the rejected one by ``shortest`` to ``longest``.
+    """Accuracy among pairs with a length difference, chosen minus rejected tokens, from ``shortest`` to ``longest``.
 
-    Below 0 it is shorter. ``middle`` is the median.
+    The median difference is ``middle``.
     """
 
     shortest: float
@@ -169,18 +169,17 @@ class LengthBin:
 
 @dataclass(frozen=True)
 class LengthBias:
-    """Accuracy compared with what lengths alone would reach.
+    """Accuracy by answer length, and accuracy of rules that read only lengths.
 
     Attributes:
-        longer_wins: Accuracy of preferring the longer answer; equal lengths count half.
-        length_only: Accuracy of preferring the longer answer, or the shorter one, whichever is right more often.
-        controlled: The mean of two accuracies, among the pairs whose chosen answer is longer and among those whose
-            rejected one is; None where there are no pairs of a kind. Any rule that reads lengths alone gets 1/2. The
-            use for length is ours; it is the balanced accuracy of Brodersen et al. (2010), whose two classes are which
-            answer is longer.
-        chosen_is_longer: The first of these two accuracies.
-        rejected_is_longer: The second.
-        bins: By difference in length, from rejected much longer to chosen much longer.
+        longer_wins: Accuracy of always preferring the longer answer; equal lengths count half.
+        length_only: Accuracy of always preferring the longer answer, or always the shorter one, whichever is higher.
+        controlled: Mean of `chosen_is_longer` and `rejected_is_longer`; None if one of them is None. Any rule that
+            reads only lengths gets 1/2. This is the balanced accuracy of Brodersen et al. (2010), with the longer
+            answer as the class; applying it to length is our own idea.
+        chosen_is_longer: Accuracy among pairs with a longer chosen answer; None without such pairs.
+        rejected_is_longer: Accuracy among pairs with a longer rejected answer; None without such pairs.
+        bins: Accuracy by length difference, from much longer rejected answers to much longer chosen answers.
     """
 
     longer_wins: float
@@ -197,25 +196,25 @@ class LengthBias:
 
 
 def length_bias_of(right_N: np.ndarray, longer_N: np.ndarray, weights_N: np.ndarray) -> LengthBias:
-    """Return the length bias of pairs.
+    """Return the length bias of N > 0 pairs.
 
     Args:
-        right_N: Whether the chosen answer has the higher reward, N > 0.
-        longer_N: Tokens of the chosen answer less those of the rejected one.
+        right_N: Whether the chosen answer has the higher reward.
+        longer_N: Length difference in tokens: chosen minus rejected answer.
         weights_N: Weight of each pair.
     """
 
-    def accuracy(here_N: np.ndarray) -> Proportion | None:
-        weight = weights_N[here_N].sum()
-        return proportion(float(right_N[here_N] @ weights_N[here_N]), weight) if weight else None
+    def accuracy(mask_N: np.ndarray) -> Proportion | None:
+        weight = weights_N[mask_N].sum()
+        return proportion(float(right_N[mask_N] @ weights_N[mask_N]), weight) if weight else None
 
     bins = []
     for side_N in (longer_N < 0, longer_N == 0, longer_N > 0):
         if not side_N.any():
             continue
-        # thirds of each side; pairs of equal lengths are their own bin
+        # three bins per side, and one bin for pairs of equal lengths
         edges = np.quantile(longer_N[side_N], (1 / 3, 2 / 3), method="inverted_cdf", weights=weights_N[side_N])
-        bin_N = np.searchsorted(edges, longer_N, side="left")  # equal differences are never in two bins
+        bin_N = np.searchsorted(edges, longer_N, side="left")  # equal differences go to the same bin
         for number in np.unique(bin_N[side_N]):
             inside_N = side_N & (bin_N == number)
             low, middle, high = (float(end) for end in np.quantile(longer_N[inside_N], (0, 0.5, 1)))
@@ -235,26 +234,28 @@ def length_bias_of(right_N: np.ndarray, longer_N: np.ndarray, weights_N: np.ndar
 
 @dataclass(frozen=True)
 class Verdict:
-    """Numbers on the rewards of pairs, of rankings, or of steps.
+    """Evaluation of the rewards of pairs, rankings or steps.
 
     Attributes:
-        pairs: With two finite rewards; `left_out` had others. Of rankings, comparisons, of which those of one prompt
-            together count once in all means.
-        accuracy: Chosen above rejected; a tie is wrong.
-        ties: Pairs of equal rewards.
-        loss: Mean of ``-log(sigmoid(margin))``, of Bradley and Terry; without the margins that data may ask for.
-        margins: Chosen less rejected reward.
-        rewards: Of all answers, or of steps.
-        length: None where no lengths are known.
-        groups: Accuracy by label, in the labels' order.
-        mean_over_groups: Each group counting the same; None without groups.
-        worst: Indices of the rows that went most wrong, the worst first; none that is right.
-        top1_accuracy: Of rankings, how often the highest reward is of an answer with the highest grade; where answers
-            share the highest reward, the share of such answers among them.
-        kendall_tau: Of rankings, the mean over prompts.
-        of: "pairs", or "answers" or "steps", each compared with 0.
-        prompts_in_training: How many evaluation prompts are also in the training data, and how many there are; empty
-            where that is not known.
+        pairs: Number of pairs with two finite rewards. For rankings, the number of comparisons; in all means, the
+            comparisons of one prompt together count once.
+        left_out: Number of rows with a reward that is not finite.
+        accuracy: Share of pairs with a higher reward for the chosen answer; ties count as wrong.
+        ties: Number of pairs with equal rewards.
+        loss: Mean Bradley-Terry loss, ``-log(sigmoid(margin))``, without target margins of the data.
+        margins: Distribution of chosen minus rejected rewards.
+        rewards: Distribution of the rewards of all answers, or of steps.
+        length: Length bias; None if lengths are unknown.
+        groups: Accuracy by group, sorted by label.
+        mean_over_groups: Mean accuracy over groups, with equal weights; None without groups.
+        worst: Indices of the rows with the most wrong margins, worst first. Rows with positive margins are never
+            listed.
+        top1_accuracy: For rankings, how often the highest reward belongs to an answer with the highest grade. If
+            several answers have the highest reward, the share of best-graded answers among them counts.
+        kendall_tau: For rankings, the mean over prompts.
+        of: Unit of the evaluation: "pairs"; or "answers" or "steps", each compared with 0.
+        prompts_in_training: Number of evaluation prompts that are also in the training data, and number of evaluation
+            prompts; empty if unknown.
     """
 
     pairs: int
@@ -275,7 +276,7 @@ class Verdict:
     prompts_in_training: tuple[int, ...] = ()
 
     def metrics(self) -> dict[str, float]:
-        """Return the numbers to log, by the names that evaluation gives them, less its prefix."""
+        """Return the metrics to log, by name without the prefix of the evaluation."""
         named: Mapping[str, float | None] = {
             "accuracy_low": self.accuracy.low,
             "accuracy_high": self.accuracy.high,
@@ -286,21 +287,22 @@ class Verdict:
             "mean_accuracy_over_groups": self.mean_over_groups,
             "top1_accuracy": None if self.top1_accuracy is None else self.top1_accuracy.value,
             "kendall_tau": self.kendall_tau,
-            **{f"accuracy/{name}": each.value for name, each in self.groups.items()},
+            **{f"accuracy/{name}": share.value for name, share in self.groups.items()},
         }
         return {name: value for name, value in named.items() if value is not None}
 
 
 @dataclass(frozen=True)
 class BestOfN:
-    """How often the best of several answers is a right one.
+    """Best-of-N evaluation: how often the highest reward belongs to a right answer.
 
     Attributes:
-        rows: With finite rewards; `left_out` had others.
-        accuracy: Mean credit over all rows, those of a subset Ties among them.
-        groups: Of each subset: mean credit, but of Ties its own score, which has no interval (nan).
-        mean_over_groups: RewardBench 2's score, where the groups are its subsets.
-        worst: Indices of rows, those first whose best wrong answer is the most above their best right one.
+        rows: Number of rows with finite rewards.
+        left_out: Number of rows with a reward that is not finite.
+        accuracy: Mean credit over all rows, including rows of the subset Ties.
+        groups: Mean credit of each subset. The subset Ties has RewardBench 2's special score, without interval (nan).
+        mean_over_groups: Mean over groups; RewardBench 2's score if the groups are its subsets.
+        worst: Indices of wrong rows, worst first: sorted by the best wrong minus the best right reward.
     """
 
     rows: int

@@ -1,1 +1,1 @@
-"""What TRL had under `trl.experimental`, at its module paths."""
+"""Trainers from `trl.experimental`, at TRL's module paths."""

@@ -1,4 +1,4 @@
-"""Process rewards: models that judge each step of a solution. TRL's config and trainer, up to its version 1.13."""
+"""Process reward models: one reward per step of a solution, with the API of TRL up to version 1.13."""
 
 import sys
 from dataclasses import dataclass
@@ -11,64 +11,67 @@ from ..modeling.build import build_dataset
 from ..trainer.reward_trainer import RewardTrainer
 from ..trainer.utils import compute_accuracy as compute_accuracy
 
-# TRL's modules of both, which files of earlier runs name too
+# TRL's module names of the config and the trainer; files of earlier runs refer to them
 sys.modules |= dict.fromkeys((f"{__name__}.prm_config", f"{__name__}.prm_trainer"), sys.modules[__name__])
 
-_OF_PAIRS = "center_rewards_coefficient margin_scale label_smoothing label_smoothing_factor eval_by truncation_mode"
-_OF_RANKINGS = "loss_type=plackett_luce|regression average_over=comparisons ties attributes step_separator=^None$"
+_PAIR_ONLY = "center_rewards_coefficient margin_scale label_smoothing label_smoothing_factor eval_by truncation_mode"
+_RANKING_ONLY = "loss_type=plackett_luce|regression average_over=comparisons ties attributes step_separator=^None$"
 
 
 @help_from_docstring
 @dataclass
 class PRMConfig(RewardConfig):
-    r"""Settings of a [`PRMTrainer`]: those of TRL's config of that name, and a [`RewardConfig`]'s.
+    r"""Settings of a [`PRMTrainer`]: TRL's `PRMConfig`, plus the settings of [`RewardConfig`].
 
     Parameters:
         learning_rate (`float`, *optional*, defaults to `1e-5`):
-            The initial learning rate for AdamW.
+            Initial learning rate for AdamW.
         max_length (`int`, *optional*, defaults to `1024`):
-            Solutions are cut after this many tokens, prompt included. `None` cuts nothing.
+            Maximum number of tokens of a solution, including its prompt. Longer solutions are truncated at the end.
+            `None` truncates nothing.
         max_completion_length (`int`, *optional*):
-            The steps of a solution are cut after this many tokens, all together.
+            Maximum number of tokens of all steps of a solution together. Longer solutions are truncated at the end. By
+            default only `max_length` truncates.
         step_separator (`str`, *optional*, defaults to `"\n"`):
-            What follows each step; at its last token the step is judged.
+            Text after each step. The reward of a step is read at the last token of this text.
         train_on_last_step_only (`bool`, *optional*, defaults to `False`):
-            Whether only the last label of each solution is trained on. Evaluation takes all.
+            Whether to train only on the last label of each solution. Evaluation uses all labels.
         neutral_steps (`str`, *optional*):
-            What becomes of steps whose label is -1, neither right nor wrong as in PRM800K: `"ignore"` leaves them out,
-            `"wrong"` counts them as 0. Without it such labels are an error.
+            How to treat steps with label -1, neither right nor wrong as in PRM800K. `"ignore"` excludes them from the
+            loss and the metrics, `"wrong"` counts them as label 0. By default such labels are an error.
 
     Raises:
-        UserError: For settings of pairs, whose texts are left out or cut at either end.
+        UserError: If a setting applies only to pairs or rankings, such as `truncation_mode` or `ties`.
     """
 
     learning_rate: float = 1e-5
     max_completion_length: int | None = None
-    step_separator: str = "\n"  # type: ignore[misc]  # None where dialogues are judged
+    step_separator: str = "\n"  # type: ignore[misc]  # None in RewardConfig
     train_on_last_step_only: bool = False
     neutral_steps: str | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_choices(self, {"neutral_steps": ("ignore", "wrong", None)})
-        refused = dict.fromkeys([*_OF_PAIRS.split(), *_OF_RANKINGS.split()], "leave it out")
-        check_limits(self, refused, "not for process rewards")
+        unsupported = dict.fromkeys([*_PAIR_ONLY.split(), *_RANKING_ONLY.split()], "leave it out")
+        check_limits(self, unsupported, "not for process rewards")
 
 
 class PRMTrainer(RewardTrainer):
-    """Trains a token classifier to tell of each step of a solution whether it is right.
+    """Trainer for token classifiers that predict for each step of a solution whether it is right.
 
-    The arguments are those of `RewardTrainer`, and so those of TRL's trainer of this name, but for these:
+    Takes the arguments of `RewardTrainer`, as TRL's `PRMTrainer` does. These have another meaning:
 
     Args:
-        model: A model's name, or an `AutoModelForTokenClassification` with two labels, perhaps with PEFT adapters.
+        model: Name of a model, or an `AutoModelForTokenClassification` with two labels, optionally with PEFT adapters.
         args: A `PRMConfig`.
-        data_collator: Makes padded batches; `DataCollatorForTokenClassification` by default.
-        train_dataset: Solutions: `prompt`, `completions` (a list of steps) and `labels` (whether each is right); or
-            token ids in `input_ids` and `labels`, 0 or 1 at the end of a step and -100 elsewhere.
-        eval_dataset: The same, or a dict of such datasets.
-        compute_metrics: Called with logits of both labels, [solutions, steps, 2], and labels, -100 where there is no
-            step. Accuracy is measured anyway.
+        data_collator: Function that makes padded batches. By default `DataCollatorForTokenClassification`.
+        train_dataset: Solutions with `prompt`, `completions` (a list of steps) and `labels` (for each step, whether it
+            is right, or the probability of that). Or token ids in `input_ids` with `labels` of the same length: 0 to 1
+            at the end of a step and -100 elsewhere.
+        eval_dataset: Solutions in the same form, or a dict of such datasets.
+        compute_metrics: Function of an `EvalPrediction` with logits of both labels [solutions, steps, 2], and labels
+            [solutions, steps], -100 for missing steps. Accuracy is always computed.
     """
 
     _tag_names = ["trl", "prm"]

@@ -1,1 +1,1 @@
-"""How a model and a batch are laid out over devices: the mesh's arithmetic, the plan as data, and its application."""
+"""Sharding of a model and its batches over devices: mesh shapes, sharding plans, and their application."""

@@ -1,4 +1,4 @@
-"""Device meshes, and the chips of TPU slices."""
+"""Shapes of device meshes, and published figures of TPU chips and slices."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -7,30 +7,30 @@ from math import prod
 
 from ..errors import UserError
 
-#: Every axis, slowest first. A batch goes over `data` and `fsdp` together; weights are split over `fsdp` and `tensor`.
+#: All mesh axes, slowest first. Batches are split over `data` and `fsdp`, weights over `fsdp` and `tensor`.
 AXES = ("data", "fsdp", "tensor")
 
-#: The axes that a batch is split over.
+#: Axes over which a batch is split.
 BATCH_AXES = ("data", "fsdp")
 
-_SIZE = re.compile(rf"(?!slices=-)({'|'.join(AXES)}|slices)=(-1|[1-9][0-9]*)")
+_AXIS_SIZE = re.compile(rf"(?!slices=-)({'|'.join(AXES)}|slices)=(-1|[1-9][0-9]*)")
 
 
 def names_of(axes: str | tuple[str, ...] | None) -> tuple[str, ...]:
-    """Return the mesh axes of one dimension."""
+    """Return the mesh axes of one tensor dimension as a tuple, from None, one name or several."""
     return () if axes is None else (axes,) if isinstance(axes, str) else axes
 
 
 def as_axes(names: Sequence[str]) -> str | tuple[str, ...] | None:
-    """Return the mesh axes of one dimension in the form that `names_of` reads."""
+    """Return mesh axes of one tensor dimension in the form of a `PartitionSpec`; the inverse of `names_of`."""
     return None if not names else names[0] if len(names) == 1 else tuple(names)
 
 
 @dataclass(frozen=True)
 class MeshShape:
-    """The sizes of the mesh axes, in the order of `AXES`; their product is the number of devices.
+    """Sizes of the mesh axes, in the order of `AXES`. Their product is the number of devices.
 
-    `slices` is how many TPU slices the devices are in, which a slower network joins: the outer part of `data`.
+    `slices` is the number of TPU slices. A slower network connects slices, so they form the outer part of `data`.
     """
 
     data: int = 1
@@ -48,36 +48,36 @@ class MeshShape:
 
     @property
     def batch_shards(self) -> int:
-        """How many parts a batch is split into: one for each device of the batch axes."""
+        """Number of parts of a batch: the product of the batch axes' sizes."""
         return prod(self.sizes[axis] for axis in BATCH_AXES)
 
     def __str__(self) -> str:
-        shown = {name: size for name, size in vars(self).items() if size > 1 or name in BATCH_AXES}
-        return ",".join(f"{name}={size}" for name, size in shown.items())
+        sizes = {name: size for name, size in vars(self).items() if size > 1 or name in BATCH_AXES}
+        return ",".join(f"{name}={size}" for name, size in sizes.items())
 
 
 def parse_mesh(spec: str, devices: int, slices: int = 1) -> MeshShape:
-    """Read a mesh written as ``"fsdp=-1"`` or ``"data=2,fsdp=4,tensor=2"``; one axis may be -1: what is left.
+    """Read a mesh such as ``"fsdp=-1"`` or ``"data=2,fsdp=4,tensor=2"``; -1 stands for the remaining devices.
 
     Args:
-        spec: Axis sizes, separated by commas. An axis that is not named has size 1, but `data` is as large as
-            `slices`. ``slices=2`` says how many slices `data` goes over.
+        spec: Axis sizes, separated by commas. Missing axes have size 1, except `data`: its default is the number of
+            slices. ``slices=2`` sets the number of slices.
         devices: The number of devices to arrange.
-        slices: How many slices they are in, where the spec does not say.
+        slices: The number of slices if the spec does not set it.
 
     Raises:
-        UserError: For an unknown or repeated axis, a size that is not a positive integer or -1, or sizes that do
-            not multiply to ``devices``; the message shows the equation.
+        UserError: An axis is unknown or repeated, a size is not a positive integer or -1, the sizes do not multiply to
+            ``devices`` (the message shows the equation), or `slices` does not divide `data`.
     """
     sizes: dict[str, int] = {}
     for part in spec.replace(" ", "").split(","):
-        found = _SIZE.fullmatch(part)
-        if found is None or found[1] in sizes:
+        match = _AXIS_SIZE.fullmatch(part)
+        if match is None or match[1] in sizes:
             raise UserError(
                 f"mesh {spec!r}: {part!r} is not AXIS=SIZE, once for each axis: the axes are {', '.join(AXES)}, and a "
-                "size is a positive integer, or -1 for what is left. `slices` is how many slices `data` goes over."
+                "size is a positive integer, or -1 for the remaining devices. `slices` is the number of TPU slices."
             )
-        sizes[found[1]] = int(found[2])
+        sizes[match[1]] = int(match[2])
     slices = sizes.pop("slices", slices)
     sizes = {"data": slices, "fsdp": 1, "tensor": 1} | sizes
     equation = " x ".join(f"{axis}={size}" for axis, size in sizes.items())
@@ -92,24 +92,27 @@ def parse_mesh(spec: str, devices: int, slices: int = 1) -> MeshShape:
         )
     if shape.data % slices:
         raise UserError(
-            f"mesh {spec!r}: `data` also goes over the slices, and data={shape.data} / slices={slices} is no whole "
-            "number."
+            f"mesh {spec!r}: the number of slices must divide `data`, but data={shape.data} / slices={slices} is not "
+            "a whole number."
         )
     return shape
 
 
 def check_heads(mesh: MeshShape, heads: Mapping[str, int | None]) -> None:
-    """Raise UserError, with the equation, where the ``tensor`` axis would cut through an attention head.
+    """Check that the ``tensor`` axis divides the numbers of attention heads.
 
     Args:
         mesh: The mesh.
-        heads: Numbers of heads by their names in the model's config; None is not checked.
+        heads: Numbers of heads by their names in the model's config. None is not checked.
+
+    Raises:
+        UserError: The axis would split an attention head. The message shows the equation.
     """
     for name, count in heads.items():
         if count is not None and count % mesh.tensor:
             raise UserError(
-                f"mesh '{mesh}': `tensor` gives each device whole attention heads, but {name}={count} / tensor="
-                f"{mesh.tensor} is no whole number. Choose a `tensor` that divides it."
+                f"mesh '{mesh}': `tensor` must not split attention heads, but {name}={count} / tensor={mesh.tensor} "
+                f"is not a whole number. Choose a `tensor` that divides it."
             )
 
 
@@ -118,18 +121,18 @@ MiB, GiB = 2**20, 2**30
 
 @dataclass(frozen=True)
 class Chip:
-    """Published figures of one chip.
+    """Published figures of a TPU chip.
 
     Args:
-        name: As in a topology: "v6e".
-        peak_flops: Of bfloat16 matrix products, in FLOP/s.
-        memory: HBM that is left to programs, in bytes: libtpu 0.0.21 keeps a quarter of a GiB for itself, and says
-            so where it refuses a program.
-        memory_bandwidth: In bytes a second.
-        link_bandwidth: Of all links to other chips together, in bytes a second in one direction: half of what is
-            published as bidirectional.
-        shapes: Slices that can be rented, from small to large.
-        rented_as: How the names of its slices begin: "v5litepod" of a v5litepod-8.
+        name: Name of the chip in a topology, such as "v6e".
+        peak_flops: Peak rate of bfloat16 matrix products, in FLOP/s.
+        memory: HBM that is available to programs, in bytes. libtpu 0.0.21 reserves a quarter of a GiB, as its
+            out-of-memory message shows.
+        memory_bandwidth: HBM bandwidth in bytes per second.
+        link_bandwidth: Total bandwidth of all links to other chips in one direction, in bytes per second: half of the
+            published bidirectional bandwidth.
+        shapes: Shapes of slices that can be rented, from small to large.
+        rented_as: Prefix of the accelerator type: "v5litepod" for a v5litepod-8.
     """
 
     name: str
@@ -142,30 +145,34 @@ class Chip:
 
     @property
     def source(self) -> str:
-        """Where the figures are from."""
+        """URL of the page with the figures."""
         return f"https://cloud.google.com/tpu/docs/{self.name}"
 
 
-_2D = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
-_3D = (
+_2D_SHAPES = ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
+_3D_SHAPES = (
     *("2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4", "4x4x8", "4x8x8", "8x8x8"),
     *("8x8x16", "8x16x16", "16x16x16", "16x16x24"),
 )
 CHIPS = {
-    "v5e": Chip("v5e", 197e12, 16 * GiB - 258 * MiB, 819e9, 400e9 / 2, _2D, "v5litepod"),
-    "v5p": Chip("v5p", 459e12, 96 * GiB - 263 * MiB, 2765e9, 1200e9 / 2, _3D, "v5p"),
-    "v6e": Chip("v6e", 918e12, 63 * GiB // 2 - 260 * MiB, 1600e9, 800e9 / 2, _2D, "v6e"),
+    "v5e": Chip("v5e", 197e12, 16 * GiB - 258 * MiB, 819e9, 400e9 / 2, _2D_SHAPES, "v5litepod"),
+    "v5p": Chip("v5p", 459e12, 96 * GiB - 263 * MiB, 2765e9, 1200e9 / 2, _3D_SHAPES, "v5p"),
+    "v6e": Chip("v6e", 918e12, 63 * GiB // 2 - 260 * MiB, 1600e9, 800e9 / 2, _2D_SHAPES, "v6e"),
 }
 
 
 def peak_flops_of(rented_as: str | None) -> float | None:
-    """Return the published peak of a chip, in FLOP/s, by how its slices are called; None where it is not here."""
+    """Return a chip's published peak rate in FLOP/s; None for an unknown chip.
+
+    Args:
+        rented_as: Prefix of the accelerator type; see `Chip`.
+    """
     return next((chip.peak_flops for chip in CHIPS.values() if chip.rented_as == rented_as), None)
 
 
 @dataclass(frozen=True)
 class TpuSlice:
-    """A slice: its chips and how they are arranged."""
+    """A TPU slice: the kind of its chips, and their arrangement, such as "4x4"."""
 
     chip: Chip
     shape: str
@@ -179,23 +186,20 @@ class TpuSlice:
 
     @property
     def compiled_as(self) -> str:
-        """The slice to name to libtpu, which knows none of one chip: the smallest one, and one chip of it."""
+        """Topology to pass to libtpu. libtpu has no topology of one chip: use one chip of the smallest slice."""
         return f"{self.chip.name}:2x2" if self.chips == 1 else str(self)
 
 
 def parse_topology(text: str) -> TpuSlice:
-    """Read ``"v6e:4x4"``.
+    """Read a topology such as ``"v6e:4x4"``.
 
     Raises:
-        UserError: For a kind of chip whose figures are not here, or a shape that its slices do not have; the message
-            says what works.
+        UserError: The kind of chip is unknown, or its slices do not have this shape. The message lists valid values.
     """
     kind, colon, shape = text.strip().partition(":")
     chip = CHIPS.get(kind.lower())
     if chip is None or not colon:
-        raise UserError(
-            f"topology {text!r} is not of the form CHIP:SHAPE, as in v6e:4x4, with a chip of {', '.join(CHIPS)}."
-        )
+        raise UserError(f"topology {text!r} is not CHIP:SHAPE, such as v6e:4x4. Choose CHIP from {', '.join(CHIPS)}.")
     if shape not in chip.shapes:
         raise UserError(
             f"topology {text!r}: slices of {chip.name} have the shapes {', '.join(chip.shapes)} ({chip.source})."

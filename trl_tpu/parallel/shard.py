@@ -1,4 +1,4 @@
-"""Places a model's parameters in their shards: by annotation on XLA, by transformers between processes."""
+"""Shard a model's parameters: by annotations on XLA, or by transformers over several processes."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -24,12 +24,12 @@ from .sharding_plan import GATHERED_OUTPUTS, Placement, Plan, Rules, bare_name
 
 @dataclass(frozen=True)
 class ShardReport:
-    """The placement of every parameter. Bytes are of the parameters alone, not of gradients or optimizer state."""
+    """Placements and sizes of a model's parameters. Sizes exclude gradients and optimizer state."""
 
     mesh: MeshShape
     placements: dict[str, Placement]
     sizes: dict[str, int]
-    """Bytes of each unsharded parameter. A tied one counts once."""
+    """Bytes of each full parameter by name. A tied parameter counts once."""
 
     @property
     def total_bytes(self) -> int:
@@ -40,34 +40,34 @@ class ShardReport:
         return sum(size // self.placements[name].parts(self.mesh) for name, size in self.sizes.items())
 
     def __str__(self) -> str:
-        """Return the totals, and on several devices the axes of each parameter as lines of a sharding plan.
+        """Return the total sizes and, on several devices, the axes of the parameters as lines of a sharding plan.
 
-        The layers of a model share their lines.
+        The same parameter of all layers is one line.
         """
-        held, total = (f"{size / 2**20:.2f} MiB" for size in (self.bytes_per_device, self.total_bytes))
-        lines = [f"mesh {self.mesh} on {self.mesh.devices} device(s): {held} of parameters per device, {total} in all"]
+        part, total = (f"{size / 2**20:.2f} MiB" for size in (self.bytes_per_device, self.total_bytes))
+        lines = [f"mesh {self.mesh} on {self.mesh.devices} device(s): {part} of parameters per device, {total} in all"]
         if self.mesh.devices > 1:
             lines += dict.fromkeys(f"  {kind_of(name)}: {placement}" for name, placement in self.placements.items())
         return "\n".join(lines)
 
 
 def kind_of(name: str) -> str:
-    """Return a parameter's name without the number of its layer: ``model.layers.*.mlp.up_proj.weight``."""
+    """Return a parameter's name with layer numbers replaced by ``*``: ``model.layers.*.mlp.up_proj.weight``."""
     return re.sub(r"(?<![^.])\d+(?=\.|$)", "*", name)
 
 
-#: What transformers calls the axes.
+#: Mesh axes by their names in transformers.
 _AXES = {"dp_replicate": "data", "fsdp": "fsdp", "tp": "tensor"}
-_SPREAD_HERE = "_trl_tpu_spread"  # what a model has that was whole in each process before
+_SHARDED_HERE = "_trl_tpu_sharded"  # attribute of models that `shard_model` has sharded
 
 
 def distributed_config(mesh: MeshShape) -> DistributedConfig:
-    """Return what transformers takes for ``mesh``."""
+    """Return transformers' sharding config for ``mesh``."""
     return DistributedConfig(dp_replicate_size=mesh.data, fsdp_size=mesh.fsdp, tp_size=mesh.tensor)
 
 
 def mesh_of(model: Any) -> MeshShape | None:
-    """Return the mesh that transformers has spread ``model`` over; None where it has not."""
+    """Return the mesh over which transformers has sharded ``model``; None if it is not sharded."""
     if getattr(model, "_device_mesh", None) is None:
         return None
     config = model.config.distributed_config
@@ -75,12 +75,13 @@ def mesh_of(model: Any) -> MeshShape | None:
 
 
 def shard_model(model: Any, mesh: MeshShape, runtime: Runtime, device: torch.device) -> ShardReport:
-    """Give each process its part of ``model``, in place; one that is spread already stays as it is.
+    """Shard ``model`` over processes, in place. A model that is already sharded keeps its sharding.
 
-    All parts are of the model that process 0 has, as with DDP. Adapters are spread like what they adapt.
+    The values come from process 0, as with DDP. Adapters are sharded like their base layers.
 
     Raises:
-        UserError: The `tensor` axis would cut through an attention head; or transformers has read the wrong rows.
+        UserError: The `tensor` axis would split an attention head, or transformers has loaded wrong rows into the
+            shards.
     """
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     if mesh_of(base) is None:
@@ -91,30 +92,30 @@ def shard_model(model: Any, mesh: MeshShape, runtime: Runtime, device: torch.dev
             tensor.data.copy_(first)
         config, _, manager = base.prepare_distribute_model(distributed_config(mesh))
         base.maybe_distribute_model(base, config, manager)
-        setattr(base, _SPREAD_HERE, True)
-    elif min(mesh.fsdp, mesh.tensor) > 1 and issubclass(_StridedShard, Shard) and not hasattr(base, _SPREAD_HERE):
+        setattr(base, _SHARDED_HERE, True)
+    elif min(mesh.fsdp, mesh.tensor) > 1 and issubclass(_StridedShard, Shard) and not hasattr(base, _SHARDED_HERE):
         raise UserError(
             f"The model was loaded with distributed_config=DistributedConfig(fsdp_size={mesh.fsdp}, "
-            f"tp_size={mesh.tensor}), for which transformers reads the wrong rows on torch {torch.__version__}, where "
-            f"it does not tell the two cuts of a dimension apart. Give the trainer the model's name and "
-            f"mesh='{mesh}', or install a newer torch."
+            f"tp_size={mesh.tensor}). On torch {torch.__version__} transformers reads the wrong rows with it, because "
+            f"it confuses the two splits of a dimension. Give the trainer the model's name and mesh='{mesh}', or "
+            "install a newer torch."
         )
-    reshard(model)  # packed rows may have been tried
+    reshard(model)  # a trial of packed rows may have left gathered weights
     for tensor in (*model.parameters(), *model.buffers()):
-        if not isinstance(tensor.data, DTensor):  # which no plan names
+        if not isinstance(tensor.data, DTensor):  # not in any plan
             tensor.data = tensor.data.to(device)
     runtime.set_mesh(mesh.sizes, mesh.slices)
-    placements = {name: _placement(each, mesh) for name, each in model.named_parameters()}
-    return ShardReport(mesh, placements, {name: each.nbytes for name, each in model.named_parameters()})
+    placements = {name: _placement(parameter, mesh) for name, parameter in model.named_parameters()}
+    return ShardReport(mesh, placements, {name: tensor.nbytes for name, tensor in model.named_parameters()})
 
 
 def _placement(parameter: nn.Parameter, mesh: MeshShape) -> Placement:
-    over: list[list[str]] = [[] for _ in parameter.shape]
+    axes: list[list[str]] = [[] for _ in parameter.shape]
     if isinstance(parameter, DTensor):
         for name, placement in zip(parameter.device_mesh.mesh_dim_names or (), parameter.placements, strict=True):
             if isinstance(placement, Shard) and mesh.sizes[_AXES[name]] > 1:
-                over[placement.dim].append(_AXES[name])
-    return Placement(tuple(map(as_axes, over)), "by transformers")
+                axes[placement.dim].append(_AXES[name])
+    return Placement(tuple(map(as_axes, axes)), "by transformers")
 
 
 def _heads_of(base: Any) -> dict[str, int | None]:
@@ -123,39 +124,44 @@ def _heads_of(base: Any) -> dict[str, int | None]:
 
 
 def reshard(model: nn.Module) -> None:
-    """Let each process have its parts alone again: a forward without a backward leaves FSDP2's last weights whole."""
+    """Free gathered weights of FSDP2: after a forward without a backward, the last weights are still gathered."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
 
 
 @contextmanager
-def saves_what_it_is_given(model: Any) -> Iterator[None]:
-    """Make ``save_pretrained`` write the given weights only.
+def save_given_weights_only(model: Any) -> Iterator[None]:
+    """Make ``save_pretrained`` write only the weights that it is given, while the context is open.
 
-    It does not gather a sharded model at once, and peft does not write its stub of a model card.
+    transformers then does not gather a sharded model, and peft does not write its stub of a model card.
     """
-    spread_by = vars(model.config).pop("distributed_config", None)
+    sharding_config = vars(model.config).pop("distributed_config", None)
     model.create_or_update_model_card = lambda _: None  # peft's method
     try:
         yield
     finally:
         vars(model).pop("create_or_update_model_card", None)
-        if spread_by is not None:
-            model.config.distributed_config = spread_by
+        if sharding_config is not None:
+            model.config.distributed_config = sharding_config
 
 
-def whole(value: Any) -> Any:
-    """Return a norm over gradients that are spread as a plain tensor, the same in every process."""
+def full_tensor(value: Any) -> Any:
+    """Return a DTensor, such as a norm of sharded gradients, as a full plain tensor; other values unchanged."""
     return value.full_tensor() if isinstance(value, DTensor) else value
 
 
 def plan_model(model: Any, mesh: MeshShape, rules: Rules | None = None) -> Plan:
-    """Return the plan for ``model``, with or without adapters, from what transformers publishes about it.
+    """Return the sharding plan for ``model``, derived from its tensor- and expert-parallel plans in transformers.
+
+    Args:
+        model: The model, with or without adapters.
+        mesh: The mesh.
+        rules: User-defined rules; they take precedence.
 
     Raises:
-        UserError: The `tensor` axis would cut through an attention head, or nothing is known to go over it; or a rule
-            matches no parameter, or no rule a parameter.
+        UserError: The `tensor` axis would split an attention head, or the model has no plan for this axis. Or a rule
+            matches no parameter, or no rule matches a parameter.
     """
     if rules is not None:
         rules.check(bare_name(name) for name, _ in model.named_parameters())
@@ -165,21 +171,22 @@ def plan_model(model: Any, mesh: MeshShape, rules: Rules | None = None) -> Plan:
         styles = _with_whole_heads(base, mesh, styles)
     if mesh.tensor > 1 and rules is None and not (styles or expert_styles):
         raise UserError(
-            f"mesh '{mesh}': {type(base).__name__} has no tensor-parallel plan in transformers, so nothing is known "
-            f"to go over tensor={mesh.tensor}. Leave `tensor` out, or write a `sharding_plan`."
+            f"mesh '{mesh}': {type(base).__name__} has no tensor-parallel plan in transformers, so no parameter can "
+            f"be split over tensor={mesh.tensor}. Leave `tensor` out, or write a `sharding_plan`."
         )
     tables = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, nn.Embedding)}
     return Plan(mesh, styles, expert_styles, frozenset(bare_name(name) for name in tables), rules)
 
 
 def _with_whole_heads(base: Any, mesh: MeshShape, styles: Mapping[str, str]) -> Mapping[str, str]:
-    """Return the styles of a model, changed so that `tensor` does not cut its attention heads.
+    """Return a model's tensor-parallel styles, changed where `tensor` would split an attention head.
 
-    Fewer key and value heads than devices, or a number that these do not divide, stay whole over `tensor`: they are
-    the small part of grouped-query attention (https://arxiv.org/abs/2305.13245), and every device computes them.
+    Key and value projections are replicated if `tensor` does not divide the number of their heads. They are the small
+    part of grouped-query attention (https://arxiv.org/abs/2305.13245), and every device computes all of them.
 
     Raises:
-        UserError: The query heads do not divide, or key and value heads do not in a projection of all three.
+        UserError: `tensor` does not divide the number of query heads, or the number of key and value heads in a fused
+            projection of queries, keys and values.
     """
     counts = _heads_of(base)
     grouped = counts["num_key_value_heads"]
@@ -192,43 +199,46 @@ def _with_whole_heads(base: Any, mesh: MeshShape, styles: Mapping[str, str]) -> 
 
 
 def place_model(model: nn.Module, plan: Plan, runtime: Runtime, device: torch.device) -> ShardReport:
-    """Move ``model`` to the plan's mesh in place, each parameter straight to its shards; buffers go whole to all.
+    """Move ``model`` to the plan's mesh in place: parameters are sharded, buffers replicated.
 
-    Tied parameters stay tied and count once. Each is freed on the host before the next module's go, unless others hold
-    it; what is still in a checkpoint's files (see `load_classifier`) is read then.
+    Tied parameters stay tied and count once. Modules are moved one after another. A module's parameters are read from
+    the checkpoint's files (see `load_classifier`) when the module is moved. They are freed on the host before the next
+    module, unless another object holds them.
 
     Raises:
         UserError: From `Plan.place`, or from `Runtime.set_mesh`.
     """
     runtime.set_mesh(plan.mesh.sizes, plan.mesh.slices)
     placements = {name: plan.place(name, tuple(parameter.shape)) for name, parameter in model.named_parameters()}
-    first_names = {id(parameter): name for name, parameter in model.named_parameters()}  # a tied one has several
-    names = {name: first_names[id(each)] for name, each in model.named_parameters(remove_duplicate=False)}
+    first_names = {id(parameter): name for name, parameter in model.named_parameters()}
+    # a tied parameter has several names: use the first
+    names = {name: first_names[id(tensor)] for name, tensor in model.named_parameters(remove_duplicate=False)}
     placed: dict[str, nn.Parameter] = {}
     for path, module in model.named_modules():
         leaves = {
             leaf: names[f"{path}.{leaf}" if path else leaf] for leaf, _ in module.named_parameters(recurse=False)
         }
-        with align_module_device(module):  # reads what is in files
+        with align_module_device(module):  # reads parameters that are still in files
             for leaf, name in leaves.items():
                 if name not in placed:
                     parameter = module._parameters[leaf]
                     assert parameter is not None
                     weight = runtime.place(parameter.detach(), placements[name].axes, device)
-                    present = parameter.device == weight.device
-                    placed[name] = parameter if present else nn.Parameter(weight, parameter.requires_grad)
+                    is_placed = parameter.device == weight.device
+                    placed[name] = parameter if is_placed else nn.Parameter(weight, parameter.requires_grad)
         module._parameters.update({leaf: placed[name] for leaf, name in leaves.items()})
         for leaf, buffer in module.named_buffers(recurse=False):
             module._buffers[leaf] = runtime.place(buffer, (None,) * buffer.dim(), device)
-    return ShardReport(plan.mesh, placements, {name: each.nbytes for name, each in model.named_parameters()})
+    return ShardReport(plan.mesh, placements, {name: tensor.nbytes for name, tensor in model.named_parameters()})
 
 
 def keep_activations_split(
     model: nn.Module, plan: Plan, placements: Mapping[str, Placement], runtime: Runtime
 ) -> None:
-    """Keep activations split by forward hooks: batches over the batch axes, heads and inner features over `tensor`.
+    """Keep activations sharded by forward hooks: rows over the batch axes, heads and inner features over `tensor`.
 
-    Left alone, GSPMD follows the weights' sharding into the activations and gathers whole batches on every device.
+    Without these constraints GSPMD propagates the weights' sharding to the activations, and gathers the full batch on
+    every device.
     """
     for name, module in model.named_modules():
         weight = placements.get(f"{name}.weight")
@@ -243,15 +253,21 @@ def keep_activations_split(
 
 
 def _look_up_features(module: nn.Embedding, axes: Any, mesh: MeshShape, runtime: Runtime) -> None:
-    """Let each device look up its own features, ``axes``, of all tokens that its copies of the table serve.
+    """Make each device look up only its own features, for all tokens of its part of `data`.
 
-    The tokens' ids are small, and the features go to where their rows are: over `fsdp` in exchange for rows, then
-    over `tensor`. The table itself, and its gradient, go nowhere.
+    Before the lookup only token ids are gathered, and they are small. After it, features are exchanged for rows over
+    `fsdp`, then gathered over `tensor`. The table and its gradient are never moved.
+
+    Args:
+        module: The embedding.
+        axes: Mesh axes of the table's features.
+        mesh: The mesh.
+        runtime: The runtime that constrains tensors.
     """
 
     def gather_ids(_module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-        ids, *others = inputs
-        return (runtime.constrain(ids, ("data", *([None] * (ids.dim() - 1)))), *others)
+        ids, *rest = inputs
+        return (runtime.constrain(ids, ("data", *([None] * (ids.dim() - 1)))), *rest)
 
     module.register_forward_pre_hook(gather_ids)
     _constrain(module, "data", axes, runtime)
@@ -261,7 +277,7 @@ def _look_up_features(module: nn.Embedding, axes: Any, mesh: MeshShape, runtime:
 
 
 def _constrain(module: nn.Module, first: Any, last: Any, runtime: Runtime) -> None:
-    """Lay the outputs of ``module`` out: rows over the axes ``first``, their features over ``last``."""
+    """Shard the outputs of ``module``: the first dimension over the axes ``first``, the last over ``last``."""
 
     def hook(_module: nn.Module, _inputs: Any, output: Any) -> Any:
         hidden = output[0] if isinstance(output, tuple) else output
@@ -276,6 +292,6 @@ def _constrain(module: nn.Module, first: Any, last: Any, runtime: Runtime) -> No
 def zeros_laid_out_like(parameter: torch.Tensor) -> torch.Tensor:
     """Return zeros with the shape, type and sharding of ``parameter``."""
     if isinstance(parameter, DTensor):
-        return torch.zeros_like(parameter)  # of rows that two axes cut a product would have others
-    # on XLA a product carries the parameter's sharding into the new tensor; zeros_like would come out replicated
-    return (parameter.detach() * 0).nan_to_num(0.0)  # some weight may be infinite
+        return torch.zeros_like(parameter)  # a product would lose the order of rows split over two axes
+    # on XLA a product keeps the parameter's sharding; the result of zeros_like would be replicated
+    return (parameter.detach() * 0).nan_to_num(0.0)  # infinite weights make NaN

@@ -1,1 +1,1 @@
-"""Plans a training before the TPU is rented: does it fit, how fast can it be, what does it cost?"""
+"""Plan a training before renting a TPU: does it fit in memory, how fast can it be, and how much does it cost?"""

@@ -1,8 +1,8 @@
-"""Compile a traced program with the TPU's own compiler, on a machine without a TPU.
+"""Compile a traced program with the TPU compiler on a machine without a TPU.
 
-libtpu compiles ahead of time for a topology that is only named: https://docs.jax.dev/en/latest/aot.html.
-Tracing and compiling run in child processes: torch_xla fixes the device of a process once, and libtpu may abort the
-process in which it compiles. Importing this module imports no torch.
+libtpu can compile ahead of time for a named topology: https://docs.jax.dev/en/latest/aot.html.
+Tracing and compiling run in child processes, because torch_xla sets the device of a process only once, and libtpu may
+abort a process while it compiles. Importing this module does not import torch.
 """
 
 import importlib.util
@@ -22,20 +22,20 @@ from ..parallel.mesh import parse_topology
 from ..runtime import device_choice as libtpu
 
 WITHOUT_A_TPU = {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
-"""Environment of the child processes: jax must not look for a TPU, and several processes may use libtpu at once."""
+"""Environment of the child processes: jax does not look for a TPU, and several processes may use libtpu at once."""
 
 
 @dataclass(frozen=True)
 class TracedProgram:
-    """A program as torch_xla records it, before any compiler.
+    """A program as torch_xla records it, before compilation.
 
     Args:
-        hlo: A serialized HloModuleProto.
-        shardings: The layout of each argument, in HLO's notation.
+        hlo: The program as a serialized HloModuleProto.
+        shardings: Sharding of each argument in HLO notation.
         donated: Whether the memory of each argument is reused for a result.
-        chips: Devices of its mesh.
-        idle: Bytes on one chip that stay in memory and that the program does not read, such as the optimizer state
-            while gradients accumulate.
+        chips: Number of devices in the mesh.
+        idle: Bytes per chip that stay in memory but that the program does not read, such as the optimizer state
+            during gradient accumulation.
     """
 
     hlo: bytes
@@ -47,14 +47,14 @@ class TracedProgram:
 
 @dataclass(frozen=True)
 class CompiledProgram:
-    """Memory and work of one program on one chip, as the TPU's compiler counts them.
+    """Memory and work of one program per chip, as the TPU compiler counts them.
 
     Args:
         arguments: Bytes of weights, optimizer state, accumulated gradients and the batch.
-        results: Bytes of everything returned that does not overwrite an argument.
+        results: Bytes of results that do not overwrite an argument.
         temporary: Bytes of intermediate values.
         generated_code: Bytes of instructions.
-        flops: Operations, without those of kernels. 0 for a program with loops: the compiler counts a loop once.
+        flops: Operations without custom kernels. 0 for a program with loops: the compiler counts a loop body once.
         received: Bytes that collectives receive from other chips; 0 for a program with loops.
     """
 
@@ -67,12 +67,12 @@ class CompiledProgram:
 
     @property
     def peak(self) -> int:
-        """Bytes of a chip's memory at the peak."""
+        """Peak memory of a chip in bytes."""
         return self.arguments + self.results + self.temporary + self.generated_code
 
 
 def missing() -> str | None:
-    """Return an error message if a library that compiling needs is not installed, or None."""
+    """Return an error message if a library required for compiling is not installed, or else None."""
     for library in ("torch_xla", "jax", "libtpu"):
         if importlib.util.find_spec(library) is None:
             return f'{library} is not installed. In a checkout, on Linux on x86-64: pip install -e ".[tpu]"'
@@ -80,19 +80,19 @@ def missing() -> str | None:
 
 
 def pretend_devices(values: Mapping[str, Any], words: list[str]) -> None:
-    """Give torch_xla as many virtual devices as the slice has chips, so that the training's own checks count them.
+    """Give torch_xla one virtual device per chip of the slice: the training's checks count devices.
 
-    They compute nothing. Call it before torch_xla is imported, which fixes their number.
+    The devices compute nothing. Call this before torch_xla is imported: the import fixes the number of devices.
 
     Args:
-        values: The command's YAML file.
-        words: Its command line.
+        values: Values of the command's YAML file.
+        words: The command line.
 
     Raises:
-        UserError: There is no such slice.
+        UserError: The topology is unknown.
     """
-    named = re.findall(r"--topology[= ](\S+)", " ".join(words)) or [values.get("topology")]
-    chips = parse_topology(named[-1]).chips if named[-1] else 1  # the parser rejects a missing topology
+    topologies = re.findall(r"--topology[= ](\S+)", " ".join(words)) or [values.get("topology")]
+    chips = parse_topology(topologies[-1]).chips if topologies[-1] else 1  # the parser rejects a missing topology
     os.environ |= {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": str(chips), "USE_TORCH_XLA": "1"}
 
 
@@ -100,11 +100,11 @@ def compile_for(traced: TracedProgram, topology: str) -> CompiledProgram:
     """Compile ``traced`` for a TPU slice.
 
     Args:
-        traced: For at most as many chips as the topology has.
-        topology: Google's name: "v6e:4x4", "v5p:2x2x4".
+        traced: The program. Its mesh may have at most as many devices as the topology has chips.
+        topology: Google's name of the slice, such as "v6e:4x4" or "v5p:2x2x4".
 
     Raises:
-        RuntimeError: libtpu does not know the topology or cannot compile; with libtpu's message.
+        RuntimeError: libtpu does not know the topology or cannot compile the program. The message is libtpu's.
     """
     flags = libtpu.flags_for(topology, os.environ.get(libtpu.VARIABLE, ""))
     return call_in_child(compile_here, traced, topology, environment={libtpu.VARIABLE: flags})
@@ -114,44 +114,44 @@ def compile_for(traced: TracedProgram, topology: str) -> CompiledProgram:
 
 
 def call_in_child(function: Callable[..., Any], *arguments: Any, environment: Mapping[str, str]) -> Any:
-    """Return the result of ``function``, called in a new process.
+    """Call ``function`` in a new process and return its result.
 
     Args:
-        function: A module's function. It, its arguments and its result are pickled.
-        arguments: Its arguments.
-        environment: Variables of that process, added to those of this one.
+        function: A module-level function. The function, its arguments and its result are pickled.
+        arguments: The function's arguments.
+        environment: Environment variables to add for the new process.
 
     Raises:
-        RuntimeError: The function raised, with its message; or the process ended early, because of a fault in a
-            library or too little host memory.
+        RuntimeError: The function raised (with its message), or the process crashed, for example for lack of host
+            memory.
     """
-    # a model's own classes are pickled by name: the child must find their modules too
+    # the child must be able to import the modules of pickled classes, such as a model's custom code
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **WITHOUT_A_TPU, **environment}
     with tempfile.NamedTemporaryFile() as file:
         exchange = Path(file.name)
         exchange.write_bytes(pickle.dumps((function, arguments)))
-        command = [sys.executable, "-c", f"from {__name__} import answer; answer()", file.name]
+        command = [sys.executable, "-c", f"from {__name__} import run_pickled_call; run_pickled_call()", file.name]
         process = subprocess.run(command, env=environment, capture_output=True, text=True)
         if process.returncode:
-            raise RuntimeError(f"It ended with status {process.returncode}: {process.stderr.strip()[-4000:]}")
+            raise RuntimeError(f"The process ended with status {process.returncode}: {process.stderr.strip()[-4000:]}")
         result, message = pickle.loads(exchange.read_bytes())
     if message:
         raise RuntimeError(message)
     return result
 
 
-def answer() -> None:
-    """Call the function that the file named on the command line holds, and replace the file with its result."""
+def run_pickled_call() -> None:
+    """Call the function pickled in the file named on the command line, and replace the file with the result."""
     exchange = Path(sys.argv[1])
     function, arguments = pickle.loads(exchange.read_bytes())
     try:
         result, message = function(*arguments), ""
-    except Exception as error:  # compiler messages are long and begin with what matters
+    except Exception as error:  # compiler messages are long; the beginning matters
         result, message = None, f"{type(error).__name__}: {error}"[:4000]
     exchange.write_bytes(pickle.dumps((result, message)))
 
 
-# ---- in a process that has no other use for libtpu
+# ---- in a process that uses libtpu only for compiling
 
 
 def compile_here(traced: TracedProgram, topology: str) -> CompiledProgram:
@@ -162,8 +162,8 @@ def compile_here(traced: TracedProgram, topology: str) -> CompiledProgram:
     devices = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
     used = _jax.DeviceList(tuple(devices[: traced.chips]))
     with tempfile.TemporaryDirectory() as dump:
-        executable = devices[0].client.compile(_module(traced), used, _options(traced.chips, dump))
-        temporary = _temporary(Path(dump))
+        executable = devices[0].client.compile(_mlir_module(traced), used, _compile_options(traced.chips, dump))
+        temporary = _temporary_bytes(Path(dump))
     memory, listing = executable.get_compiled_memory_stats(), executable.hlo_modules()[0].to_string()
     has_loops = " while(" in listing
     return CompiledProgram(
@@ -176,10 +176,11 @@ def compile_here(traced: TracedProgram, topology: str) -> CompiledProgram:
     )
 
 
-def _module(traced: TracedProgram) -> bytes:
-    """Return the program in the form that the client takes, with its arguments marked.
+def _mlir_module(traced: TracedProgram) -> bytes:
+    """Convert the program to MLIR bytecode for the client, and add attributes to its arguments.
 
-    Marks are the layouts, which placeholders cannot have, and the donated arguments, which the conversion loses.
+    The attributes are the shardings, because placeholders cannot have any, and the donations, because the conversion
+    drops them.
     """
     from jax._src.interpreters import mlir
     from jax._src.lib import xla_client
@@ -189,18 +190,18 @@ def _module(traced: TracedProgram) -> bytes:
     text = _jax.mlir.xla_computation_to_mlir_module(xla_client.XlaComputation(traced.hlo))
     with mlir.make_ir_context():
         module = ir.Module.parse(text)
-        main = next(each for each in module.body.operations if each.attributes["sym_name"].value == "main")
-        marked = []
+        main = next(item for item in module.body.operations if item.attributes["sym_name"].value == "main")
+        attributes = []
         for sharding, is_donated in zip(traced.shardings, traced.donated, strict=True):
             marks = {"jax.buffer_donor": ir.BoolAttr.get(True)} if is_donated else {}
             if traced.chips > 1:
                 marks["mhlo.sharding"] = ir.StringAttr.get(sharding)
-            marked.append(ir.DictAttr.get(marks))
-        main.attributes["arg_attrs"] = ir.ArrayAttr.get(marked)
+            attributes.append(ir.DictAttr.get(marks))
+        main.attributes["arg_attrs"] = ir.ArrayAttr.get(attributes)
         return mlir.module_to_bytecode(module)
 
 
-def _options(chips: int, dump: str) -> Any:
+def _compile_options(chips: int, dump: str) -> Any:
     import numpy as np
     from jax._src.lib import xla_client
 
@@ -210,21 +211,21 @@ def _options(chips: int, dump: str) -> Any:
     build.use_spmd_partitioning = chips > 1
     build.debug_options.xla_dump_to = dump
     build.device_assignment = xla_client.DeviceAssignment.create(np.arange(chips).reshape(1, chips))
-    # as torch_xla does; otherwise every new weight would come out unsharded
+    # torch_xla sets this, too; without it every new weight would be replicated
     build.allow_spmd_sharding_propagation_to_output = [True]
     return options
 
 
-def _temporary(dump: Path) -> int:
-    """Return the bytes of HBM for intermediate values, from the compiler's own list of allocations.
+def _temporary_bytes(dump: Path) -> int:
+    """Return the HBM bytes of intermediate values, from the compiler's list of allocations.
 
-    ``get_compiled_memory_stats`` reports more: 1.8 GB more of some 9 GB for an 8B model. libtpu compiles the same
-    program with less memory than that, and its out-of-memory message names the size of this list.
+    ``get_compiled_memory_stats`` overestimates this size, by 1.8 GB of about 9 GB for an 8B model: libtpu compiles the
+    program with less memory than that, and its out-of-memory message has the size of this list.
     """
     file = next(dump.glob("**/*buffer-assignment.txt"))
     # allocations in memories other than HBM have a "color"
-    found = re.findall(r"^allocation \d+: size (\d+), preallocated-temp", file.read_text(), re.MULTILINE)
-    return sum(map(int, found))
+    sizes = re.findall(r"^allocation \d+: size (\d+), preallocated-temp", file.read_text(), re.MULTILINE)
+    return sum(map(int, sizes))
 
 
 _COLLECTIVE = re.compile(
@@ -234,22 +235,22 @@ _COLLECTIVE = re.compile(
 
 
 def received(listing: str) -> float:
-    """Return the bytes that collectives of a compiled program bring to a chip, at least.
+    """Return a lower bound on the bytes that a chip receives in the collectives of a compiled program.
 
-    A chip has its own share of a result already. An all-reduce counts once: the compiler writes a reduce-scatter as an
-    all-reduce of which only a slice is used.
+    A chip's own share of a result is not counted. An all-reduce counts once, because the compiler also writes a
+    reduce-scatter as an all-reduce followed by a slice.
 
     Args:
-        listing: The program in HLO's notation. Parts of one collective have the same `channel_id`.
+        listing: The program in HLO notation. Parts of one collective have the same `channel_id`.
     """
-    found: dict[str, float] = {}
+    bytes_of: dict[str, float] = {}
     for shapes, name, starts, channel, members, size in _COLLECTIVE.findall(listing):
         chips = int(size) if size else members.count(",") + 1 if members else 0
-        # arrays such as bf16[8,128]: bits of a number, and sizes
+        # arrays such as bf16[8,128]: bits per number, and dimensions
         arrays = re.findall(r"\w+?(\d+)\[([\d,]*)\]", shapes)
         sizes = [int(bits) / 8 * prod(int(size) for size in shape.split(",") if size) for bits, shape in arrays]
-        whole = max(sizes) if starts else sum(sizes)  # the result of a start repeats its operand
+        full = max(sizes) if starts else sum(sizes)  # the result of a "-start" operation includes its operand
         if name == "reduce-scatter":
-            whole *= chips
-        found[channel] = whole * (1 - 1 / chips if chips else 1)
-    return sum(found.values())
+            full *= chips
+        bytes_of[channel] = full * (1 - 1 / chips if chips else 1)
+    return sum(bytes_of.values())

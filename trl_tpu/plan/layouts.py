@@ -1,4 +1,4 @@
-"""Layouts of a training on a TPU slice: rows of a micro-batch, the compiled program, and the report of both."""
+"""Layouts of a training on a TPU slice: the rows of a micro-batch, the compiled program, and reports about them."""
 
 import copy
 import re
@@ -22,8 +22,8 @@ from ..training.planned_shapes import LONG_ROW, plan_rows_of
 from .compile import CompiledProgram, compile_for
 from .trace import StepRequest, trace_step
 
-_DEEP = 24
-"""Layers up to which all are compiled: 32 layers of an 8B model need more than 24 GB of host memory."""
+_MAX_COMPILED_LAYERS = 24
+"""Maximum number of layers to compile: 32 layers of an 8B model need more than 24 GB of host memory."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,12 +33,12 @@ class Layout:
     Args:
         module: The model on torch's meta device, with its adapters.
         args: The settings of the training.
-        lengths: The pairs of the dataset, or one typical pair.
-        tokens: The dataset's pairs of token ids; None without a dataset, when rows are assumed to be full.
+        lengths: Lengths of the dataset's pairs, or of one typical pair.
+        tokens: The tokenized dataset. None without a dataset; rows are then assumed to be full.
         topology: The slice.
-        mesh: In place of that of ``args``, as the following two.
-        remat: What the backward recomputes.
-        pairs_per_device: `per_device_train_batch_size`.
+        mesh: The mesh, used instead of the mesh in ``args``.
+        remat: The rematerialization policy, used instead of the policy in ``args``.
+        pairs_per_device: The `per_device_train_batch_size`, used instead of its value in ``args``.
     """
 
     module: Any
@@ -56,12 +56,12 @@ class Layout:
 
     @property
     def pairs(self) -> int:
-        """Pairs of a micro-batch, over all chips."""
+        """Number of pairs in a micro-batch over all chips."""
         return self.pairs_per_device * self.mesh.batch_shards
 
     @property
     def answers(self) -> int | None:
-        """The most answers of a prompt, or steps of a solution; None for pairs."""
+        """Maximum number of answers per prompt, or of steps per solution; None for pairs."""
         if self.tokens is None and (self.args.attributes or self.args.step_separator is not None):
             return 2
         is_many = self.tokens is not None and not has_row_format(self.tokens, PAIR)
@@ -69,7 +69,7 @@ class Layout:
 
     @cached_property
     def shape(self) -> tuple[int, int]:
-        """Rows of the largest micro-batch, over all chips, and their length."""
+        """Number of rows in the largest micro-batch over all chips, and their length."""
         args, shards = self.args, self.mesh.batch_shards
         if args.packing == "false":
             rows = 1 if args.step_separator is not None else self.answers or 2  # a solution is one row
@@ -82,16 +82,16 @@ class Layout:
         is_long = args.packed_attention == "auto" and plan.longest >= LONG_ROW
         if self.answers is None and (is_long or args.packed_attention == "expanded"):
             plan = plan_rows_of(self.tokens, self.model.hidden, self.pairs, shards, args, expands=True, multiple=256)
-        return max(((each.rows, each.length) for each in plan.shapes), key=prod)
+        return max(((shape.rows, shape.length) for shape in plan.shapes), key=prod)
 
     @property
     def needed_flops(self) -> float:
-        """Operations that the model needs for a micro-batch, over all chips."""
+        """Operations that the model needs for a micro-batch over all chips."""
         return needed_flops(self.model, self.lengths) / len(self.lengths) * self.pairs
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """The arguments of `RewardConfig` that choose this layout."""
+        """Arguments of `RewardConfig` that select this layout."""
         return {"mesh": str(self.mesh), "remat": self.remat, "per_device_train_batch_size": self.pairs_per_device}
 
     def __str__(self) -> str:
@@ -100,9 +100,10 @@ class Layout:
 
 
 def typical_pair(args: RewardConfig) -> PairLengths:
-    """Return the pair that stands for all without a dataset.
+    """Return the pair that represents the training data if no dataset is given.
 
-    Both sequences have `max_length` tokens. In packed rows they share half of them; a padded row holds one of them.
+    Both sequences have `max_length` tokens. In packed rows they share half of their tokens. A padded row holds one
+    sequence.
     """
     if args.packing == "false":
         length = args.row_length or args.max_length or LONG_ROW
@@ -122,12 +123,12 @@ def compile_layout(
 
     Args:
         layout: The layout.
-        arguments: The user's arguments of `RewardConfig`; those of the layout replace them.
+        arguments: The user's arguments of `RewardConfig`. The layout's arguments take precedence.
         peft_config: A `peft.LoraConfig`, or None.
-        depths: From `depths_of`.
+        depths: The numbers of layers to compile, from `depths_of`.
 
     Raises:
-        RuntimeError: The trainer or the compiler rejects it.
+        RuntimeError: The trainer or the compiler rejects the layout.
     """
     config, (rows, length) = without_adapters(layout.module).config, layout.shape
     request = StepRequest(
@@ -141,34 +142,38 @@ def compile_layout(
         layout.answers,
     )
     requests = [replace(request, model=with_layers(config, depth)) for depth in depths]
-    programs = [compile_for(trace_step(each), layout.topology.compiled_as) for each in requests]
-    return extend(programs, depths, config.num_hidden_layers)
+    programs = [compile_for(trace_step(item), layout.topology.compiled_as) for item in requests]
+    return extrapolate(programs, depths, config.num_hidden_layers)
 
 
 def depths_of(config: Any, compiles_all: bool = False) -> tuple[int, ...]:
-    """Return the numbers of layers to compile: all, or two depths of a deep model.
+    """Return the numbers of layers to compile: all layers, or two smaller numbers for a deep model.
 
-    Kinds of layers repeat with a period: whole periods lie between the two depths, and from there to all layers.
+    Kinds of layers repeat with a period. The two numbers, and the second one and all layers, differ by full periods.
+
+    Args:
+        config: The model's config.
+        compiles_all: Whether to compile all layers of a deep model, too.
     """
     layers = config.num_hidden_layers
-    if compiles_all or layers <= _DEEP:
+    if compiles_all or layers <= _MAX_COMPILED_LAYERS:
         return (layers,)
     kinds = getattr(config, "layer_types", None) or ["layer"] * layers
     period = next(size for size in range(1, layers + 1) if all(kinds[i] == kinds[i % size] for i in range(layers)))
-    more = max(period, 2)
-    first = more + layers % more
-    return (first, first + more) if first + more < layers else (layers,)
+    step = max(period, 2)
+    first = step + layers % step
+    return (first, first + step) if first + step < layers else (layers,)
 
 
-def extend(programs: Sequence[CompiledProgram], depths: Sequence[int], layers: int) -> CompiledProgram:
-    """Return the program of ``layers`` layers: the last one, extended in a straight line from the first."""
+def extrapolate(programs: Sequence[CompiledProgram], depths: Sequence[int], layers: int) -> CompiledProgram:
+    """Extrapolate the figures of the first and last program linearly to ``layers`` layers."""
     first, last = map(astuple, (programs[0], programs[-1]))
     times = (layers - depths[-1]) / max(depths[-1] - depths[0], 1)
     return CompiledProgram(*(max(round(b + (b - a) * times), 0) for a, b in zip(first, last, strict=True)))
 
 
 def with_layers(config: Any, layers: int) -> Any:
-    """Return a copy of a model's config with its first ``layers`` layers."""
+    """Return a copy of a model's config with only the first ``layers`` layers."""
     config = copy.deepcopy(config)
     config.num_hidden_layers = layers
     if getattr(config, "layer_types", None):
@@ -178,10 +183,11 @@ def with_layers(config: Any, layers: int) -> Any:
 
 # ---- attempts
 
-#: Compiles a layout. It raises a RuntimeError with the compiler's message if the program needs too much memory.
+#: Function that compiles a layout. If the program needs too much memory, it raises a RuntimeError with the compiler's
+#: message.
 Compile = Callable[[Layout], CompiledProgram]
 
-# libtpu 0.0.21's message about a program, and about a single array that is larger than the memory
+# out-of-memory messages of libtpu 0.0.21: about a program, and about a single array that is larger than the memory
 _OUT_OF_MEMORY = re.compile(
     r"Used [\d.]+[KMGT]? of [\d.]+[KMGT]? hbm|Allocation \(size=\d+\) would exceed memory \(size=\d+\)", re.IGNORECASE
 )
@@ -189,11 +195,11 @@ _OUT_OF_MEMORY = re.compile(
 
 @dataclass(frozen=True)
 class Attempt:
-    """A layout, and its program or the compiler's out-of-memory message."""
+    """A layout with its compiled program, or with the compiler's out-of-memory message."""
 
     layout: Layout
     program: CompiledProgram | None = None
-    refusal: str = ""
+    error: str = ""
 
     @property
     def fits(self) -> bool:
@@ -201,24 +207,24 @@ class Attempt:
 
     @property
     def flops(self) -> float:
-        """Operations of one chip in a micro-batch, at least: the compiler counts kernels and loops too low."""
+        """Lower bound on the operations per chip and micro-batch: the compiler undercounts kernels and loops."""
         counted = 0.0 if self.program is None else self.program.flops
         return max(counted, self.layout.needed_flops / self.layout.topology.chips)
 
     @property
     def seconds(self) -> dict[str, float]:
-        """The least time of a micro-batch for each part of a chip, at its published speed."""
+        """Minimum time of a micro-batch for arithmetic and for links, at the chip's published speeds."""
         chip, received = self.layout.topology.chip, 0.0 if self.program is None else self.program.received
         return {"arithmetic": self.flops / chip.peak_flops, "links": received / chip.link_bandwidth}
 
     @property
     def most_pairs_per_second(self) -> float:
-        """The rate if arithmetic and links work at the same time."""
+        """Upper bound on the pairs per second, with arithmetic and links working concurrently."""
         return self.layout.pairs / max(self.seconds.values())
 
 
 def attempt(layout: Layout, compile_one: Compile) -> Attempt:
-    """Compile a layout.
+    """Compile a layout, and catch out-of-memory errors.
 
     Raises:
         RuntimeError: The compiler fails for another reason than memory.
@@ -226,9 +232,9 @@ def attempt(layout: Layout, compile_one: Compile) -> Attempt:
     try:
         return Attempt(layout, compile_one(layout))
     except RuntimeError as error:
-        if (found := _OUT_OF_MEMORY.search(str(error))) is None:
+        if (match := _OUT_OF_MEMORY.search(str(error))) is None:
             raise
-        return Attempt(layout, refusal=found[0])
+        return Attempt(layout, error=match[0])
 
 
 # ---- the report
@@ -240,12 +246,12 @@ def report(tried: Attempt, pairs_to_train: float | None = None) -> str:
     """Describe one layout and its compiled program.
 
     Args:
-        tried: The layout.
-        pairs_to_train: Pairs of all epochs; None leaves the hours out.
+        tried: The layout and its program.
+        pairs_to_train: Number of pairs over all epochs; None omits the estimate of hours.
     """
     layout, program, chip = tried.layout, tried.program, tried.layout.topology.chip
     model, chips, (rows, length) = layout.model, layout.topology.chips, layout.shape
-    needed = f"{sized(program.peak)} are needed" if program else tried.refusal
+    needed = f"{sized(program.peak)} are needed" if program else tried.error
     head = (
         f"{scaled(model.parameters)}parameters, {scaled(model.trained_parameters)}trained, on {layout.topology}: "
         f"{chips} chip(s) as mesh {layout.mesh}, remat {layout.remat}\n"
@@ -255,7 +261,7 @@ def report(tried: Attempt, pairs_to_train: float | None = None) -> str:
     if program is None:
         return head
     memory = [
-        ("arguments", sized(program.arguments), "weights, optimizer, gradients that accumulate, the batch"),
+        ("arguments", sized(program.arguments), "weights, optimizer state, accumulated gradients, the batch"),
         ("temporary", sized(program.temporary), "gradients, activations, gathered weights, a layer's own results"),
         ("results", sized(program.results), ""),
         ("program", sized(program.generated_code), "the instructions"),
@@ -270,7 +276,7 @@ def report(tried: Attempt, pairs_to_train: float | None = None) -> str:
     ]
     mfu = layout.needed_flops / chips / chip.peak_flops / best
     notes = [
-        f"{scaled(layout.needed_flops / chips)}FLOP are needed by the model. At best {best:.4g} s, limited by "
+        f"The model needs {scaled(layout.needed_flops / chips)}FLOP per chip. At best {best:.4g} s, limited by "
         f"{max(seconds, key=seconds.__getitem__)}: at most {rate:,.1f} pairs per second, and at most {mfu:.0%} of the "
         "chips' arithmetic used for the model (MFU)."
     ]
@@ -282,32 +288,32 @@ def report(tried: Attempt, pairs_to_train: float | None = None) -> str:
 
 
 def found(attempts: list[Attempt]) -> str:
-    """List layouts that were compiled, the fastest that fits first, with the flags that choose them."""
+    """List compiled layouts with the flags that select them. Layouts that fit come first, the fastest at the top."""
     rows, note = [], "None of these fits. Raise --compiles, train adapters (--use_peft true), or name a larger slice."
-    for each in sorted(attempts, key=lambda each: (each.fits, each.most_pairs_per_second), reverse=True):
-        flags = " ".join(f"--{name} {value}" for name, value in each.layout.arguments.items())
-        outcome = f"does not fit. {each.refusal}"
-        if each.fits:
-            outcome = f"FITS, at most {each.most_pairs_per_second:,.1f} pairs per second"
-            note = "With smaller batches raise --gradient_accumulation_steps, and pairs per update stay the same."
-        rows.append((flags, sized(each.program.peak) if each.program else "", outcome))
+    for item in sorted(attempts, key=lambda item: (item.fits, item.most_pairs_per_second), reverse=True):
+        flags = " ".join(f"--{name} {value}" for name, value in item.layout.arguments.items())
+        outcome = f"does not fit. {item.error}"
+        if item.fits:
+            outcome = f"FITS, at most {item.most_pairs_per_second:,.1f} pairs per second"
+            note = "With smaller batches, raise --gradient_accumulation_steps to keep the number of pairs per update."
+        rows.append((flags, sized(item.program.peak) if item.program else "", outcome))
     return _table("Layouts that were compiled", rows, [note])
 
 
 def notes(layout: Layout, depths: Sequence[int]) -> str:
-    """Return notes on where the figures come from, and what they cannot show."""
+    """Return notes on the sources and limits of the figures."""
     sizes_P, optim = layout.lengths.sizes_P, layout.args.optim
     source = "No dataset is named, so lengths are assumed" if layout.tokens is None else "Lengths of the dataset"
     parts = [
         f"{source}: {len(sizes_P):,} pairs of {sizes_P.mean():,.0f} unique tokens, {sizes_P.max():,} at most.",
-        "Real steps take longer than these bounds: only a run on the TPU itself shows how much.",
+        "Real steps take longer than these bounds. Only a run on the TPU shows by how much.",
     ]
     if layout.args.gradient_accumulation_steps > 1 and not optim.startswith("adam"):
-        parts.append(f"The state of {optim} is not counted: it is made after the first micro-batches.")
+        parts.append(f"The state of {optim} is not counted: it is created after the first micro-batches.")
     if len(depths) > 1:
         parts.append(
-            f"{depths[0]} and {depths[1]} layers were compiled, and the figures extended in a straight line. "
-            "--scan_layers or --all_layers compile the whole program; the latter may take tens of GB of host memory."
+            f"{depths[0]} and {depths[1]} layers were compiled, and the figures extrapolated linearly to all layers. "
+            "--scan_layers or --all_layers compile all layers; --all_layers may take tens of GB of host memory."
         )
     return "\n\n".join(map(_wrap, parts))
 
@@ -323,11 +329,11 @@ def _wrap(text: str, indent: str = "") -> str:
 
 
 def sized(size: float) -> str:
-    """Write bytes of memory: 1.75 GiB."""
+    """Format a number of bytes, such as 1.75 GiB."""
     return f"{size / GiB:.2f} GiB" if size >= GiB / 10 else f"{size / MiB:.2f} MiB"
 
 
 def scaled(value: float) -> str:
-    """Write three digits and a suffix: 8.03 G."""
-    size, suffix = next((each for each in _SUFFIXES if value >= each[0]), (1.0, ""))
+    """Format a number with three digits and a suffix, such as 8.03 G."""
+    size, suffix = next((item for item in _SUFFIXES if value >= item[0]), (1.0, ""))
     return f"{value / size:.3g} {suffix}"

@@ -1,8 +1,8 @@
-"""Trace what a trainer would run on devices, without data: tensors have shapes only, and programs are kept, not run.
+"""Trace a trainer's programs without data: tensors have only shapes, and programs are kept instead of executed.
 
-A tensor that would hold data is torch_xla's placeholder. Where the trainer would execute what it recorded, the program
-is kept as HLO, and what it computed becomes placeholders too; so a whole run can be traced, of any size, on one host.
-This happens in a process of its own, in which two functions of libraries are replaced: of torch_xla and of jax.
+Tensors that would hold data are placeholders of torch_xla. Where the trainer would execute a recorded program, this
+runtime keeps the program as HLO, and its results become placeholders. A run of any size can be traced on one host.
+Use this module only in a separate process: it replaces a function of torch_xla and a function of jax.
 """
 
 import gc
@@ -25,32 +25,32 @@ from .compile import TracedProgram
 
 _C = torch_xla._XLAC
 _KERNELS_VERSION = 6
-"""That libtpu 0.0.21, torch_xla 2.9's, reads; it is written in a kernel, so that later ones read it too."""
+"""Kernel version that libtpu 0.0.21 reads, the libtpu of torch_xla 2.9. Later versions of libtpu read it, too."""
 
 
 @dataclass(frozen=True)
 class Sharding:
-    """The layout of a placeholder on the mesh: replicated, unless given."""
+    """Sharding of a placeholder on the mesh; replicated by default."""
 
     op: Any = None
-    """torch_xla's `OpSharding`; None is replicated."""
+    """The sharding as torch_xla's `OpSharding`; None for replicated."""
     text: str = "{replicated}"
-    """The same in HLO's notation."""
+    """The sharding in HLO notation."""
 
     @property
     def parts(self) -> int:
-        """The number of different shards."""
-        found = re.match(r"\{devices=\[([\d,]+)\]", self.text)
-        sizes = [int(size) for size in found[1].split(",")] if found else []
+        """Number of different shards."""
+        match = re.match(r"\{devices=\[([\d,]+)\]", self.text)
+        sizes = [int(size) for size in match[1].split(",")] if match else []
         return prod(sizes[:-1] if "last_tile_dim_replicate" in self.text else sizes)
 
 
 class PlaceholderRuntime(XlaRuntime):
-    """A `Runtime` for PyTorch/XLA with nothing on its devices, whose programs are kept to be compiled for TPUs.
+    """A `Runtime` for PyTorch/XLA without data on its devices. It keeps programs, to compile them for TPUs later.
 
     Args:
-        chips: Devices of the mesh, which may be more than torch_xla has: torch counts a backend's devices in eight
-            bits, and of 128 and more it sees none.
+        chips: Number of devices in the mesh. It may exceed torch_xla's number of devices: torch counts devices in
+            eight bits, and sees none if there are 128 or more.
     """
 
     has_attention_kernel = True
@@ -58,10 +58,10 @@ class PlaceholderRuntime(XlaRuntime):
     def __init__(self, chips: int) -> None:
         self.programs: list[TracedProgram] = []
         self._chips = chips
-        self._shardings: dict[int, Sharding] = {}  # by the number of a tensor
-        self._latest: dict[int, int] = {}  # of each memory, by the number of its first tensor, the latest tensor's
+        self._shardings: dict[int, Sharding] = {}  # by tensor id
+        self._latest: dict[int, int] = {}  # id of the latest tensor in each memory, by the id of the first one
         super().__init__()
-        # which torch_xla asks when a mesh is made
+        # torch_xla calls this function when a mesh is made
         xr.global_runtime_device_count = lambda: self._chips  # type: ignore[assignment]
 
     @cached_property
@@ -77,11 +77,11 @@ class PlaceholderRuntime(XlaRuntime):
     # ---- tensors without data
 
     def place(self, tensor: torch.Tensor, axes: PartitionSpec, device: torch.device) -> torch.Tensor:
-        # a placeholder takes no layout, but what is computed from it does, and then becomes a placeholder
-        whole = xb.create_placeholder_tensor(tuple(tensor.shape), tensor.dtype)
-        computed = whole.logical_or(whole) if tensor.dtype == torch.bool else whole + 0
+        # a placeholder cannot have a sharding: shard a tensor computed from it, and make that a placeholder
+        placeholder = xb.create_placeholder_tensor(tuple(tensor.shape), tensor.dtype)
+        computed = placeholder.logical_or(placeholder) if tensor.dtype == torch.bool else placeholder + 0
         _C._xla_mark_sharding(computed, self._mesh.get_op_sharding(axes or (None,)))
-        sharding = _marked(computed)
+        sharding = _sharding_of(computed)
         if tensor.device.type != "xla":
             tensor = computed
             _C._clear_pending_irs(str(torch_xla.device()))
@@ -89,9 +89,9 @@ class PlaceholderRuntime(XlaRuntime):
         return tensor
 
     def to_device(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-        if not _pending(_live_tensors()):
+        if not _pending_tensors(_live_tensors()):
             return self.place(tensor, (None,) * tensor.dim(), device)
-        # in the middle of a step nothing may be cleared; what comes then, learning rates, needs no layout
+        # within a step, pending operations must not be cleared; learning rates, sent then, need no sharding
         placeholder: torch.Tensor = xb.create_placeholder_tensor(tuple(tensor.shape), tensor.dtype)
         return placeholder
 
@@ -102,79 +102,79 @@ class PlaceholderRuntime(XlaRuntime):
 
     def step_boundary(self) -> None:
         tensors = _live_tensors()
-        pending = _pending(tensors)
+        pending = _pending_tensors(tensors)
         if not pending:
             return
         self.programs.append(self._record(pending, tensors))
         for tensor in pending:
             sharding = self._sharding_of_result(tensor)
             self._shardings[_C._xla_get_tensor_id(tensor)] = sharding
-            self._latest[_memory(tensor)] = _C._xla_get_tensor_id(tensor)
+            self._latest[_memory_id(tensor)] = _C._xla_get_tensor_id(tensor)
             if not _C._get_xla_sharding_spec(tensor):
                 _C._xla_mark_sharding(tensor, sharding.op or self._mesh.get_op_sharding((None,)))
         _C._clear_pending_irs(str(torch_xla.device()))
 
     def _record(self, outputs: list[torch.Tensor], tensors: dict[int, torch.Tensor]) -> TracedProgram:
-        overwritten = {self._overwritten(tensor) for tensor in outputs}
-        numbers, _ = _C._get_tensors_xla_device_data_node(outputs)
-        idle = tensors.keys() - {*numbers, *map(_C._xla_get_tensor_id, outputs)}
+        overwritten = {self._overwritten_id(tensor) for tensor in outputs}
+        ids, _ = _C._get_tensors_xla_device_data_node(outputs)
+        idle = tensors.keys() - {*ids, *map(_C._xla_get_tensor_id, outputs)}
         return TracedProgram(
             hlo=_C._get_xla_tensors_hlo_proto(outputs),
-            # numbers that torch_xla makes arguments itself are not known here
-            shardings=tuple(self._shardings.get(number, Sharding()).text for number in numbers),
-            donated=tuple(number in overwritten for number in numbers),
+            # torch_xla may add constants as arguments: they have no entry in `_shardings`
+            shardings=tuple(self._shardings.get(number, Sharding()).text for number in ids),
+            donated=tuple(number in overwritten for number in ids),
             chips=self._chips,
             idle=sum(tensors[n].nbytes // self._shardings.get(n, Sharding()).parts for n in idle),
         )
 
-    def _overwritten(self, tensor: torch.Tensor) -> int:
-        """Return the number of the tensor that ``tensor`` replaces, in place; its own number if there is none."""
-        memory = _memory(tensor)
+    def _overwritten_id(self, tensor: torch.Tensor) -> int:
+        """Return the id of the tensor that ``tensor`` overwrites in place, or its own id."""
+        memory = _memory_id(tensor)
         return self._latest.get(memory, memory)
 
     def _sharding_of_result(self, tensor: torch.Tensor) -> Sharding:
-        """Return a result's own layout, or that of the tensor that it replaces, or of its only argument of its shape.
+        """Return the sharding of the overwritten tensor, of the result itself, or of its only argument of equal shape.
 
-        The compiler would find out the same: it carries layouts on through operations on single elements.
+        The compiler would infer the same: it propagates shardings through elementwise operations.
         """
-        if (sharding := self._shardings.get(self._overwritten(tensor))) is not None:
+        if (sharding := self._shardings.get(self._overwritten_id(tensor))) is not None:
             return sharding
         if _C._get_xla_sharding_spec(tensor):
-            return _marked(tensor)
-        numbers, arguments = _C._get_tensors_xla_device_data_node([tensor])
-        like = [number for number, each in zip(numbers, arguments, strict=True) if each.shape == tensor.shape]
-        return self._shardings.get(like[0], Sharding()) if len(like) == 1 else Sharding()
+            return _sharding_of(tensor)
+        ids, arguments = _C._get_tensors_xla_device_data_node([tensor])
+        alike = [number for number, argument in zip(ids, arguments, strict=True) if argument.shape == tensor.shape]
+        return self._shardings.get(alike[0], Sharding()) if len(alike) == 1 else Sharding()
 
 
 def write_kernels_for_libtpu() -> None:
-    """Let jax write kernels that libtpu reads: on a TPU it asks for the version, elsewhere it writes its newest."""
+    """Make jax write kernels in libtpu's version. Without a TPU, jax would write its newest version."""
     import jax._src.tpu_custom_call as kernels
 
     kernels.get_ir_version = lambda *_, **__: _KERNELS_VERSION
 
 
-def _marked(tensor: torch.Tensor) -> Sharding:
+def _sharding_of(tensor: torch.Tensor) -> Sharding:
     return Sharding(_C._get_xla_op_sharding(tensor), _C._get_xla_sharding_spec(tensor))
 
 
 def _live_tensors() -> dict[int, torch.Tensor]:
-    """Return every tensor on the device, by number: in torch_xla's order."""
-    found: dict[int, torch.Tensor] = {}
-    for each in gc.get_objects():
-        # type(), since isinstance would wake up lazy modules and proxies
-        if issubclass(type(each), torch.Tensor) and each.device.type == "xla":
-            found[_C._xla_get_tensor_id(each)] = each
-    return dict(sorted(found.items()))
+    """Return all tensors on the device by id, in the order of torch_xla."""
+    tensors: dict[int, torch.Tensor] = {}
+    for item in gc.get_objects():
+        # type() instead of isinstance(), because isinstance() would load lazy modules and proxies
+        if issubclass(type(item), torch.Tensor) and item.device.type == "xla":
+            tensors[_C._xla_get_tensor_id(item)] = item
+    return dict(sorted(tensors.items()))
 
 
-def _pending(tensors: dict[int, torch.Tensor]) -> list[torch.Tensor]:
-    """Return the tensors that a boundary would compute."""
+def _pending_tensors(tensors: dict[int, torch.Tensor]) -> list[torch.Tensor]:
+    """Return the tensors that a step boundary would compute."""
     needed = _C._check_tensor_need_materialization([*tensors.values()]) if tensors else []
     return [tensor for tensor, is_needed in zip(tensors.values(), needed, strict=True) if is_needed]
 
 
-def _memory(tensor: torch.Tensor) -> int:
-    """Return the number of the tensor whose memory it takes: its own, unless it was changed in place."""
-    found = re.search(r"AliasID: (\d+)", _C._get_xla_tensor_debug_info(tensor))
-    assert found is not None
-    return int(found[1])
+def _memory_id(tensor: torch.Tensor) -> int:
+    """Return the id of the first tensor in the memory of ``tensor``: its own id unless it was changed in place."""
+    match = re.search(r"AliasID: (\d+)", _C._get_xla_tensor_debug_info(tensor))
+    assert match is not None
+    return int(match[1])

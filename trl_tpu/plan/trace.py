@@ -1,6 +1,6 @@
-"""Trace the step that the trainer runs, as a program for a mesh of any size, without weights, data or devices.
+"""Trace the trainer's step as a program for a mesh of any size, without weights, data or devices.
 
-The trainer itself is run, in a process of its own, with placeholders in place of weights and batches: see
+The trainer runs in a separate process, with placeholders instead of weights and batches; see
 `trl_tpu.plan.placeholder`.
 """
 
@@ -25,8 +25,8 @@ from ..packing.shapes import RowPlan, RowShape
 from ..trainer.reward_trainer import RewardTrainer
 from .compile import TracedProgram, call_in_child
 
-# Settings that a trace replaces: evaluations, saving, other shapes, and those of a real tokenizer.
-_FIXED = {
+# Settings that a trace replaces: no evaluations or saving, no settings of shapes or of the tokenizer.
+_TRACE_SETTINGS = {
     "max_steps": 2,
     "eval_strategy": "no",
     "save_strategy": "no",
@@ -46,14 +46,14 @@ class StepRequest:
     """Settings of a trace.
 
     Args:
-        model: A model's config, which says what its outputs are; no weights are read.
-        chips: In the mesh.
-        length: Columns of each row.
-        rows: Packed rows, over which the pairs of a batch are dealt out evenly; None pads, a row to each dialogue.
-        arguments: Of `RewardConfig`, its batch size and mesh among them.
-        peft: A `peft.LoraConfig`; None trains the whole model.
-        dtype: That of the weights, by torch's name.
-        answers: Of each prompt, to make rankings, or steps of each solution; None makes pairs.
+        model: Config of the model, with the head specification. No weights are read.
+        chips: Number of devices in the mesh.
+        length: Length of each row in tokens.
+        rows: Number of packed rows per batch, with pairs distributed evenly; None pads, with one sequence per row.
+        arguments: Arguments of `RewardConfig`, including batch size and mesh.
+        peft: A `peft.LoraConfig`; None trains the full model.
+        dtype: Name of the weights' torch dtype.
+        answers: Number of answers per prompt in rankings, or of steps per solution; None makes pairs.
     """
 
     model: PretrainedConfig
@@ -67,44 +67,44 @@ class StepRequest:
 
 
 def trace_step(request: StepRequest) -> TracedProgram:
-    """Return the program that goes over a batch: a whole step, or with `gradient_accumulation_steps` a micro-batch.
+    """Return the program of a step, or of a micro-batch if `gradient_accumulation_steps` is above 1.
 
     Raises:
-        RuntimeError: The trainer refuses the request; with what it says.
+        RuntimeError: The trainer rejects the request. The message is the trainer's.
     """
     environment = {
         "PJRT_DEVICE": "CPU",
-        "CPU_NUM_DEVICES": str(min(request.chips, 2)),  # where there is one, nothing is sharded
+        "CPU_NUM_DEVICES": str(min(request.chips, 2)),  # with one device nothing would be sharded
         "USE_TORCH_XLA": "1",
         "HF_HUB_OFFLINE": "1",
     }
     return call_in_child(trace_here, request, environment=environment)
 
 
-# ---- in a process that has used no device
+# ---- in a new process that has not used a device
 
 
 def trace_here(request: StepRequest) -> TracedProgram:
-    """Trace in this process, which can do so once; see `trace_step`."""
+    """Trace in this process; see `trace_step`. A process can trace only once."""
     from .placeholder import PlaceholderRuntime
 
     placeholders = PlaceholderRuntime(request.chips)
     runtime.replace(placeholders)
     with tempfile.TemporaryDirectory() as folder:
         trusts_code = request.arguments.get("trust_remote_code", False)
-        trainer = trainer_of(request, model_without_weights(request.model, request.dtype, trusts_code), folder)
+        trainer = make_trainer(request, model_without_weights(request.model, request.dtype, trusts_code), folder)
         trainer.add_callback(_FirstMicroBatch(placeholders))
         with contextlib.suppress(_Traced):
             trainer.train()
-    return max(placeholders.programs, key=lambda each: len(each.hlo))
+    return max(placeholders.programs, key=lambda program: len(program.hlo))
 
 
 class _Traced(Exception):
-    """Ends the trainer's run once the micro-batch is traced."""
+    """End of the trainer's run after the micro-batch is traced."""
 
 
 class _FirstMicroBatch(TrainerCallback):
-    """Keep the programs of the first micro-batch, which is a whole step unless gradients accumulate."""
+    """Keep only the programs of the first micro-batch. Without gradient accumulation it is a full step."""
 
     def __init__(self, placeholders: Any) -> None:
         self._placeholders = placeholders
@@ -119,24 +119,29 @@ class _FirstMicroBatch(TrainerCallback):
     on_substep_end = on_step_end  # after a micro-batch that does not end the step
 
 
-def trainer_of(request: StepRequest, model: PreTrainedModel, folder: str) -> RewardTrainer:
-    """Make a trainer of ``model`` whose micro-batches are all as requested, and which may write to ``folder``.
+def make_trainer(request: StepRequest, model: PreTrainedModel, folder: str) -> RewardTrainer:
+    """Make a trainer with micro-batches as requested.
+
+    Args:
+        request: The settings.
+        model: The model to train.
+        folder: The trainer's output folder.
 
     Raises:
-        UserError: Packed rows are requested, and the trainer would pad.
+        UserError: The request has packed rows, but the trainer would pad.
     """
-    accumulation = min(2, request.arguments.get("gradient_accumulation_steps", 1))  # all are the same program
-    fixed = _FIXED | {"output_dir": folder, "gradient_accumulation_steps": accumulation}
-    of_steps = HeadSpec.of(request.model).step_separator is not None
-    config, trainer_type = (PRMConfig, PRMTrainer) if of_steps else (RewardConfig, RewardTrainer)
+    accumulation = min(2, request.arguments.get("gradient_accumulation_steps", 1))  # all run one program
+    fixed = _TRACE_SETTINGS | {"output_dir": folder, "gradient_accumulation_steps": accumulation}
+    is_prm = HeadSpec.of(request.model).step_separator is not None
+    config, trainer_type = (PRMConfig, PRMTrainer) if is_prm else (RewardConfig, RewardTrainer)
     args = config(**{**request.arguments, **fixed})
     pairs = args.train_batch_size
-    words = Tokenizer(models.WordLevel({"<pad>": 0, "<eos>": 1}, unk_token="<pad>"))  # nothing is tokenized
+    words = Tokenizer(models.WordLevel({"<pad>": 0, "<eos>": 1}, unk_token="<pad>"))  # a stub: nothing is tokenized
     rows = RowPlan((RowShape(request.rows or pairs, request.length),))
     trainer: RewardTrainer = type(trainer_type.__name__, (trainer_type,), {"fixed_rows": rows})(
         model=model,
         args=args,
-        train_dataset=_pairs(request, 2 * accumulation * pairs),
+        train_dataset=_make_dataset(request, 2 * accumulation * pairs),
         processing_class=PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<eos>"),
         peft_config=request.peft,
     )
@@ -146,18 +151,18 @@ def trainer_of(request: StepRequest, model: PreTrainedModel, folder: str) -> Rew
     return trainer
 
 
-def _pairs(request: StepRequest, count: int) -> Dataset:
-    """Make token pairs, rankings or solutions: in padded rows of full length, in packed rows short ones.
+def _make_dataset(request: StepRequest, count: int) -> Dataset:
+    """Make tokenized pairs, rankings or solutions: of full length for padded rows, short for packed rows.
 
-    What packed rows hold does not change their program.
+    The content of packed rows does not affect the program.
     """
-    answers, outputs = request.answers or 2, HeadSpec.of(request.model)
+    answers, spec = request.answers or 2, HeadSpec.of(request.model)
     rows = list[dict[str, Any]]()
-    for number in range(count):  # neither pairs nor answers share their first token
+    for number in range(count):  # prompts differ, and answers differ in their first token
         prompt = [2 + number % 2, *[4 + number // 2 % 2] * (1 if request.rows else request.length - 2)]
         ids = [[*prompt, 6 + place] for place in range(answers)]
-        grades = [[*range(answers)]] * len(outputs.attributes) or [*range(answers)]
-        if outputs.step_separator is not None:
+        grades = [[*range(answers)]] * len(spec.attributes) or [*range(answers)]
+        if spec.step_separator is not None:
             solution = prompt + [4] * (answers if request.rows else 1)
             labels = [NO_LABEL] * (len(solution) - answers) + [1] * answers
             rows.append(dict(zip(SOLUTION, (solution, labels), strict=True)))

@@ -1,1 +1,1 @@
-"""Tables, pictures, the page and the model card: everything a person reads about a model's rewards."""
+"""Tables, pictures, the report page and the model card: everything that people read about a model's rewards."""

@@ -1,4 +1,4 @@
-"""Reports: the history of runs, pictures, the page, and what goes beside a model."""
+"""Write reports: pictures, the page, the model card, and the verdict files in a model's folder."""
 
 import io
 import json
@@ -41,11 +41,11 @@ logger = logging.getLogger(__name__)
 
 PAGE = "index.html"
 _GENERATOR = "trl-tpu report"
-_MOST_LETTERS = 700  # of a text of the data
-_NO_MATPLOTLIB = "There are no pictures, since matplotlib is not installed: `pip install matplotlib` brings them."
+_MAX_CHARACTERS = 700  # of a text from the data
+_NO_MATPLOTLIB = "Pictures are missing because matplotlib is not installed. Run `pip install matplotlib`."
 _STATE = "trainer_state.json"
 _TEMPLATE = Path(__file__).with_name("page.html.jinja")
-#: Curves of training that are drawn first, in this order.
+#: Training curves that are drawn first, in this order.
 _CURVES = ("loss", "accuracy", "margin", "learning_rate", "grad_norm")
 
 Series = tuple[list[int], list[float]]
@@ -54,15 +54,15 @@ Verdicts = Mapping[str, Verdict | BestOfN]
 
 @dataclass(frozen=True)
 class RunHistory:
-    """A run's logs.
+    """The logs and verdicts of a run.
 
     Attributes:
-        name: Its name in the report.
-        records: Logged numbers, in order; each record has its `step`.
-        step: The last one.
-        max_steps: Of the whole run.
-        resumed_at: The steps from which it was resumed.
-        verdicts: On its evaluation data, as far as they are beside the model, by the run's name and the dataset's.
+        name: Name of the run in the report.
+        records: Logged numbers, in order. Each record has a `step`.
+        step: The last step.
+        max_steps: Number of steps of the complete run.
+        resumed_at: Steps from which the run was resumed.
+        verdicts: Verdicts on the evaluation data that were saved with the model, by run name and dataset name.
     """
 
     name: str
@@ -73,36 +73,36 @@ class RunHistory:
     verdicts: Verdicts
 
     def series(self, key: str) -> Series:
-        """Return the steps and the values of the numbers logged under a name."""
-        found = [(each["step"], each[key]) for each in self.records if isinstance(each.get(key), int | float)]
-        return [step for step, _ in found], [float(value) for _, value in found]
+        """Return the steps and the values of the numbers that were logged as ``key``."""
+        points = [(record["step"], record[key]) for record in self.records if isinstance(record.get(key), int | float)]
+        return [step for step, _ in points], [float(value) for _, value in points]
 
     def evaluated(self, metric: str) -> dict[str, Series]:
-        """Return a metric of evaluations, by the name of the dataset; that of a single one is empty."""
+        """Return a metric of the evaluations by dataset name. The name of an only dataset is empty."""
         # every evaluation logs its runtime
-        prefixes = [key.removesuffix("_runtime") for key in self.keys if re.fullmatch("eval_(.+_)?runtime", key)]
-        named = {each.removeprefix("eval").removeprefix("_"): self.series(f"{each}_{metric}") for each in prefixes}
-        return {dataset: series for dataset, series in named.items() if series[0]}
+        keys = [key.removesuffix("_runtime") for key in self.keys if re.fullmatch("eval_(.+_)?runtime", key)]
+        by_dataset = {key.removeprefix("eval").removeprefix("_"): self.series(f"{key}_{metric}") for key in keys}
+        return {dataset: series for dataset, series in by_dataset.items() if series[0]}
 
     @property
     def keys(self) -> list[str]:
-        """The names under which anything was logged."""
+        """The names of all logged numbers."""
         return list(dict.fromkeys(key for record in self.records for key in record))
 
 
 def read_run(folder: Path, name: str) -> RunHistory:
-    """Read the logs of a run: of its last checkpoint, or of the folder itself where that goes further.
+    """Read the logs of a run from its last checkpoint, or from the folder itself if its logs continue further.
 
     Raises:
-        UserError: There are none, or a file is broken.
+        UserError: The folder has no logs, or a file is broken.
     """
     steps = {path: path.parent.name[11:] for path in folder.glob(f"checkpoint-*/{_STATE}")}
     checkpoints = sorted((path for path in steps if steps[path].isdecimal()), key=lambda path: int(steps[path]))
     paths = [path for path in (*checkpoints[-1:], folder / _STATE) if path.is_file()]
     if not paths:
         raise UserError(
-            f"{folder} has no {_STATE}, nor has a checkpoint in it. Name the `output_dir` of a run that has saved, or "
-            "a file of rows that `trl-tpu score --output` wrote."
+            f"{folder} and its checkpoints have no {_STATE}. Pass the `output_dir` of a run that has saved, or a file "
+            "of rows that `trl-tpu score --output` wrote."
         )
     verdicts = {}
     for path in sorted(folder.glob("verdict*.json")):
@@ -110,9 +110,9 @@ def read_run(folder: Path, name: str) -> RunHistory:
         verdicts[f"{name}: {dataset}" if dataset else name] = read_verdict(path)
     try:
         state, *later = [json.loads(path.read_text(encoding="utf-8")) for path in paths]
-        for other in later:  # of an earlier run in the same folder, unless it goes on where the checkpoint ended
+        for folder_state in later:  # may be from an earlier run in this folder: use it only if it continues the logs
             history = state["log_history"]
-            state = other if other["log_history"][: len(history)] == history else state
+            state = folder_state if folder_state["log_history"][: len(history)] == history else state
         run = folder / "_run.json"
         return RunHistory(
             name=name,
@@ -127,32 +127,32 @@ def read_run(folder: Path, name: str) -> RunHistory:
 
 
 def pictures_of(verdicts: Verdicts, runs: Sequence[RunHistory] = ()) -> dict[str, bytes]:
-    """Return PNG files, by title, of the pictures that can be drawn of verdicts and of training.
+    """Draw verdicts and training logs; return PNG files by title.
 
-    There are none without matplotlib.
+    Without matplotlib, the result is empty.
     """
     if find_spec("matplotlib") is None:
         logger.warning(_NO_MATPLOTLIB)
         return {}
-    of_pairs = {name: each for name, each in verdicts.items() if isinstance(each, Verdict)}
-    lengths = {name: each.length for name, each in of_pairs.items() if each.length and each.length.says_something}
-    groups = {name: each.groups for name, each in verdicts.items() if each.groups}
+    pairs = {name: verdict for name, verdict in verdicts.items() if isinstance(verdict, Verdict)}
+    lengths = {name: each.length for name, each in pairs.items() if each.length and each.length.says_something}
+    groups = {name: verdict.groups for name, verdict in verdicts.items() if verdict.groups}
     height = 3.0 + 0.2 * max(map(len, groups.values()), default=0)
-    drawn: list[tuple[str, Mapping[str, Any], Callable[..., None], float]] = [
-        ("Margins", of_pairs, _draw_margins, 4.0),
-        ("Reliability", of_pairs, _draw_reliability, 4.0),
+    charts: list[tuple[str, Mapping[str, Any], Callable[..., None], float]] = [
+        ("Margins", pairs, _draw_margins, 4.0),
+        ("Reliability", pairs, _draw_reliability, 4.0),
         ("Accuracy by length", lengths, _draw_accuracy_by_length, 4.0),
         ("Accuracy by group", groups, _draw_accuracy_by_group, height),
     ]
 
-    def overlay(figure: Any, named: Mapping[str, Any], draw: Callable[..., None]) -> None:
+    def overlay(figure: Any, values: Mapping[str, Any], draw: Callable[..., None]) -> None:
         axes = figure.subplots()
-        for index, (name, each) in enumerate(named.items()):
-            draw(axes, each, color=f"C{index}", label=_short(name))
+        for index, (name, value) in enumerate(values.items()):
+            draw(axes, value, color=f"C{index}", label=_short(name))
         figure.legend(loc="outside lower center")
 
-    pictures = {title: _picture(height, overlay, named, draw) for title, named, draw, height in drawn if named}
-    # what any run has logged repeatedly while it trained, but for each parameter's gradient
+    pictures = {title: _picture(height, overlay, values, draw) for title, values, draw, height in charts if values}
+    # training numbers that a run has logged repeatedly, without the gradient norm of each parameter
     keys = [key for run in runs for key in run.keys if len(run.series(key)[0]) > 1]
     logged = {key for key in keys if not key.startswith(("eval_", "grad_norm/"))}
     names = [*_CURVES, *sorted(logged - {*_CURVES, "step", "epoch"})]
@@ -167,15 +167,15 @@ def _file_of(title: str) -> str:
 
 
 def _picture(height: float, draw: Callable[..., None], *data: Any) -> bytes:
-    from matplotlib import rc_context  # takes a second
+    from matplotlib import rc_context  # this import takes a second
     from matplotlib.figure import Figure
 
-    written = io.BytesIO()
-    with rc_context({"text.parse_math": False}):  # names come from the data
+    png = io.BytesIO()
+    with rc_context({"text.parse_math": False}):  # names come from the data and may contain $
         figure = Figure(figsize=(7.0, height), layout="constrained")
         draw(figure, *data)
-        figure.savefig(written, format="png", dpi=150)
-    return written.getvalue()
+        figure.savefig(png, format="png", dpi=150)
+    return png.getvalue()
 
 
 def _short(name: str) -> str:
@@ -187,24 +187,24 @@ def _draw_margins(axes: Any, verdict: Verdict, **style: str) -> None:
     density = np.array(verdict.margins.counts) / sum(verdict.margins.counts) / np.diff(edges)
     axes.stairs(density, edges, **style)
     axes.axvline(0, color="gray")
-    axes.set(xlabel="chosen less rejected reward", ylabel="share of pairs per unit")
+    axes.set(xlabel="chosen minus rejected reward", ylabel="share of pairs per unit")
 
 
 def _draw_reliability(axes: Any, verdict: Verdict, color: str, label: str) -> None:
     bins = verdict.calibration.bins
-    confidence, right = [each.confidence for each in bins], [each.accuracy for each in bins]
-    counts = np.array([each.count for each in bins])
+    confidence, right = [bin_.confidence for bin_ in bins], [bin_.accuracy for bin_ in bins]
+    counts = np.array([bin_.count for bin_ in bins])
     axes.plot([0.5, 1], [0.5, 1], ":", color="gray")
     axes.plot(confidence, right, color=color, label=f"{label}: ECE {verdict.calibration.ece:.3f}")
     axes.scatter(confidence, right, s=200 * counts / counts.sum(), color=color)
-    axes.set(xlabel="confidence, sigmoid(|margin|)", ylabel="right")
+    axes.set(xlabel="confidence, sigmoid(|margin|)", ylabel="accuracy")
 
 
 def _draw_accuracy_by_length(axes: Any, length: LengthBias, color: str, label: str) -> None:
-    values, errors = _with_errors([each.accuracy for each in length.bins])
-    axes.errorbar([each.middle for each in length.bins], values, yerr=errors, fmt="o", color=color, label=label)
+    values, errors = _with_errors([bin_.accuracy for bin_ in length.bins])
+    axes.errorbar([bin_.middle for bin_ in length.bins], values, yerr=errors, fmt="o", color=color, label=label)
     axes.axhline(length.length_only, linestyle=":", color=color)
-    axes.set(xlabel="chosen less rejected tokens", ylabel="accuracy")
+    axes.set(xlabel="chosen minus rejected tokens", ylabel="accuracy")
 
 
 def _draw_accuracy_by_group(axes: Any, groups: Mapping[str, Proportion], **style: str) -> None:
@@ -214,15 +214,15 @@ def _draw_accuracy_by_group(axes: Any, groups: Mapping[str, Proportion], **style
 
 
 def _with_errors(shares: Sequence[Proportion]) -> tuple[list[float], np.ndarray]:
-    """Return the values, and the length of their intervals below and above [2, N]; 0 where that is not known."""
-    errors = [[each.value - each.low, each.high - each.value] for each in shares]
-    return [each.value for each in shares], np.nan_to_num(errors).T
+    """Return the values, and how far their intervals reach below and above, [2, N]; 0 for unknown intervals."""
+    errors = [[share.value - share.low, share.high - share.value] for share in shares]
+    return [share.value for share in shares], np.nan_to_num(errors).T
 
 
 def draw_training(figure: Any, runs: Sequence[RunHistory], shown: Sequence[str]) -> None:
-    """Draw each number that training has logged over the steps, with those of evaluations and the resumes."""
-    several = figure.subplots(-(-len(shown) // 2), 2, squeeze=False).ravel()
-    for axes, metric in zip(several, shown, strict=False):
+    """Draw each logged number over the training steps, with its evaluations and with marks where runs resumed."""
+    grid = figure.subplots(-(-len(shown) // 2), 2, squeeze=False).ravel()
+    for axes, metric in zip(grid, shown, strict=False):
         axes.set(title=metric, xlabel="step")
         for index, run in enumerate(runs):
             name = _short(run.name)
@@ -232,36 +232,36 @@ def draw_training(figure: Any, runs: Sequence[RunHistory], shown: Sequence[str])
                 axes.plot(*series, "s--", color=f"C{index + number * len(runs)}", label=label)
             for step in run.resumed_at:
                 axes.axvline(step, linestyle=":", color=f"C{index}", label=f"{name}: resumed")
-    for axes in several[len(shown) :]:  # a last one by itself has no neighbor
+    for axes in grid[len(shown) :]:  # hide the empty last place of an odd number of plots
         axes.set_axis_off()
-    named = {label: line for axes in several for line, label in zip(*axes.get_legend_handles_labels(), strict=True)}
-    figure.legend(named.values(), named.keys(), loc="outside lower center", ncols=2)
+    lines = {label: line for axes in grid for line, label in zip(*axes.get_legend_handles_labels(), strict=True)}
+    figure.legend(lines.values(), lines.keys(), loc="outside lower center", ncols=2)
 
 
 def write_verdicts(verdicts: Mapping[str, Verdict], folder: Path, draws: bool) -> str:
-    """Write the verdicts of evaluations into a model's folder, and return the section of its card.
+    """Write the verdicts of evaluations into a model's folder, and return a Markdown section for its card.
 
     Args:
-        verdicts: By the prefix of their metrics: ``eval``, or ``eval_NAME`` for each of several datasets.
-        folder: The model's.
-        draws: Whether to draw pictures, too, which takes some tenths of a second.
+        verdicts: Verdicts by the prefix of their metrics: ``eval``, or ``eval_NAME`` for each of several datasets.
+        folder: The model's folder.
+        draws: Whether to draw pictures, too. This takes some tenths of a second.
     """
-    named = {
+    by_dataset = {
         prefix.removeprefix("eval").removeprefix("_"): verdict
         for prefix, verdict in verdicts.items()
         if re.match("eval(_|$)", prefix)
     }
-    if not named:
+    if not by_dataset:
         return ""
     folder.mkdir(parents=True, exist_ok=True)
-    for name, verdict in named.items():
+    for name, verdict in by_dataset.items():
         path = folder / verdict_name(name)
         partial = path.with_name(f"{path.name}.partial")
         partial.write_text(verdict_text(verdict), encoding="utf-8")
         partial.replace(path)
-    parts = ["## Evaluation", as_markdown(named, markdown_text)]
-    drawn = pictures_of({name or "value": verdict for name, verdict in named.items()}) if draws else {}
-    for title, png in drawn.items():
+    parts = ["## Evaluation", as_markdown(by_dataset, markdown_text)]
+    pictures = pictures_of({name or "value": verdict for name, verdict in by_dataset.items()}) if draws else {}
+    for title, png in pictures.items():
         (folder / f"verdict_{_file_of(title)}").write_bytes(png)
         parts.append(f"![{title}](verdict_{_file_of(title)})")
     return "\n\n".join(parts)
@@ -270,20 +270,22 @@ def write_verdicts(verdicts: Mapping[str, Verdict], folder: Path, draws: bool) -
 def write_page(
     runs: Sequence[RunHistory], scored: Mapping[str, ScoredRows], folder: Path
 ) -> tuple[Path, dict[str, Verdict | BestOfN]]:
-    """Write the page, its pictures as PNG files and each verdict as JSON; return the page's path, and the verdicts.
+    """Write the page, its pictures as PNG files and each verdict as JSON; return the page's path and the verdicts.
 
     Args:
-        scored: Files of rows with rewards, by name.
+        runs: The runs to report on.
+        scored: Rows with rewards, by the name of their file.
+        folder: The folder to write to.
 
     Raises:
-        UserError: The folder has a file of such a name that no report wrote.
+        UserError: A file with one of these names exists, and no report wrote it.
     """
     page = folder / PAGE
     earlier = page.read_text(encoding="utf-8", errors="replace") if page.is_file() else ""
     if page.is_file() and _GENERATOR not in earlier:
-        raise UserError(f"{page} is no report, so it stays. Name another folder: --output.")
+        raise UserError(f"{page} is not a report and is not overwritten. Pass another folder as --output.")
     verdicts = {name: verdict for run in runs for name, verdict in run.verdicts.items()}
-    verdicts |= {name: each.verdict for name, each in scored.items()}
+    verdicts |= {name: rows.verdict for name, rows in scored.items()}
     pictures = pictures_of(verdicts, runs)
     files = {_file_of(title): png for title, png in pictures.items()}
     for number, verdict in enumerate(verdicts.values(), start=1):
@@ -291,7 +293,7 @@ def write_page(
         files[name] = verdict_text(verdict).encode()
     for path in map(folder.joinpath, files):
         if path.exists() and _entry(path.name, path.read_bytes()) not in earlier:
-            raise UserError(f"{path} was not written by a report, so it stays. Name another folder: --output.")
+            raise UserError(f"{path} was not written by a report and is not overwritten. Pass another --output.")
     environment = Environment(autoescape=True)
     as_text = {"base64": lambda content: b64encode(content).decode(), "excerpt": _excerpt}
     environment.filters |= {"sentences": sentences_of, **as_text}
@@ -313,16 +315,16 @@ def write_page(
 
 
 def _entry(name: str, content: bytes) -> str:
-    """Return a page's record of a file next to it, by which a later report knows the file as a report's."""
+    """Return the page's record of a file. A later report may overwrite the file only if it matches this record."""
     return f"{name}={crc32(content):08x}"
 
 
-def _excerpt(dialogue: Any) -> str:
-    """Return the beginning and the end of a text of the data: pairs often differ at the end."""
-    text = text_of(dialogue)
-    if len(text) <= _MOST_LETTERS:
+def _excerpt(content: Any) -> str:
+    """Shorten a text from the data in the middle: the answers of a pair often differ only at the end."""
+    text = text_of(content)
+    if len(text) <= _MAX_CHARACTERS:
         return text
-    half = _MOST_LETTERS // 2
+    half = _MAX_CHARACTERS // 2
     return f"{text[:half]}\n[... {len(text) - 2 * half:,} characters ...]\n{text[-half:]}"
 
 
@@ -344,19 +346,19 @@ def make_model_card(
     """Make a model card with the metadata that the Hub reads.
 
     Args:
-        name: The model's own name.
-        base_model: The hub id of the model that was trained further.
-        dataset_name: The dataset, if known.
-        tags: Tags beside that of a trainer's card.
+        name: The model's name.
+        base_model: Hub id of the model that training started from; None if unknown.
+        dataset_name: Hub id of the training data; None if unknown.
+        tags: Tags to add to the tag of a trainer's card.
         versions: Versions of the libraries, by name.
         tokenizer: The tokenizer of the training; None if unknown.
         outputs: The model's outputs.
-        **shown: Other values of the template: `location`, a Hub id or a folder; `args`, the settings of the training;
+        **shown: Other values for the template: `location`, a Hub id or a folder; `args`, the training arguments;
             `scale`, the measured mean and std of rewards; `date`, the date that the chat template wrote into
-            dialogues; `columns` of the prepared data; `own_loss`, whether the script computed the loss; `evaluation`,
-            a section in Markdown.
+            conversations; `columns`, the columns of the prepared data; `own_loss`, whether the training script
+            computed the loss; `evaluation`, a section in Markdown.
     """
-    metadata = ModelCardData(  # which the template has by these names, too
+    metadata = ModelCardData(  # the template reads these names, too
         base_model=base_model,
         datasets=[dataset_name] if dataset_name else None,
         library_name="transformers",
@@ -372,27 +374,27 @@ def make_model_card(
         tokenizer=tokenizer,
         bos=tokenizer.bos_token if tokenizer is not None and adds_bos else None,
         outputs=outputs,
-        versions=", ".join(f"{library} {each}" for library, each in ({"trl_tpu": __version__} | versions).items()),
+        versions=", ".join(f"{library} {text}" for library, text in ({"trl_tpu": __version__} | versions).items()),
         **shown,
     )
 
 
 def is_generated(card: str) -> bool:
-    """Return whether a model card was written by a trainer, or is peft's unedited stub, and so may be replaced."""
+    """Return whether a model card may be replaced: a trainer wrote it, or it is peft's unedited stub."""
     stub = ModelCard.from_template(ModelCardData()).text
     text = re.sub(r"\A---\n.*?\n---\n", "", card, flags=re.DOTALL)
     return _TAG in card or text.partition("### Framework versions")[0].strip() == stub.strip()
 
 
 def add_card(staging: Path, folder: Path, run: Path) -> None:
-    """Copy a model card to ``staging``, unless one is there.
+    """Copy a model card to ``staging``, unless it has one.
 
     Args:
         staging: The staging folder of a saved model.
-        folder: The folder that the model is saved to. A card that the user wrote there is kept.
-        run: The run's output_dir. Its card is copied otherwise.
+        folder: The folder that the model is saved to. A card that the user wrote there is preferred.
+        run: The run's output_dir. A card that the user wrote there is the second choice, then a generated card.
     """
     cards = [path for path in (folder / "README.md", run / "README.md") if path.is_file()]
-    kept = [path for path in cards if not is_generated(path.read_text(errors="replace"))] or cards[-1:]
-    if kept and not (staging / "README.md").exists():
-        shutil.copyfile(kept[0], staging / "README.md")
+    preferred = [path for path in cards if not is_generated(path.read_text(errors="replace"))] or cards[-1:]
+    if preferred and not (staging / "README.md").exists():
+        shutil.copyfile(preferred[0], staging / "README.md")

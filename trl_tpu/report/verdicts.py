@@ -1,4 +1,4 @@
-"""Verdicts in words, in tables and in files, and the scored rows that they are on."""
+"""Write verdicts as sentences, tables and files, and read the scored rows that they evaluate."""
 
 import dataclasses
 import json
@@ -29,68 +29,68 @@ Clean = Callable[[str], str]
 
 
 def sentences_of(verdict: Verdict | BestOfN) -> list[str]:
-    """Return sentences on what a verdict means for training a policy on the model."""
+    """Return sentences that interpret a verdict for training a policy on the model."""
     accuracy = verdict.accuracy
     share = f"{accuracy.value:.1%} ({accuracy.low:.1%} to {accuracy.high:.1%} at 95 %)"
     if isinstance(verdict, BestOfN):
         of, lacks = "rows", "a reward that is not finite"
-        sentences = [f"Its best reward goes to a right answer in {share} of {verdict.rows:,} rows."]
+        sentences = [f"The highest reward goes to a right answer in {share} of {verdict.rows:,} rows."]
         if verdict.mean_over_groups is not None:
-            sentences.append(f"Over its {len(verdict.groups)} groups the mean is {verdict.mean_over_groups:.1%}.")
+            sentences.append(f"The mean over {len(verdict.groups)} groups is {verdict.mean_over_groups:.1%}.")
     else:
         of, lacks = verdict.of, "a reward that is not finite"
-        does, exchanged, count = "prefers the chosen answer", "chosen and rejected", f"{verdict.pairs:,} {of}"
+        does, swapped, count = "prefers the chosen answer", "chosen and rejected", f"{verdict.pairs:,} {of}"
         if of in POINTWISE_KINDS:
-            does, exchanged, lacks = "tells right from wrong", "the labels", "no finite reward, or no label"
+            does, swapped, lacks = "tells right from wrong", "the labels", "no finite reward, or no label"
         if verdict.top1_accuracy is not None:
             count = f"comparisons, averaged over {accuracy.count:,} rankings ({verdict.pairs:,} comparisons)"
-        sentences = [f"It {does} in {share} of {count}."]
+        sentences = [f"The model {does} in {share} of {count}."]
         if accuracy.high < 0.5:
-            sentences.append(f"That is worse than chance: see whether {exchanged} are exchanged.")
+            sentences.append(f"This is worse than chance: check whether {swapped} are swapped.")
         elif accuracy.low <= 0.5:
-            sentences.append(f"That cannot be told from chance: more {of} are needed, or a better model.")
-        sentences += _sentences_of_length(verdict.length, accuracy) if of == "pairs" else []
-        sentences.append(
-            f"Its margins have an expected calibration error of {verdict.calibration.ece:.3f}; 0 is best."
-        )
-        if below := [name for name, each in verdict.groups.items() if each.high < 0.5]:
-            sentences.append(f"It is worse than chance on: {', '.join(below)}.")
+            sentences.append(f"This cannot be distinguished from chance: use more {of} or a better model.")
+        sentences += _sentences_on_length(verdict.length, accuracy) if of == "pairs" else []
+        sentences.append(f"The expected calibration error of the margins is {verdict.calibration.ece:.3f}; 0 is best.")
+        if below := [name for name, share_right in verdict.groups.items() if share_right.high < 0.5]:
+            sentences.append(f"The model is worse than chance on: {', '.join(below)}.")
         if (ties := verdict.ties / verdict.pairs) > 0.01:
-            sentences.append(f"{ties:.1%} of the {of} get equal rewards, from which nothing is learned.")
+            sentences.append(f"{ties:.1%} of the {of} get equal rewards. A policy learns nothing from ties.")
         if verdict.prompts_in_training and verdict.prompts_in_training[0]:
             shared, prompts = verdict.prompts_in_training
             sentences.append(f"{shared:,} of {prompts:,} evaluation prompts also occur in the training data.")
-    return sentences + [f"{verdict.left_out:,} more {of} have {lacks}, and are left out."] * bool(verdict.left_out)
+    return sentences + [f"{verdict.left_out:,} more {of} were left out: they have {lacks}."] * bool(verdict.left_out)
 
 
-def _sentences_of_length(length: LengthBias | None, accuracy: Proportion) -> list[str]:
+def _sentences_on_length(length: LengthBias | None, accuracy: Proportion) -> list[str]:
     if length is None:
         return ["Answer lengths are unavailable; the length-only baseline was not computed."]
     if not length.says_something:
-        return ["The answers of each pair are of equal length, so length says nothing."]
+        return ["Both answers of every pair have the same length, so the length bias is undefined."]
     better = "longer" if length.longer_wins >= 0.5 else "shorter"
     above = "clearly" if accuracy.low > length.length_only else "not clearly"
-    sentences = [f"Preferring the {better} answer reaches {length.length_only:.1%}; the model is {above} above that."]
+    sentences = [
+        f"Always preferring the {better} answer reaches {length.length_only:.1%}; the model is {above} above this."
+    ]
     chosen, rejected = length.chosen_is_longer, length.rejected_is_longer
     if chosen is not None and rejected is not None and (chosen.low > rejected.high or rejected.low > chosen.high):
         favored = "longer" if chosen.value > rejected.value else "shorter"
         sentences.append(
-            f"It favors {favored} answers: it is right in {chosen.value:.1%} of the pairs whose chosen answer is "
-            f"longer, and in {rejected.value:.1%} of those whose rejected one is. A policy may learn that."
+            f"The model favors {favored} answers: it is right in {chosen.value:.1%} of the pairs with a longer chosen "
+            f"answer, and in {rejected.value:.1%} of the pairs with a longer rejected answer. A policy may learn this."
         )
     return sentences
 
 
 @dataclass(frozen=True)
 class Table:
-    """Cells of text, row by row."""
+    """A table of text cells."""
 
     title: str
     header: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
 
     def markdown(self, clean: Clean) -> str:
-        """Return the table in GitHub's Markdown, with columns that a terminal aligns; ``clean`` is for each cell."""
+        """Return the table in GitHub's Markdown, aligned for terminals; ``clean`` is applied to each cell."""
         lines = [[clean(cell) for cell in row] for row in (self.header, *self.rows)]
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
         lines.insert(1, ["-" * width for width in widths])
@@ -99,10 +99,11 @@ class Table:
 
 
 def as_markdown(verdicts: Mapping[str, Verdict | BestOfN], clean: Clean) -> str:
-    """Return verdicts, by name, as sentences and tables in Markdown, for a terminal or a model card.
+    """Return verdicts as sentences and tables in Markdown, for a terminal or a model card.
 
     Args:
-        clean: Applied to each text: `markdown_text` for a card, `printable` for a terminal.
+        verdicts: Verdicts by name.
+        clean: Function that escapes each text: `markdown_text` for a card, `printable` for a terminal.
     """
     parts = []
     for name, verdict in verdicts.items():
@@ -112,18 +113,20 @@ def as_markdown(verdicts: Mapping[str, Verdict | BestOfN], clean: Clean) -> str:
 
 
 def tables_of(verdicts: Mapping[str, Verdict | BestOfN]) -> list[Table]:
-    """Return verdicts, by name, as tables of all rows and by group, each verdict in a column."""
+    """Return tables of verdicts, given by name: totals and accuracy by group, with one column per verdict."""
     tables, verdicts = [], {name or "value": verdict for name, verdict in verdicts.items()}
-    for title, kind, measures in (("Verdict", Verdict, _OF_PAIRS), ("Best of several answers", BestOfN, _OF_ROWS)):
-        named = {name: each for name, each in verdicts.items() if isinstance(each, kind)}
+    kinds = (("Verdict", Verdict, _PAIR_MEASURES), ("Best of several answers", BestOfN, _BEST_OF_N_MEASURES))
+    for title, kind, measures in kinds:
+        columns = {name: verdict for name, verdict in verdicts.items() if isinstance(verdict, kind)}
         rows = [
-            (measure, *(_cell(value(each)) for each in named.values()), words) for measure, value, words in measures
+            (measure, *(_cell(value(verdict)) for verdict in columns.values()), meaning)
+            for measure, value, meaning in measures
         ]
-        known = tuple(row for row in rows if any(row[1:-1]))
-        tables += [Table(title, ("measure", *named, "what it is"), known)] if named else []
-    groups = {name: each.groups for name, each in verdicts.items() if each.groups}
-    names = sorted({group for each in groups.values() for group in each})
-    rows = [(name, *(_cell(each.get(name), with_count=True) for each in groups.values())) for name in names]
+        filled_rows = tuple(row for row in rows if any(row[1:-1]))
+        tables += [Table(title, ("measure", *columns, "meaning"), filled_rows)] if columns else []
+    groups = {name: verdict.groups for name, verdict in verdicts.items() if verdict.groups}
+    names = sorted({name for shares in groups.values() for name in shares})
+    rows = [(name, *(_cell(shares.get(name), with_count=True) for shares in groups.values())) for name in names]
     return [*tables, *([Table("Accuracy by group", ("group", *groups), tuple(rows))] if groups else [])]
 
 
@@ -139,59 +142,59 @@ def _length(verdict: Verdict, name: str) -> float | None:
     return getattr(length, name) if length is not None and length.says_something else None
 
 
-# each measure, its value, and what it is
-_OF_PAIRS: Any = (
-    ("pairs", lambda verdict: verdict.pairs, "with finite rewards; comparisons of rankings; steps"),
-    ("accuracy", lambda verdict: verdict.accuracy, "chosen above rejected; interval of 95 %"),
-    ("mean over groups", lambda verdict: verdict.mean_over_groups, "of accuracies"),
-    ("top-1 accuracy", lambda verdict: verdict.top1_accuracy, "the best reward is a best answer's"),
-    ("Kendall's tau", lambda verdict: verdict.kendall_tau, "of a prompt's order; 1 is right, 0 by chance"),
-    ("ties", lambda verdict: verdict.ties, "equal rewards, which count as wrong"),
-    ("loss", lambda verdict: verdict.loss, "-log sigmoid(margin); 0.6931 is no knowledge"),
-    ("mean margin", lambda verdict: verdict.margins.mean, "chosen less rejected reward"),
+# name, value and meaning of each measure
+_PAIR_MEASURES: Any = (
+    ("pairs", lambda verdict: verdict.pairs, "pairs, comparisons or steps with finite rewards"),
+    ("accuracy", lambda verdict: verdict.accuracy, "chosen above rejected; 95 % interval"),
+    ("mean over groups", lambda verdict: verdict.mean_over_groups, "mean accuracy, with equal weight per group"),
+    ("top-1 accuracy", lambda verdict: verdict.top1_accuracy, "highest reward goes to a best-graded answer"),
+    ("Kendall's tau", lambda verdict: verdict.kendall_tau, "order of a prompt's answers; 1 is best, 0 is chance"),
+    ("ties", lambda verdict: verdict.ties, "equal rewards, counted as wrong"),
+    ("loss", lambda verdict: verdict.loss, "-log sigmoid(margin); 0.6931 without any knowledge"),
+    ("mean margin", lambda verdict: verdict.margins.mean, "chosen minus rejected reward"),
     ("median margin", lambda verdict: verdict.margins.quantiles["0.5"], ""),
     ("std of margins", lambda verdict: verdict.margins.std, ""),
-    ("calibration error", lambda verdict: verdict.calibration.ece, "of sigmoid(|margin|); 0 is best"),
-    ("Brier score", lambda verdict: verdict.calibration.brier, "0 is best, 0.25 is no knowledge"),
-    ("length alone", lambda verdict: _length(verdict, "length_only"), "preferring the longer, or shorter, answer"),
+    ("calibration error", lambda verdict: verdict.calibration.ece, "of the confidence sigmoid(|margin|); 0 is best"),
+    ("Brier score", lambda verdict: verdict.calibration.brier, "0 is best, 0.25 without any knowledge"),
+    ("length alone", lambda verdict: _length(verdict, "length_only"), "accuracy of a rule that reads only lengths"),
     ("length controlled", lambda verdict: _length(verdict, "controlled"), "accuracy; length alone gets 0.5"),
 )
-_OF_ROWS: Any = (
-    ("rows", lambda verdict: verdict.rows, "with finite rewards"),
-    ("accuracy", lambda verdict: verdict.accuracy, "the best reward is a right answer's; interval of 95 %"),
-    ("mean over groups", lambda verdict: verdict.mean_over_groups, "RewardBench 2's score, of its subsets"),
+_BEST_OF_N_MEASURES: Any = (
+    ("rows", lambda verdict: verdict.rows, "rows with finite rewards"),
+    ("accuracy", lambda verdict: verdict.accuracy, "highest reward goes to a right answer; 95 % interval"),
+    ("mean over groups", lambda verdict: verdict.mean_over_groups, "RewardBench 2's score for its subsets"),
 )
 
 
 def printable(text: str) -> str:
-    """Return a line without control characters that a terminal would obey, or that change the direction of text."""
+    """Replace unprintable characters in a line: a terminal would obey them, or they change the text direction."""
     return "".join(letter if letter.isprintable() else " " for letter in text)
 
 
 def markdown_text(text: str) -> str:
-    """Return a line, or a cell, without Markdown or HTML: a group's name comes from the data."""
+    """Escape Markdown and HTML in a line or a table cell: names of groups come from the data."""
     escaped = printable(text).replace("&", "&amp;").replace("<", "&lt;").replace("|", "&#124;").replace("`", "&#96;")
     return "".join(f"\\{letter}" if letter in "\\*_[]" else letter for letter in escaped)
 
 
 def verdict_name(dataset: str) -> str:
-    """Return the name of the file for a verdict: on one of several datasets, or on the only one, without a name.
+    """Return the file name of a verdict on a dataset. The name of an only dataset is empty.
 
-    `urllib.parse.unquote` gives the dataset's name back.
+    `urllib.parse.unquote` recovers the dataset's name.
     """
     return f"verdict-{quote(dataset, safe='')}.json" if dataset else VERDICT_FILE
 
 
 def verdict_text(verdict: Verdict | BestOfN) -> str:
-    """Return a verdict as JSON, with null for what is not finite."""
+    """Return a verdict as JSON, with null for numbers that are not finite."""
     kind = next(name for name, type_ in _KINDS.items() if isinstance(verdict, type_))
-    spelled = json.dumps({"kind": kind} | dataclasses.asdict(verdict))
-    content = json.loads(spelled, parse_constant=lambda _: None)
+    text = json.dumps({"kind": kind} | dataclasses.asdict(verdict))
+    content = json.loads(text, parse_constant=lambda _: None)
     return f"{json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False)}\n"
 
 
 def read_verdict(path: Path) -> Verdict | BestOfN:
-    """Read a verdict back.
+    """Read a verdict from a file that was written with `verdict_text`.
 
     Raises:
         UserError: The file does not hold a verdict.
@@ -201,38 +204,38 @@ def read_verdict(path: Path) -> Verdict | BestOfN:
         verdict: Verdict | BestOfN = _from_json(_KINDS[content.pop("kind")], content)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         reason = f"{type(error).__name__}: {error}"
-        raise UserError(f"{path} cannot be read as a verdict ({reason}). Remove it, and evaluate again.") from error
+        raise UserError(f"{path} cannot be read as a verdict ({reason}). Delete it and evaluate again.") from error
     return verdict
 
 
 def _from_json(kind: Any, value: Any) -> Any:
-    """Return a value of JSON as one of a type: null is nan for a number that has to be there."""
+    """Convert a JSON value to the type ``kind``. A null becomes nan if the type is a float."""
     if value is None:
         return math.nan if kind is float else None
     if dataclasses.is_dataclass(kind):
         fields = get_type_hints(kind)
-        return kind(**{name: _from_json(fields[name], each) for name, each in value.items()})  # type: ignore[operator]
+        return kind(**{name: _from_json(fields[name], item) for name, item in value.items()})  # type: ignore[operator]
     parts = get_args(kind)
     if get_origin(kind) is tuple:
-        return tuple(_from_json(parts[0], each) for each in value)
+        return tuple(_from_json(parts[0], item) for item in value)
     if get_origin(kind) is dict:
-        return {name: _from_json(parts[1], each) for name, each in value.items()}
-    return _from_json(parts[0], value) if parts else value  # of `X | None` it is X
+        return {name: _from_json(parts[1], item) for name, item in value.items()}
+    return _from_json(parts[0], value) if parts else value  # the first part of `X | None` is X
 
 
-_REWARDS = ("reward_chosen", "reward_rejected")
-_GROUPS = ("attribute", "subset")  # our own column of a model's attributes, and RewardBench's
+_REWARD_COLUMNS = ("reward_chosen", "reward_rejected")
+_GROUP_COLUMNS = ("attribute", "subset")  # added for models with attributes, and RewardBench's
 
 
 @dataclass(frozen=True)
 class LabeledRewards:
-    """Rewards of scored rows with what their labels say of them.
+    """Rewards and labels of scored rows.
 
     Attributes:
-        rows: What is judged by itself: often a row; one of its attributes; or a solution up to one of its steps.
-        rewards_NK: Of the answers of each.
-        labels: Of the same.
-        tokens_N2: Of pairs, NaN where they are not known.
+        rows: The N evaluated items: rows, or attributes of a row, or solutions up to one of their steps.
+        rewards_NK: Rewards of each item's answers.
+        labels: Labels of the items.
+        tokens_N2: Token counts of both answers of a pair, NaN if unknown; None if items are not pairs.
         are_lists: Whether rows have lists of right and wrong answers, as in RewardBench 2.
     """
 
@@ -247,15 +250,16 @@ class LabeledRewards:
         """Read the rewards and labels of scored rows.
 
         Args:
-            columns: Of all rows.
+            rows: The scored rows.
+            columns: The columns of all rows.
 
         Raises:
-            UserError: A reward is no number.
+            UserError: A reward is not a number.
         """
-        is_pairs, has_steps = set(columns).issuperset(_REWARDS), "step_rewards" in columns
+        is_pairs, has_steps = set(columns).issuperset(_REWARD_COLUMNS), "step_rewards" in columns
         kind: Kind = "pairs" if is_pairs else "steps" if has_steps else "rankings"
-        parts = [part for row in rows for part in _PARTS[kind](row)]
-        are_lists = any(isinstance(row.get(column), list) for row in rows for column in _REWARDS)
+        parts = [part for row in rows for part in _PART_READERS[kind](row)]
+        are_lists = any(isinstance(row.get(column), list) for row in rows for column in _REWARD_COLUMNS)
         tokens_N2 = None
         if kind == "pairs" and not are_lists:
             tokens = [[row.get(f"tokens_{half}") for half in ("chosen", "rejected")] for row, *_ in parts]
@@ -263,30 +267,30 @@ class LabeledRewards:
         grade_NK = padded([grades for _, _, grades in parts])
         kind = "answers" if kind == "rankings" and grade_NK.shape[1] == 1 else kind
         labels = Labels(grade_NK[:, None].astype(np.float32), kind=kind)
-        return cls([row for row, *_ in parts], padded([each for _, each, _ in parts]), labels, tokens_N2, are_lists)
+        return cls([row for row, *_ in parts], padded([part[1] for part in parts]), labels, tokens_N2, are_lists)
 
     def groups(self, column: str | None) -> list[str] | None:
-        """Return the group of each row by a column; without one by attribute or ``subset``, if rows have it."""
+        """Return each row's group in ``column``, by default in ``attribute`` or ``subset`` if rows have it."""
         if column is None:
-            column = next((name for name in _GROUPS if any(name in row for row in self.rows)), None)
+            column = next((name for name in _GROUP_COLUMNS if any(name in row for row in self.rows)), None)
         return None if column is None else [label_of(row.get(column)) for row in self.rows]
 
 
-_HALVES = (("chosen", "rejected"), ("rejected", "chosen"))
+_SWAPS = (("chosen", "rejected"), ("rejected", "chosen"))
 
-#: What is judged by itself, with the rewards of its answers and their grades.
+#: An evaluated item, the rewards of its answers, and their grades.
 _Part = tuple[Row, list[float], list[float]]
 
 
 def _pair(row: Row) -> Iterator[_Part]:
-    chosen, rejected = (_numbers(row.get(column)) for column in _REWARDS)
+    chosen, rejected = (_numbers(row.get(column)) for column in _REWARD_COLUMNS)
     probability = row.get("chosen_probability")
     better = float(probability) if isinstance(probability, int | float) else 1.0
-    if better == 0.5 and len(chosen) + len(rejected) > 2:  # none of the answers is a right one
+    if better == 0.5 and len(chosen) + len(rejected) > 2:  # no answer is labeled as right
         return
-    if better < 0.5:  # the halves exchanged, as a reader of the worst rows expects
-        names = [(f"{of}{one}", f"{of}{other}") for of in ("", "reward_", "tokens_") for one, other in _HALVES]
-        row = {**row, "chosen_probability": 1 - better, **{one: row[other] for one, other in names if other in row}}
+    if better < 0.5:  # swap the halves: the report shows the better answer as chosen
+        names = [(f"{stem}{to}", f"{stem}{source}") for stem in ("", "reward_", "tokens_") for to, source in _SWAPS]
+        row = {**row, "chosen_probability": 1 - better, **{to: row[source] for to, source in names if source in row}}
         chosen, rejected, better = rejected, chosen, 1 - better
     yield row, [*chosen, *rejected], [better] * len(chosen) + [1 - better] * len(rejected)
 
@@ -294,7 +298,7 @@ def _pair(row: Row) -> Iterator[_Part]:
 def _steps(row: Row) -> Iterator[_Part]:
     rewards, labels, steps = row.get("step_rewards"), row.get("labels"), row.get("completions") or []
     if not isinstance(rewards, list) or not isinstance(labels, list) or not are_labels(labels, len(rewards)):
-        yield row, [math.nan], [1.0]  # counted as left out
+        yield row, [math.nan], [1.0]  # nan: the verdict counts the row as left out
         return
     numbers = _numbers(rewards) if rewards else []
     for end, (label, reward) in enumerate(zip(labels, numbers, strict=True), start=1):
@@ -308,8 +312,8 @@ def _ranking(row: Row) -> Iterator[_Part]:
     graded = scores if isinstance(scores, dict) and None not in by_attribute else {}
     if names := [name for name in graded if name in by_attribute[0]]:
         for name in names:
-            of_name = [each[name] for each in by_attribute]
-            part = {"attribute": name, "scores": graded[name], "rewards": of_name, "rewards_by_attribute": None}
+            values = [rewards[name] for rewards in by_attribute]
+            part = {"attribute": name, "scores": graded[name], "rewards": values, "rewards_by_attribute": None}
             yield from _ranking({**row, **part})
         return
     rewards, grades = row.get("rewards"), row.get("scores" if "scores" in row else "ranks")
@@ -321,11 +325,11 @@ def _ranking(row: Row) -> Iterator[_Part]:
     yield row, [], []
 
 
-_PARTS: dict[str, Callable[[Row], Iterator[_Part]]] = {"pairs": _pair, "steps": _steps, "rankings": _ranking}
+_PART_READERS: dict[str, Callable[[Row], Iterator[_Part]]] = {"pairs": _pair, "steps": _steps, "rankings": _ranking}
 
 
 def _numbers(value: Any) -> list[float]:
-    """Return the rewards of a row's answers; null, for one or for all of them, is nan."""
+    """Return the rewards of a row's answers as a list. Null becomes nan."""
     try:
         numbers: list[float] = np.atleast_1d(np.array(value, dtype=np.float64)).tolist()
     except (TypeError, ValueError) as error:
@@ -335,7 +339,7 @@ def _numbers(value: Any) -> list[float]:
 
 @dataclass(frozen=True)
 class ScoredRows:
-    """Rows with rewards, as they are in their file, and the verdict on these: on pairs, or on several answers."""
+    """Rows with rewards, as read from a file, and the verdict on their pairs, rankings or lists of answers."""
 
     rows: Sequence[Row]
     verdict: Verdict | BestOfN
@@ -350,7 +354,7 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     number, rows = 0, list[dict[str, Any]]()
     try:
         if path.suffix.lower() == ".parquet":
-            return pq.ParquetFile(path).read().to_pylist()  # `read_table` takes columns from names of folders, too
+            return pq.ParquetFile(path).read().to_pylist()  # `read_table` also makes columns from folder names
         with path.open(encoding="utf-8") as file:
             for number, line in enumerate(file, start=1):  # noqa: B007  # for the message
                 rows += [dict(json.loads(line))] if line.strip() else []
@@ -361,16 +365,16 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 
 
 def read_scored(path: Path, eval_by: str | None = None) -> ScoredRows:
-    """Read a JSON Lines or Parquet file of rows with rewards, and judge them.
+    """Read a JSON Lines or Parquet file of rows with rewards, and evaluate them.
 
-    Lengths are known where every scored row has ``tokens_chosen`` and ``tokens_rejected``.
+    The length bias is computed if every scored row has ``tokens_chosen`` and ``tokens_rejected``.
 
     Args:
-        eval_by: A column that groups the rows; by default ``subset``, where there is one.
+        path: The file.
+        eval_by: The column that groups rows. By default it is ``attribute`` or ``subset``, if rows have it.
 
     Raises:
-        UserError: The file cannot be read, has no rewards of chosen and of rejected answers, not one finite, or no
-            such column.
+        UserError: The file cannot be read, has no labeled rewards or no finite ones, or has no column ``eval_by``.
     """
     rows = read_rows(path)
     columns = sorted({name for row in rows for name in row})
@@ -380,14 +384,14 @@ def read_scored(path: Path, eval_by: str | None = None) -> ScoredRows:
         scored = LabeledRewards.of(rows, columns)
     except UserError as error:
         raise UserError(f"{path}: {error}") from error
-    if not set(columns).issuperset(_REWARDS) and not np.isfinite(scored.rewards_NK).any():
+    if not set(columns).issuperset(_REWARD_COLUMNS) and not np.isfinite(scored.rewards_NK).any():
         raise UserError(
-            f"{path} does not say which answer is better: its columns are {', '.join(columns)}. Score pairs, "
-            f"which gives {' and '.join(_REWARDS)}, completions with scores or ranks, or steps with labels, 0 or 1: "
-            "`trl-tpu score --output`."
+            f"{path} does not say which answer is better: its columns are {', '.join(columns)}. With `trl-tpu score "
+            f"--output`, score pairs (this writes {' and '.join(_REWARD_COLUMNS)}), completions with scores or ranks, "
+            "or steps with labels 0 or 1."
         )
     if eval_by is not None and not any(eval_by in row for row in scored.rows):
-        raise UserError(f"{path} has no {eval_by!r}; it has {', '.join(columns)}.")
+        raise UserError(f"{path} has no column {eval_by!r}. Its columns are {', '.join(columns)}.")
     if (groups := scored.groups(eval_by)) is not None:
         check_groups(groups)
     if scored.are_lists:
@@ -399,7 +403,7 @@ def read_scored(path: Path, eval_by: str | None = None) -> ScoredRows:
 
 
 def text_of(dialogue: Any) -> str:
-    """Return the text of a dialogue: itself, or what its messages say, a line or more each."""
+    """Return a text unchanged, or the contents of a conversation's messages, one after another on new lines."""
     if isinstance(dialogue, str):
         return dialogue
     if isinstance(dialogue, dict):

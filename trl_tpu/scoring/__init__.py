@@ -1,1 +1,1 @@
-"""Rewards of many dialogues by a saved reward model: rows in, the same rows with rewards out, in order."""
+"""Score rows with a saved reward model: return the same rows with rewards, in order."""

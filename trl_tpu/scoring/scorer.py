@@ -1,4 +1,4 @@
-"""Computes the rewards of rows."""
+"""Compute the rewards of tokenized sequences with a saved reward model."""
 
 import hashlib
 import json
@@ -34,23 +34,23 @@ logger = logging.getLogger(__name__)
 
 _SHORTEST_ROW = 128
 _SHORTEST_PADDED_ROW = 64
-_MOST = 2048  # dialogues that are packed together
-_USUAL = 0.75  # of the dialogues fit three times into a usual row
+_MAX_PACKED = 2048  # sequences that are packed together
+_USUAL_QUANTILE = 0.75  # planned rows hold three sequences of this length quantile
 
-#: Which dialogues a batch has, [N], and its micro-batches.
+#: Indices of a batch's sequences, [N], and its micro-batches.
 Members = tuple[np.ndarray, tuple[Batch[torch.Tensor], ...]]
 
 
 @dataclass
 class Batches:
-    """Makes batches of dialogues, each of which is in one of them.
+    """Makes batches of tokenized sequences. Each sequence is in one batch.
 
     Args:
-        pad_token_id: Texts end before it, and it fills what rows have left.
-        tokens: Most tokens computed at a time on each shard, padding among them, unless one row is longer.
-        attention_crossover_length: The length at which attention costs as much as everything else.
-        shards: Over how many devices rows are split.
-        is_static: Whether there may only be few shapes.
+        pad_token_id: The padding token. A sequence is scored at its last other token.
+        tokens: Maximum tokens per batch and device, padding included; a single longer row may exceed it.
+        attention_crossover_length: Sequence length at which attention costs as much as all other operations.
+        shards: Number of devices that rows are split over.
+        is_static: Whether padded batches must have few different shapes.
     """
 
     pad_token_id: int
@@ -59,33 +59,36 @@ class Batches:
     shards: int = 1
     is_static: bool = False
     row_length: int | None = None
-    """Of usual planned rows; chosen for the first dialogues that come."""
+    """Length of planned rows; by default chosen from the first sequences."""
 
     def unpadded(self, dialogues: Sequence[np.ndarray]) -> Iterator[Members]:
-        """Yield rows without padding, for a device that takes any shape."""
+        """Yield batches of tight rows, for a device that computes any shape without compiling it."""
         lay_out = partial(pack_unpadded, attention_crossover_length=self.attention_crossover_length)
         order, shared = in_order(list(dialogues))
-        some, tokens = list[int](), 0
+        members, tokens = list[int](), 0
         for index, common in zip(order.tolist(), [0, *shared.tolist()], strict=False):
             size = len(dialogues[index])
-            if some and (tokens + size - common > self.tokens or len(some) == _MOST):
-                yield self._batch(lay_out, dialogues, some)
-                some, tokens = [], 0
-            tokens += size - (common if some else 0)
-            some.append(index)
-        if some:
-            yield self._batch(lay_out, dialogues, some)
+            if members and (tokens + size - common > self.tokens or len(members) == _MAX_PACKED):
+                yield self._batch(lay_out, dialogues, members)
+                members, tokens = [], 0
+            tokens += size - (common if members else 0)
+            members.append(index)
+        if members:
+            yield self._batch(lay_out, dialogues, members)
 
     def planned(self, dialogues: Sequence[np.ndarray]) -> Iterator[Members]:
-        """Yield rows of one length, and of its doubles for longer dialogues, for a device that compiles each."""
+        """Yield batches of planned shapes, for a device that compiles each shape.
+
+        All rows have the same length; longer sequences get rows of two, four, ... times this length.
+        """
         if self.row_length is None and dialogues:
-            usual = np.quantile([len(ids) for ids in dialogues], _USUAL)
+            usual = np.quantile([len(ids) for ids in dialogues], _USUAL_QUANTILE)
             self.row_length = _doubled(_SHORTEST_ROW, 3 * usual)
         by_length: dict[int, list[int]] = {}
         for index in in_order(list(dialogues))[0].tolist():
             length = _doubled(self.row_length or _SHORTEST_ROW, len(dialogues[index]))
             by_length.setdefault(length, []).append(index)
-        most = round_up(_MOST, self.shards)
+        most = round_up(_MAX_PACKED, self.shards)
         for length, members in sorted(by_length.items()):
             shape = RowShape(self.shards * max(1, self.tokens // length), length)
             plan = RowPlan((shape,), (shape,), self.attention_crossover_length)
@@ -93,27 +96,27 @@ class Batches:
                 yield self._batch(partial(pack, plan=plan), dialogues, members[first : first + most], most)
 
     def padded(self, dialogues: Sequence[np.ndarray]) -> Iterator[Members]:
-        """Yield padded rows, for models of which packed rows are not exact, and to keep dialogues apart."""
+        """Yield padded batches: for models that packing would not compute exactly, and to isolate sequences."""
         waiting = sorted(range(len(dialogues)), key=lambda index: -len(dialogues[index]))
         while waiting:
             longest = len(dialogues[waiting[0]])
             length = _doubled(_SHORTEST_PADDED_ROW, longest) if self.is_static else longest
             most = self.shards * max(1, self.tokens // length)
-            some, waiting = waiting[:most], waiting[most:]
+            members, waiting = waiting[:most], waiting[most:]
             lengths, rows = ((length,), most) if self.is_static else (None, None)
-            yield self._batch(partial(pad, lengths=lengths), dialogues, some, rows)
+            yield self._batch(partial(pad, lengths=lengths), dialogues, members, rows)
 
     def _batch(
         self, lay_out: LayOut, dialogues: Sequence[np.ndarray], members: list[int], rows: int | None = None
     ) -> Members:
-        """Make the batch of some dialogues, with a table of so many rows; by default, of as many as there are."""
+        """Make a batch of the sequences ``members``, with a table of ``rows`` rows (by default one per sequence)."""
         part = None if rows is None else Part(rows)
-        collate = BatchCollator(lay_out, self.pad_token_id, ComparisonRule(answers=1), part)  # nothing is compared
+        collate = BatchCollator(lay_out, self.pad_token_id, ComparisonRule(answers=1), part)  # makes no comparisons
         return np.array(members), collate([{"answers": [dialogues[index]]} for index in members]).parts
 
 
 def _doubled(length: int, least: float) -> int:
-    """Return ``length``, doubled until it is no less than ``least``."""
+    """Double ``length`` until it is at least ``least``."""
     while length < least:
         length *= 2
     return length
@@ -125,19 +128,20 @@ TOKENS_A_PASS = 4096
 
 
 class Scorer:
-    """A saved reward model, placed on its devices, and its tokenizer.
+    """A saved reward model on its devices, with its tokenizer.
 
     Args:
-        model_folder: Folder (or Hub id) of a saved reward model, or of adapters, which name their base model.
-        trust_remote_code: Whether the model may bring its own code.
-        bf16: Whether to compute in bfloat16, over float32 weights; the score head stays in float32.
-        mesh: How PyTorch/XLA's devices share the weights, as in training.
-        tokens_per_pass: Tokens that each device computes at a time.
-        standardize: Whether rewards are ``(reward - mean) / std``, by the mean and std in the model's config.
+        model_folder: Folder or Hub id of a saved reward model, or of adapters with a config that names their base
+            model.
+        trust_remote_code: Whether to run code that comes with the model.
+        bf16: Whether to compute in bfloat16 with float32 weights. The score head always computes in float32.
+        mesh: Mesh axes that shard the weights over PyTorch/XLA's devices, as in training.
+        tokens_per_pass: Number of tokens that each device computes at a time.
+        standardize: Whether to return ``(reward - mean) / std``, with the mean and std in the model's config.
 
     Raises:
-        UserError: What is there is no saved reward model, has no pad token, or no mean and std where they are asked
-            for; a mesh that the devices do not fill.
+        UserError: The folder has no saved reward model; the model has no pad token; `standardize` is set, but the
+            config has no mean and std; the mesh does not fit the number of devices; there are several hosts.
     """
 
     def __init__(
@@ -153,19 +157,19 @@ class Scorer:
         self.runtime = runtime.current()
         topology = self.runtime.topology()
         if topology.process_count > 1:
-            raise UserError(f"Scoring uses one host, and this is one of {topology.process_count} that form a mesh.")
+            raise UserError(f"Scoring runs on one host, but this is one of {topology.process_count} hosts in a mesh.")
         self.mesh = parse_mesh(mesh, topology.devices, topology.slices)
         self.bf16 = bf16
         self.device = self.runtime.device
         self.tokenizer: Any = load_tokenizer(model_folder, trust_remote_code=trust_remote_code)
         self.outputs = HeadSpec.saved(model_folder)
         self.model: Any = _load(model_folder, trust_remote_code, self.outputs).eval()
-        self.model.config.get_text_config().use_cache = False  # keys and values of what is read only once
-        self.pad_token_id = self._settle_pad_token(model_folder)
+        self.model.config.get_text_config().use_cache = False  # a cache would save nothing: one pass per sequence
+        self.pad_token_id = self._resolve_pad_token(model_folder)
         self.scale = saved_scale(model_folder) if standardize else None
         if standardize and self.scale is None:
             raise UserError(
-                f"The config of {model_folder} has no `mean` and `std` to standardize by. Leave `--standardize` out."
+                f"The config of {model_folder} has no `mean` and `std` for `--standardize`. Leave this option out."
             )
         self.num_embeddings: int = self.model.get_input_embeddings().weight.shape[0]
         self.positions: float = learned_positions(self.model) or math.inf
@@ -179,40 +183,41 @@ class Scorer:
         self.padded = makers.padded
         self.batches: MakeBatches = makers.planned if is_static else makers.unpadded
         try:
-            # on the host still, where trying it compiles nothing
+            # check this while the model is on the host: there its test pass compiles nothing
             make_packable(self.model, self.pad_token_id, is_unpadded=not is_static)
         except PackingImpossible as reason:
-            logger.warning(f"Dialogues are padded, not packed: {reason}.")
+            logger.warning(f"Sequences are padded, not packed: {reason}.")
             self.batches = makers.padded
         plan = plan_model(self.model, self.mesh)
         report = place_model(self.model, plan, self.runtime, self.device)
         if self.mesh.devices > 1:
             keep_activations_split(self.model, plan, report.placements, self.runtime)
 
-    def _settle_pad_token(self, model_folder: str) -> int:
+    def _resolve_pad_token(self, model_folder: str) -> int:
         config = self.model.config.get_text_config()
-        # the base model of adapters need not have one, or not the one that they were trained with
+        # the base model of adapters may have no pad token, or not the token that the adapters were trained with
         if config.pad_token_id is None or (is_peft_model(self.model) and self.tokenizer.pad_token_id is not None):
             config.pad_token_id = self.tokenizer.pad_token_id
         if config.pad_token_id is None:
-            raise UserError(f"{model_folder} has no pad token, by which a reward model finds a dialogue's last token.")
+            raise UserError(f"{model_folder} has no pad token. A reward model needs one to find the last token.")
         return config.pad_token_id
 
     def start(self, dialogues: Sequence[np.ndarray]) -> Callable[[], np.ndarray]:
-        """Start to compute the rewards of tokenized dialogues; the host may go on meanwhile.
+        """Start to compute the rewards of D tokenized sequences, and return without waiting for them.
+
+        A nan or inf in one sequence can turn the rewards of other sequences in its batch into nan, since masking keeps
+        nan. Sequences without a finite reward are therefore computed again, each in a separate padded row.
 
         Returns:
-            Waits for the rewards, and returns them in order, float64, [D, 1]: after the reward come those of each of
-            the model's attributes, [D, 1 + A]. A dialogue with nan or inf may have made those that were computed
-            beside it nan too, since a masked-out nan is still one. So dialogues without a finite reward are computed
-            once more, each in a padded row of its own.
+            A function that waits for the rewards and returns them in order, float64 [D, 1 + A]: the reward, then the
+            rewards of the model's A attributes.
         """
         wait = self._compute(dialogues, self.batches)
 
         def rewards() -> np.ndarray:
             rewards_DA = wait()
-            again = np.flatnonzero(~np.isfinite(rewards_DA).all(axis=1)).tolist()
-            rewards_DA[again] = self._compute([dialogues[index] for index in again], self.padded)()
+            nonfinite = np.flatnonzero(~np.isfinite(rewards_DA).all(axis=1)).tolist()
+            rewards_DA[nonfinite] = self._compute([dialogues[index] for index in nonfinite], self.padded)()
             scale = self.scale or RewardScale(0.0, 1.0)
             rewards_D = (rewards_DA @ np.array(self.outputs.weights) - scale.mean) / scale.std
             return np.column_stack([rewards_D, rewards_DA[:, : len(self.outputs.attributes)]])
@@ -220,17 +225,17 @@ class Scorer:
         return rewards
 
     def _compute(self, dialogues: Sequence[np.ndarray], batches: MakeBatches) -> Callable[[], np.ndarray]:
-        """Start to compute rewards of A outputs; the function that is returned waits for them, [D, A]."""
+        """Start to compute the rewards of all A outputs; the returned function waits for them, [D, A]."""
         compute = self.runtime.compiled(_rewards_of)
         members, places, computed = list[np.ndarray](), list[np.ndarray](), list[torch.Tensor]()
 
-        def send(tensor: torch.Tensor) -> torch.Tensor:  # rows of tokens over the batch axes, lists of numbers whole
+        def send(tensor: torch.Tensor) -> torch.Tensor:  # shards rows over the batch axes, replicates 1-D tensors
             axes = (None,) if tensor.ndim == 1 else (BATCH_AXES, *[None] * (tensor.ndim - 1))
             return self.runtime.place(tensor, axes, self.device)
 
-        for members_N, batches_of_members in self._apart(dialogues, batches):
-            for batch in batches_of_members:
-                place_N = np.flatnonzero(batch.present_P().numpy())  # of a batch that is several micro-batches
+        for members_N, micro_batches in self._batches_by_positions(dialogues, batches):
+            for batch in micro_batches:
+                place_N = np.flatnonzero(batch.present_P().numpy())  # members in this micro-batch
                 sent = batch.map_tensors(send)
                 with torch.no_grad(), torch.autocast(self.device.type, torch.bfloat16, enabled=self.bf16):
                     rewards_SA = compute(self.model, sent)
@@ -248,26 +253,27 @@ class Scorer:
 
         return fetch
 
-    def _apart(self, dialogues: Sequence[np.ndarray], batches: MakeBatches) -> Iterator[Members]:
-        """Yield batches of dialogues that do not change each other's positions."""
-        if len(dialogues) and self._group_of(math.inf) > 1:  # ends what a longer one has left; is overwritten below
+    def _batches_by_positions(self, dialogues: Sequence[np.ndarray], batches: MakeBatches) -> Iterator[Members]:
+        """Yield batches of sequences that do not change each other's positions."""
+        if len(dialogues) and self._group_of(math.inf) > 1:
+            # a one-token pass resets rotary frequencies of an earlier long sequence; its reward is overwritten below
             yield from self.padded([dialogues[0][:1]])
         groups_D = np.array([self._group_of(len(ids)) for ids in dialogues])
         for group in np.unique(groups_D):
             here_D = np.flatnonzero(groups_D == group)
             make = self.padded if group else batches  # packed rows leave out pad tokens at the end
-            yield from ((here_D[each], batch) for each, batch in make([dialogues[i] for i in here_D.tolist()]))
+            yield from ((here_D[members], batch) for members, batch in make([dialogues[i] for i in here_D.tolist()]))
 
 
 def _rewards_of(model: Any, batch: Batch[torch.Tensor]) -> torch.Tensor:
-    """Compute the rewards of a micro-batch, of A outputs [S, A]."""
+    """Compute the rewards of a micro-batch, [S, A]."""
     return rewards_of(model, batch)[0]
 
 
 def _fingerprint(model: torch.nn.Module, tokenizer: Any, outputs: HeadSpec) -> str:
-    """Return a number for what the rewards depend on: samples of every weight, the tokenizer and what outputs are.
+    """Return a hash of samples of every weight, the tokenizer and the outputs: rewards depend on these.
 
-    Training moves all weights that it trains, so a few numbers of each tell one checkpoint from the next.
+    Training changes every trained weight, so a few values of each weight distinguish checkpoints.
     """
     digest = hashlib.sha256()
     for name, weight in model.named_parameters():

@@ -1,17 +1,18 @@
-"""Rows of many forms with their rewards, in windows, so that memory does not grow with their number.
+"""Score rows of several forms, in windows: memory does not grow with the number of rows.
 
 ==========================  ==============================================  =======================================
-columns                     dialogues                                       rewards, tokens
+columns                     content                                         columns of rewards and token counts
 ==========================  ==============================================  =======================================
 chosen, rejected            a pair, in any form that training takes         reward_chosen, ..., tokens_chosen, ...
 chosen, rejected as lists   several answers each, as in RewardBench 2       the same, lists
 completions                 a list of answers                               rewards, tokens: lists
-completions                 the steps of a solution, of a model of steps    step_rewards, tokens: lists
+completions                 the steps of a solution, if steps are scored    step_rewards, tokens: lists
 messages                    a conversation                                  reward, tokens
 text                        a text                                          reward, tokens
 ==========================  ==============================================  =======================================
 
-A ``prompt`` is put before the answers of the first three; ``tools`` and ``chat_template_kwargs`` are for the template.
+In the first three forms, a ``prompt`` column is put before each answer. The columns ``tools`` and
+``chat_template_kwargs`` are passed to the chat template.
 """
 
 import logging
@@ -36,13 +37,13 @@ logger = logging.getLogger(__name__)
 #: Rows that are tokenized, packed and computed together.
 WINDOW = 1024
 
-#: The column that says why a row has no reward, or lacks some; null in others.
+#: Column with the reason why a row lacks rewards; null if it has all of them.
 REASON = "not_scored"
 
 Row = Mapping[str, Any]
-Dialogue = str | list[dict[str, Any]] | np.ndarray
+Dialogue = str | list[dict[str, Any]] | np.ndarray  # a text, messages, or token ids
 
-# of each form the columns of dialogues, each with those of their rewards and numbers of tokens
+# for each form, its columns to score, each with its reward column and its token count column
 _FORMS = (
     {"chosen": ("reward_chosen", "tokens_chosen"), "rejected": ("reward_rejected", "tokens_rejected")},
     {"completions": ("rewards", "tokens")},
@@ -53,36 +54,36 @@ _FORMS = (
 
 @dataclass
 class Item:
-    """One dialogue of a row, and the results for it."""
+    """One text or conversation of a row, and its results."""
 
     row: Row
     where: str
-    """The beginning of errors: its row and column, and its place there."""
+    """Beginning of error messages: row, column and index."""
     dialogue: Dialogue | None = None
     tokens: int | None = None
     reward: float | None = None
     by_attribute: dict[str, float] | None = None
-    """The rewards of a model's attributes, by name."""
+    """Reward of each attribute of the model, by name."""
     fault: str | None = None
-    """Why it has no reward."""
+    """Reason why the item has no reward."""
 
 
-#: The dialogues of a row by their columns: one, or a list where the row has a list of answers.
+#: Items of a row by column: one item, or a list of items if the column has a list of answers.
 Items = dict[str, Item | list[Item]]
 
-#: Some rows as they came, and with their rewards.
+#: Input rows, and the same rows with rewards.
 Window = tuple[list[Row | UserError], list[dict[str, Any]]]
 
 
 @dataclass(frozen=True)
 class Form:
-    """Columns of a row that hold dialogues, and the columns that are written.
+    """Columns of a row to score, and columns to write.
 
     Args:
-        outputs: By the columns of dialogues, those of their rewards and of their numbers of tokens.
-        best_only: Whether only the best of a row's completions is kept.
-        columns: All that the rows have.
-        step_separator: What follows each step, for a model that scores steps.
+        outputs: For each column to score, the names of its reward column and its token count column.
+        best_only: Whether only the best of each row's completions is kept.
+        columns: All columns of the rows.
+        step_separator: Text after each step, for a model that scores steps; None for other models.
     """
 
     outputs: Mapping[str, tuple[str, str]]
@@ -92,30 +93,30 @@ class Form:
 
     @classmethod
     def of(cls, columns: Iterable[str], best_only: bool = False) -> "Form":
-        """Find the form of rows that have these columns.
+        """Find the form of rows with these columns.
 
         Raises:
-            UserError: They have no form that can be scored, or no completions to choose the best of.
+            UserError: The columns have no form that can be scored, or `best_only` is set without completions.
         """
         present = list(columns)
         forms = _FORMS[best_only and "completions" in present :]
-        found = next((form for form in forms if form.keys() <= set(present)), None)
-        if found is None:
+        outputs = next((form for form in forms if form.keys() <= set(present)), None)
+        if outputs is None:
             raise UserError(
                 "Rows to score need the columns chosen and rejected (answers, or lists of answers), or completions (a "
-                f"list of answers), each perhaps with prompt; or messages, or text; they have {present}."
+                f"list of answers), optionally with prompt; or messages, or text. These rows have {present}."
             )
-        if best_only and "completions" not in found:
+        if best_only and "completions" not in outputs:
             raise UserError(
-                f"The best answer is chosen from a column completions (a list of answers); the rows have {present}."
+                f"Choosing the best answer needs a column completions (a list of answers). These rows have {present}."
             )
-        return cls({"completions": ("reward", "tokens")} if best_only else found, best_only, present)
+        return cls({"completions": ("reward", "tokens")} if best_only else outputs, best_only, present)
 
     def of_model(self, scorer: Scorer) -> "Form":
-        """Return the form in which a model reads such rows, and warn of columns that it overwrites.
+        """Return the form that a model reads, and warn about columns of the rows that the output overwrites.
 
         Raises:
-            UserError: The model scores steps, and the rows have none; or they can be read in two ways.
+            UserError: The model scores steps, but the rows have none; or the rows match two forms.
         """
         form, separator = self, scorer.outputs.step_separator
         if separator is None and not self.best_only:
@@ -123,23 +124,23 @@ class Form:
         if separator is not None:
             if self.best_only or "completions" not in self.columns:
                 raise UserError(
-                    "The model judges steps, so rows need `prompt` and `completions`, the steps of one solution, of "
-                    "which none is the best."
+                    "The model scores steps: rows need `prompt` and `completions` (the steps of one solution), and "
+                    "best-of-N is not available."
                 )
             form = Form({"completions": ("step_rewards", "tokens")}, False, self.columns, separator)
-        # the names of all columns that `written` adds to a row
+        # writing an empty row gives the names of all new columns
         empty: Items = {column: Item({}, "") for column in form.outputs}
         if replaced := form.written({}, empty, bool(scorer.outputs.attributes)).keys() & set(self.columns):
-            logger.warning(f"The output has new columns in place of the dataset's: {', '.join(sorted(replaced))}.")
+            logger.warning(f"Columns of the output overwrite the dataset's: {', '.join(sorted(replaced))}.")
         return form
 
     def read(self, row: Row | UserError, where: str, tokenizer: Any) -> Items:
-        """Read the dialogues of a row; an invalid one gets a fault.
+        """Read the items of a row; an invalid item gets a fault.
 
         Args:
-            row: Or what is wrong with it.
-            where: The beginning of errors.
-            tokenizer: Has the token that ends texts.
+            row: A row, or an error that stands for an invalid row.
+            where: Beginning of error messages.
+            tokenizer: The model's tokenizer. Its EOS token is added to texts.
         """
         if isinstance(row, UserError):
             return {column: Item({}, where, fault=str(row)) for column in self.outputs}
@@ -152,7 +153,7 @@ class Form:
             prompt = None if column in ("messages", "text") else row.get("prompt")
             if isinstance(answer, list) and (column == "completions" or (answer and not isinstance(answer[0], dict))):
                 items[column] = [
-                    _read(row, prompt, each, f"{place}[{n}]`", tokenizer) for n, each in enumerate(answer)
+                    _read(row, prompt, text, f"{place}[{index}]`", tokenizer) for index, text in enumerate(answer)
                 ]
             elif column == "completions":
                 items[column] = Item(row, place, fault=f"{place}` must be a list of answers, got {answer!r:.80}")
@@ -161,44 +162,44 @@ class Form:
         return items
 
     def written(self, row: Row, items: Items, has_attributes: bool = False) -> dict[str, Any]:
-        """Return the row with its rewards, numbers of tokens, and the reason where it lacks any of them.
+        """Return the row with its rewards, its token counts, and a reason if it lacks rewards.
 
-        Where a model has attributes, their rewards are in the columns of rewards' names and ``_by_attribute``.
+        Rewards of a model's attributes go to the column ``REWARD_COLUMN_by_attribute``.
         """
-        every = all_of(items)
-        faults = list(dict.fromkeys(item.fault for item in every if item.fault))
-        more = f" ({len(faults) - 1} more of its dialogues have none either)" if len(faults) > 1 else ""
+        flat_items = all_of(items)
+        faults = list(dict.fromkeys(item.fault for item in flat_items if item.fault))
+        more = f" (and {len(faults) - 1} more without a reward)" if len(faults) > 1 else ""
         written = dict(row)
         if self.best_only:
             answers = written.pop("completions", None)
-            rewards = {place: item.reward for place, item in enumerate(every) if item.reward is not None}
-            best = max(rewards, key=rewards.__getitem__, default=None)  # the first of equals
+            rewards = {place: item.reward for place, item in enumerate(flat_items) if item.reward is not None}
+            best = max(rewards, key=rewards.__getitem__, default=None)  # the first of equal rewards
             written["completion"] = None if best is None else answers[best]
-            items = {"completions": Item(row, "") if best is None else every[best]}
+            items = {"completions": Item(row, "") if best is None else flat_items[best]}
         for column, (reward, tokens) in self.outputs.items():
-            found = items[column]
+            scored = items[column]
             columns = {"reward": reward, "tokens": tokens}
             columns |= {"by_attribute": f"{reward}_by_attribute"} if has_attributes else {}
-            for of, name in columns.items():
-                values = [getattr(item, of) for item in (found if isinstance(found, list) else [found])]
-                written[name] = values if isinstance(found, list) else values[0]
+            for field, name in columns.items():
+                values = [getattr(item, field) for item in (scored if isinstance(scored, list) else [scored])]
+                written[name] = values if isinstance(scored, list) else values[0]
         return written | {REASON: f"{faults[0]}{more}" if faults else None}
 
 
 def all_of(items: Items) -> list[Item]:
-    """Return a row's dialogues without their columns."""
-    return [item for each in items.values() for item in (each if isinstance(each, list) else [each])]
+    """Return a row's items in one flat list."""
+    return [item for value in items.values() for item in (value if isinstance(value, list) else [value])]
 
 
 def _read(row: Row, prompt: Any, answer: Any, where: str, tokenizer: Any) -> Item:
-    """Read an answer after a prompt, if there is one; a text gets the EOS at its end, as in training."""
+    """Read an answer, after the prompt if there is one. A text gets an EOS token, as in training."""
     try:
         checks.check_dialogue(answer, where)
         dialogue = checks.with_eos(answer, tokenizer)
         if prompt is not None:
             if type(prompt) is not type(answer):
-                raise UserError(f"{where} and `prompt` must both be texts, or lists of messages.")
-            checks.check_dialogue(prompt, f"{where} after `prompt`, which")
+                raise UserError(f"{where} and `prompt` must both be texts, or both lists of messages.")
+            checks.check_dialogue(prompt, f"{where}: its `prompt`")
             dialogue = prompt + dialogue
     except UserError as error:
         return Item(row, where, fault=str(error))
@@ -206,11 +207,11 @@ def _read(row: Row, prompt: Any, answer: Any, where: str, tokenizer: Any) -> Ite
 
 
 def _steps(row: Row, where: str, tokenizer: Any, step_separator: str) -> Item | list[Item]:
-    """Read the solution of a row: the dialogues up to the end of each step, as token ids."""
+    """Read a row's solution: the token ids from the prompt to the end of each step."""
     try:
         check_solution(row, where.rpartition(":")[0])
-        steps, how = row["completions"], (None, None, False, True)  # nothing is truncated
-        solution = tokenize_solution({**row, "labels": [0] * len(steps)}, tokenizer, step_separator, *how)
+        steps, options = row["completions"], (None, None, False, True)  # no truncation
+        solution = tokenize_solution({**row, "labels": [0] * len(steps)}, tokenizer, step_separator, *options)
     except UserError as error:
         return Item(row, where, fault=str(error))
     ids = np.asarray(solution["input_ids"], np.int32)
@@ -219,15 +220,15 @@ def _steps(row: Row, where: str, tokenizer: Any, step_separator: str) -> Item | 
 
 
 def tokenize(items: list[Item], scorer: Scorer, max_length: int | None) -> list[tuple[Item, np.ndarray]]:
-    """Tokenize dialogues as in training, and return those that can be scored; the others get a fault.
+    """Tokenize items as in training, and return the ones that can be scored; the rest get a fault.
 
     Args:
-        items: The dialogues of some rows.
-        scorer: Has the tokenizer.
-        max_length: Most tokens of a dialogue; no limit when None.
+        items: The items of some rows.
+        scorer: The model with its tokenizer.
+        max_length: Maximum number of tokens of an item; None for no limit.
     """
     texts = [item.dialogue for item in items if isinstance(item.dialogue, str)]
-    # together: a tokenizer takes many texts at once much faster than one by one
+    # tokenizing all texts in one call is much faster
     tokenized = iter(scorer.tokenizer(text=texts, return_attention_mask=False)["input_ids"] if texts else [])
     ready = []
     for item in items:
@@ -266,79 +267,80 @@ def score(
     standardize: bool = False,
     trust_remote_code: bool = False,
 ) -> Iterator[dict[str, Any]]:
-    """Score rows with a saved reward model on the device that training would take, as many as there are.
+    """Score any number of rows with a saved reward model, on the devices that training would use.
 
-    Tokens that dialogues share are computed once. Rewards equal those of one dialogue at a time to rounding.
+    Tokens that several conversations share are computed once. Up to rounding, rewards equal the rewards of scoring one
+    conversation at a time.
 
     Args:
-        model: Folder (or Hub id) of a saved reward model or of its adapters; or a `Scorer`, to load it only once,
-            whose own settings then hold.
+        model: Folder or Hub id of a saved reward model or of its adapters. Pass a `Scorer` to load a model only once;
+            the scorer's settings then replace the settings below.
         rows: Rows of one of the forms in `trl_tpu.scoring.stream`: a dataset, a list, an iterator; or texts, or lists
             of messages.
-        max_length: Dialogues of more tokens get no reward, as training leaves them out; no limit when None.
+        max_length: Longer conversations, in tokens, get no reward; training leaves them out too. None for no limit.
         best_of_n: Whether only the best of each row's ``completions`` is kept, as ``completion`` and ``reward``.
-        bf16: Whether to compute in bfloat16, over float32 weights.
-        mesh: How the devices of PyTorch/XLA share the weights, as in training.
-        tokens_per_pass: Tokens that each device computes at a time.
-        standardize: Whether rewards are ``(reward - mean) / std``, by the mean and std in the model's config.
-        trust_remote_code: Whether the model may bring its own code.
+        bf16: Whether to compute in bfloat16 with float32 weights.
+        mesh: Mesh axes that shard the weights over PyTorch/XLA's devices, as in training.
+        tokens_per_pass: Number of tokens that each device computes at a time.
+        standardize: Whether to return ``(reward - mean) / std``, with the mean and std in the model's config.
+        trust_remote_code: Whether to run code that comes with the model.
 
     Returns:
-        An iterator over the rows in their order, each with rewards, numbers of tokens, and in ``not_scored`` what
-        keeps it from having a reward, which then is None.
+        An iterator over the rows in order. Each row gains its rewards, its token counts, and ``not_scored``: the
+        reason why a reward is None.
 
     Raises:
-        UserError: No rows, or columns that cannot be scored; a folder that holds no saved reward model.
+        UserError: There are no rows, their columns cannot be scored, or the folder has no saved reward model.
     """
     named: Iterable[Any] = (
         {"text" if isinstance(row, str) else "messages": row} if isinstance(row, str | list) else row for row in rows
     )
-    form, coming = look_at(named, best_of_n)
+    form, stream = look_at(named, best_of_n)
     if not isinstance(model, Scorer):
         settings: dict[str, Any] = {"bf16": bf16, "mesh": mesh, "tokens_per_pass": tokens_per_pass}
         model = Scorer(model, trust_remote_code, standardize=standardize, **settings)
-    return chain.from_iterable(scored for _, scored in scored_windows(model, coming, form.of_model(model), max_length))
+    return chain.from_iterable(scored for _, scored in scored_windows(model, stream, form.of_model(model), max_length))
 
 
 def look_at(rows: Iterable[Any], best_only: bool) -> tuple[Form, Iterator[Row | UserError]]:
-    """Find the form of rows by their first one, and return them all.
+    """Detect the form of rows from the first row; return the form and an iterator over all rows.
 
     Args:
-        rows: In the place of an invalid one, what is wrong with it.
+        rows: The rows, with a UserError in place of each invalid row.
 
     Raises:
-        UserError: There are none, the first is invalid, or its columns cannot be scored.
+        UserError: There are no rows, the first row is invalid, or its columns cannot be scored.
     """
-    coming = iter(rows)
-    first = next(coming, None)
+    remaining = iter(rows)
+    first = next(remaining, None)
     if first is None:
         raise UserError("There are no rows to score.")
     if isinstance(first, UserError):
         raise first
     converted, forms = convert_row(first)
     if forms:
-        logger.warning(f"In the rows to score, there are {', '.join(forms)}.")
-    return Form.of({**first, **converted}, best_only), chain([first], coming)
+        logger.warning(f"The rows to score have {', '.join(forms)}.")
+    return Form.of({**first, **converted}, best_only), chain([first], remaining)
 
 
 def scored_windows(
     scorer: Scorer, rows: Iterable[Row | UserError], form: Form, max_length: int | None = None, first: int = 0
 ) -> Iterator[Window]:
-    """Yield `WINDOW` rows at a time, as they came, and with their rewards.
+    """Yield windows of `WINDOW` rows: the input rows, and the same rows with rewards.
 
     Args:
         scorer: The model.
-        rows: The rows from the ``first`` on; in the place of an invalid one, what is wrong with it.
-        form: Of the rows.
-        max_length: Most tokens of a dialogue that gets a reward; no limit when None.
-        first: The number of the first row.
+        rows: The rows, with a UserError in place of each invalid row.
+        form: The form of the rows.
+        max_length: Maximum number of tokens of an item that gets a reward; None for no limit.
+        first: The number of the first row, for error messages.
     """
-    coming = iter(rows)
+    remaining = iter(rows)
     computing: list[Callable[[], Window]] = []
-    while some := list(islice(coming, WINDOW)):
-        computing.append(_start(scorer, some, form, max_length, first))
-        first += len(some)
-        # a device computes this window while the next one is tokenized
+    while window_rows := list(islice(remaining, WINDOW)):
+        computing.append(_start(scorer, window_rows, form, max_length, first))
+        first += len(window_rows)
+        # an accelerator computes this window while the host tokenizes the next one
         if len(computing) > (scorer.device.type != "cpu"):
             yield computing.pop(0)()
     for window in computing:
@@ -348,13 +350,13 @@ def scored_windows(
 def _start(
     scorer: Scorer, rows: list[Row | UserError], form: Form, max_length: int | None, first: int
 ) -> Callable[[], Window]:
-    """Start to compute the rewards of a window; the function that is returned waits for them."""
-    read = [
+    """Start to compute the rewards of a window; the returned function waits for them."""
+    items_of_rows = [
         form.read(row, checks.row_of(number, "scored"), scorer.tokenizer) for number, row in enumerate(rows, first)
     ]
-    ready = tokenize([item for items in read for item in all_of(items)], scorer, max_length)
+    ready = tokenize([item for items in items_of_rows for item in all_of(items)], scorer, max_length)
     chats = ((item.dialogue, item.row) for item, _ in ready if isinstance(item.dialogue, list))
-    date_written(scorer.tokenizer, chats)  # for its warning
+    date_written(scorer.tokenizer, chats)  # warns if the chat template writes a date
     rewards = scorer.start([ids for _, ids in ready])
 
     def finish() -> Window:
@@ -363,10 +365,10 @@ def _start(
                 item.reward = reward
                 item.by_attribute = dict(zip(scorer.outputs.attributes, by_attribute, strict=True))
             else:
-                item.fault = f"{item.where}: the reward is {reward}, which the model computes there"
+                item.fault = f"{item.where}: the reward is {reward}, not a finite number"
         return rows, [
             form.written({} if isinstance(row, UserError) else row, items, bool(scorer.outputs.attributes))
-            for row, items in zip(rows, read, strict=True)
+            for row, items in zip(rows, items_of_rows, strict=True)
         ]
 
     return finish

@@ -2,30 +2,30 @@
 
 import argparse
 
-# nothing heavy at the top: asking for help imports no torch
+# `run` imports torch, so that --help does not
 
 _DTYPES = ("float32", "bfloat16", "float16")
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Return the parser of the command's words."""
+    """Make the parser of the command's arguments."""
     parser = argparse.ArgumentParser(
         prog="trl-tpu export",
-        description="Write the model in a checkpoint to a new folder, as from_pretrained reads it.",
+        description="Write the model of a checkpoint to a new folder, in the format that from_pretrained reads.",
         allow_abbrev=False,
     )
-    parser.add_argument("checkpoint", help="Folder or URL of a checkpoint, of a saved model or of saved adapters.")
-    parser.add_argument("out", help="New folder.")
+    parser.add_argument("checkpoint", help="Folder or URL of a checkpoint, a saved model or saved adapters.")
+    parser.add_argument("out", help="New folder to write to.")
     parser.add_argument("--merge", action="store_true", help="Merge the adapters into their base model.")
-    parser.add_argument("--base", help="Folder or Hub id of the base model, if not the one that the adapters name.")
-    parser.add_argument("--dtype", choices=_DTYPES, help="Of the weights; as they were trained by default.")
-    parser.add_argument("--max_shard_size", default="5GB", help="Of one file of weights (default: 5GB).")
-    parser.add_argument("--trust_remote_code", action="store_true", help="Let the model bring its own code.")
+    parser.add_argument("--base", help="Folder or Hub id of the base model (default: the adapters name it).")
+    parser.add_argument("--dtype", choices=_DTYPES, help="Type of the weights (default: the type in training).")
+    parser.add_argument("--max_shard_size", default="5GB", help="Maximum size of a file of weights (default: 5GB).")
+    parser.add_argument("--trust_remote_code", action="store_true", help="Let the model run its own code.")
     return parser
 
 
 def run(argv: list[str]) -> int:
-    """Run the command ``trl-tpu export``; returns the exit status."""
+    """Run the command ``trl-tpu export``; return the exit status."""
     settings = vars(make_parser().parse_args(argv))
     import torch
 

@@ -1,4 +1,4 @@
-"""Reads a command line and its YAML file into dataclasses: TRL's `TrlParser`."""
+"""Parsers from a command line and its YAML file to dataclasses: TRL's `TrlParser`, and the commands' parser."""
 
 import argparse
 import copy
@@ -20,11 +20,11 @@ T = TypeVar("T")
 
 
 class TrlParser(HfArgumentParser):
-    """An [`~transformers.HfArgumentParser`] that also reads a YAML file, as TRL's parser of this name does.
+    """An [`~transformers.HfArgumentParser`] that also reads a YAML file, like TRL's parser of the same name.
 
-    The values of ``--config FILE`` become the defaults of the flags, so the command line wins; its ``env`` section is
-    exported to the environment. Flags of optional fields that are not strings accept ``none`` and ``null``; flags of
-    dict fields take a JSON object.
+    The values of ``--config FILE`` become the defaults of the flags, so the command line takes precedence. The file's
+    ``env`` section is exported to the environment. Flags of optional fields that are not strings accept ``none`` and
+    ``null``. Flags of dict fields take a JSON object.
 
     Args:
         dataclass_types: One dataclass or several; none may have a field named ``config``.
@@ -44,8 +44,8 @@ class TrlParser(HfArgumentParser):
     @staticmethod
     def _parse_dataclass_field(parser: argparse.ArgumentParser, field: dataclasses.Field) -> None:
         members = get_args(field.type)
-        # A private method of the base class, which adds one flag for each field. It narrows `field.type` in place, so
-        # it is given a copy, and the user's dataclass stays as it was.
+        # This private method of the base class adds the flag of a field. It changes `field.type` in place, so pass a
+        # copy to keep the user's dataclass unchanged.
         HfArgumentParser._parse_dataclass_field(parser, copy.copy(field))
         action = parser._option_string_actions[f"--{field.name}"]
         if get_origin(action.type) is dict or action.type is dict:
@@ -65,18 +65,20 @@ class TrlParser(HfArgumentParser):
         """Parse the command line and the YAML file that ``--config`` names.
 
         Args:
-            args: Command-line words; ``sys.argv[1:]`` when left out.
-            return_remaining_strings: Append the words that no flag took, the file's first, instead of failing on them.
-            fail_with_unknown_args: Whether a key of the file that no flag has is an error.
-            separate_remaining_strings: With `return_remaining_strings`, append two lists: the file's, the flags'.
-            config: The file's values, if `take_config` has read them; `args` are then the words that it left.
+            args: Command-line arguments; by default ``sys.argv[1:]``.
+            return_remaining_strings: Append a list of unknown arguments, first those in the file, instead of raising.
+            fail_with_unknown_args: Whether a key in the file that matches no flag is an error.
+            separate_remaining_strings: With `return_remaining_strings`, append two lists of unknown arguments: from
+                the file, and from the command line.
+            config: The file's values, if `take_config` has read the file; `args` are then the arguments that it
+                returned.
 
         Returns:
-            The dataclass instances, in the order of the constructor, then the words that were left.
+            The dataclass instances, in the order of the constructor, then the lists of unknown arguments, if any.
 
         Raises:
-            UserError: Unknown flags or keys, a file that is no YAML mapping, a value outside a flag's choices, or
-                what a dataclass refuses.
+            UserError: Unknown flags or keys, a file that is not a YAML mapping, a value outside a flag's choices, or a
+                value that a dataclass rejects.
         """
         words = sys.argv[1:] if args is None else list(args)
         if config is None:
@@ -86,7 +88,7 @@ class TrlParser(HfArgumentParser):
             *parsed, unknown_words = self.parse_args_into_dataclasses(args=words, return_remaining_strings=True)
         except UserError:
             raise
-        except ValueError as error:  # transformers refuses settings by plain ones, of several lines
+        except ValueError as error:  # transformers rejects settings with a multi-line ValueError
             raise UserError(" ".join(str(error).split())) from error
         if return_remaining_strings:
             left = [unknown_keys, unknown_words] if separate_remaining_strings else [unknown_keys + unknown_words]
@@ -100,13 +102,13 @@ class TrlParser(HfArgumentParser):
         return tuple(parsed)
 
     def set_defaults_with_config(self, **kwargs: Any) -> list[str]:
-        """Make the values the defaults of the flags of that name, here and in subparsers; they are then not required.
+        """Set the defaults of flags by name, here and in subparsers; a flag with a default is optional.
 
         Returns:
-            What no flag took, as command-line words: ``["--name", "value", ...]``.
+            Values that match no flag, as command-line arguments: ``["--name", "value", ...]``.
 
         Raises:
-            UserError: A value that is not among the flag's choices.
+            UserError: A value is not among the flag's choices.
         """
         actions, taken = list(self._actions), set()
         for action in actions:
@@ -118,37 +120,37 @@ class TrlParser(HfArgumentParser):
         return [word for key, value in kwargs.items() if key not in taken for word in (f"--{key}", str(value))]
 
     def error(self, message: str) -> NoReturn:
-        """Exit with status 2 and the message alone: the usage of some 150 flags would bury it."""
+        """Exit with status 2 and only the message: a usage text of some 150 flags would hide it."""
         self.exit(2, f"{self.prog}: error: {' '.join(message.split())}\nSee `{self.prog} --help` for the flags.\n")
 
 
 class CommandParser(TrlParser):
-    """The parser of a command: ``--help`` shows the flags that matter first, ``--help all`` all, by their classes.
+    """Parser of a command: ``--help`` shows the most important flags, ``--help all`` shows all flags by class.
 
     Args:
-        dataclass_types: As of `TrlParser`.
-        first: Names of the flags that matter first.
-        prog: The command.
+        dataclass_types: The dataclasses, as in `TrlParser`.
+        first: Names of the most important flags, in the order of the help.
+        prog: Name of the command.
     """
 
     def __init__(self, dataclass_types: Iterable[type], first: Sequence[str], prog: str | None) -> None:
         super().__init__(dataclass_types, prog=prog, add_help=False)
-        self._titles = dict.fromkeys(first, "The first flags (--help all shows the others)")
+        self._titles = dict.fromkeys(first, "The most important flags (--help all shows all flags)")
         self.add_argument("-h", "--help", action=_Help, nargs="?", choices=["all"], default=argparse.SUPPRESS)
 
     def show_all(self) -> None:
-        """Let the help be of all flags."""
-        of_kinds = [(kind, each.name) for kind in self.dataclass_types for each in dataclasses.fields(kind)]
-        self._titles = {name: _owner(kind, name).__name__ for kind, name in of_kinds}
+        """Make the help show all flags."""
+        fields = [(kind, field.name) for kind in self.dataclass_types for field in dataclasses.fields(kind)]
+        self._titles = {name: _owner(kind, name).__name__ for kind, name in fields}
 
     def format_help(self) -> str:
         titles, names = self._titles, [*self._titles]
         formatter = _Formatter(self.prog)
-        formatter.add_text(f"usage: {self.prog} [--config FILE] [--FLAG VALUE ...]. FILE has `FLAG: VALUE`, in YAML.")
+        formatter.add_text(f"usage: {self.prog} [--config FILE] [--FLAG VALUE ...]. FILE is YAML: `FLAG: VALUE`.")
         for title in dict.fromkeys(titles.values()):
-            flags = [each for each in self._actions if titles.get(each.dest) == title]
+            flags = [action for action in self._actions if titles.get(action.dest) == title]
             formatter.start_section(title)
-            formatter.add_arguments(sorted(flags, key=lambda each: names.index(each.dest)))
+            formatter.add_arguments(sorted(flags, key=lambda action: names.index(action.dest)))
             formatter.end_section()
         return formatter.format_help()
 
@@ -162,29 +164,31 @@ class _Help(argparse.Action):
 
 
 class _Formatter(argparse.ArgumentDefaultsHelpFormatter):
-    """Shows each flag once: not with hyphens too, and without its name in capitals."""
+    """Help formatter that shows each flag without its spelling with hyphens and without its name in capitals."""
 
     def _format_action_invocation(self, action: argparse.Action) -> str:
-        return ", ".join(each for each in action.option_strings if "-" not in each.lstrip("-"))
+        return ", ".join(flag for flag in action.option_strings if "-" not in flag.lstrip("-"))
 
 
 def _owner(kind: type, field: str) -> type:
-    """Return the class in which a dataclass has got a field."""
-    return next(each for each in kind.__mro__ if field in inspect.get_annotations(each))
+    """Return the class that declares a dataclass's field."""
+    return next(base for base in kind.__mro__ if field in inspect.get_annotations(base))
 
 
 def _default(action: argparse.Action, value: Any) -> Any:
-    """Return a value of the file as the flag's default: argparse converts text, but not in lists, nor checks choices.
+    """Convert a value of the file to a flag's default.
+
+    argparse converts defaults that are text, but not text in lists, and does not check choices.
 
     Raises:
-        UserError: It is not among the flag's choices.
+        UserError: The value is not among the flag's choices.
     """
     choices = [str(choice) for choice in action.choices or ()]
     if choices and value is not None and str(value) not in choices:
         raise UserError(f"`{action.dest}: {value}` is not one of {', '.join(choices)}.")
     convert = action.type if callable(action.type) else str
     if isinstance(value, list):
-        return [convert(each) if isinstance(each, str) else each for each in value]
+        return [convert(item) if isinstance(item, str) else item for item in value]
     if convert is string_to_bool:
         return {"on": True, "off": False}.get(str(value).lower(), value)
     return value
@@ -194,7 +198,7 @@ def _or_none(convert: Callable[[str], T]) -> Callable[[str], T | None]:
     def parse(word: str) -> T | None:
         return None if word.lower() in ("none", "null") else convert(word)
 
-    parse.__name__ = getattr(convert, "__name__", "value")  # argparse names it in "invalid int value: ..."
+    parse.__name__ = getattr(convert, "__name__", "value")  # argparse prints this name: "invalid int value: ..."
     return parse
 
 

@@ -1,7 +1,7 @@
-"""Plan a training on TPUs without one: ``trl-tpu plan``.
+"""Plan a training run on TPUs without having one: ``trl-tpu plan``.
 
-The arguments of the training itself, from flags or its YAML file, and the slice to plan for. The training step is
-traced and compiled by the TPU's compiler; see `trl_tpu.plan`.
+Takes the arguments of the training, from flags or its YAML file, and the slice to plan for. The training step is
+traced and compiled with the TPU's compiler; see `trl_tpu.plan`.
 """
 
 import dataclasses
@@ -44,17 +44,18 @@ _SET_BY_REMAT = {"gradient_checkpointing", "activation_checkpointing"}
 @help_from_docstring
 @dataclass
 class PlanArguments:
-    """What to plan for, in addition to the arguments of the training.
+    """Arguments of the plan, in addition to the arguments of the training.
 
     Args:
-        topology: The slice: chip and shape, such as v5e:2x4, v5p:2x2x4 or v6e:4x4.
-        pairs_in_dataset: Pairs to train on, for the hours. By default those of the dataset, if named.
-        search: Compile the training on each of `meshes`, with each of `batch_sizes` and each remat policy. Either of
-            these two flags asks for it too.
-        meshes: Meshes of a search, such as fsdp=-1 fsdp=4,tensor=2. By default the training's own.
-        batch_sizes: Batch sizes per device of a search. By default the training's own and half of it.
-        compiles: How many layouts a search, or a training that does not fit, may compile.
-        all_layers: Compile all layers of a deep model instead of two depths: minutes, and tens of GB of memory.
+        topology: The TPU slice: chip and shape, such as v5e:2x4, v5p:2x2x4 or v6e:4x4.
+        pairs_in_dataset: Number of training pairs, to estimate the hours. By default the size of the dataset, if any.
+        search: Compile the training for each combination of `meshes`, `batch_sizes` and remat policies. Setting
+            `meshes` or `batch_sizes` also starts a search.
+        meshes: Meshes to search, such as fsdp=-1 fsdp=4,tensor=2. By default the mesh of the training.
+        batch_sizes: Batch sizes per device to search. By default the batch size of the training, and half of it.
+        compiles: Maximum number of layouts to compile in a search, or when the training does not fit.
+        all_layers: Compile all layers of a deep model instead of two smaller depths. This takes minutes and tens of GB
+            of memory.
     """
 
     topology: str
@@ -71,12 +72,12 @@ class PlanArguments:
 
 
 def make_parser(config: type[RewardConfig] = RewardConfig) -> TrlParser:
-    """Make the parser: the flags of planning and those of the training, of ``trl-tpu reward`` or ``trl-tpu prm``."""
+    """Make the parser of the flags for planning and of the training flags of ``trl-tpu reward`` or ``trl-tpu prm``."""
     return reward.make_parser("trl-tpu plan", config, (PlanArguments, ScriptArguments))
 
 
 def run(argv: list[str], config: Mapping[str, Any] | None = None) -> int:
-    """Run the command ``trl-tpu plan``; returns the exit status. See `take_config` for the arguments."""
+    """Run the command ``trl-tpu plan``; return the exit status. The arguments are the results of `take_config`."""
     try:
         return main(argv, config=config)
     except RuntimeError as error:  # from the child processes that trace and compile
@@ -88,17 +89,17 @@ def main(argv: list[str], compile_one: layouts.Compile | None = None, config: Ma
     """Plan, and print the report.
 
     Args:
-        argv: The words after the command's name; ``prm`` before the flags plans process rewards.
-        compile_one: The compiler; by default the TPU's.
-        config: The values of the YAML file, if `argv` no longer names it.
+        argv: The arguments after the command's name; ``prm`` before the flags plans a process reward model.
+        compile_one: Function that compiles one layout; by default it uses the TPU's compiler.
+        config: Values of the YAML file, if `argv` no longer names it.
 
     Returns:
-        The exit status: 0 if the layout fits, or any layout of a search, else 1.
+        The exit status: 0 if the layout, or any layout of a search, fits, else 1.
 
     Raises:
-        UserError: No model, a mesh that does not fit the slice or the model, several slices, and what the training
-            itself would reject.
-        RuntimeError: The compiler fails for another reason than memory.
+        UserError: No model, a mesh that does not fit the slice or the model, several slices, or arguments that
+            training rejects.
+        RuntimeError: The compiler fails for a reason other than memory.
     """
     is_prm = argv[:1] == ["prm"]
     parser = make_parser(PRMConfig if is_prm else RewardConfig)
@@ -108,7 +109,7 @@ def main(argv: list[str], compile_one: layouts.Compile | None = None, config: Ma
     plan_args, script, args, model_args, data = parser.parse_args_and_config(argv, config=config)
     topology, mesh = parse_topology(plan_args.topology), args.mesh_shape
     if mesh.slices > 1:
-        raise UserError(f"mesh '{mesh}': {topology} is one slice. Plan for one slice; `data` goes over several.")
+        raise UserError(f"mesh '{mesh}': {topology} is one slice. Plan for one slice; the axis `data` spans several.")
     if compile_one is None and (reason := missing()) is not None:
         raise UserError(reason)
     with tempfile.TemporaryDirectory() as folder:
@@ -116,53 +117,53 @@ def main(argv: list[str], compile_one: layouts.Compile | None = None, config: Ma
     lengths = layouts.typical_pair(args) if tokens is None else length_stats(tokens).lengths
     planned = Layout(model, args, lengths, tokens, topology, mesh, args.remat_policy, args.per_device_train_batch_size)
     depths = layouts.depths_of(without_adapters(model).config, plan_args.all_layers or args.scan_layers)
-    given = parser.parse_known_args(argv)[0]  # before `RewardConfig` has read it
-    fields = {each.name for each in dataclasses.fields(args) if each.init} - _SET_BY_REMAT
+    parsed = parser.parse_known_args(argv)[0]  # the values before `RewardConfig` changes them
+    fields = {field.name for field in dataclasses.fields(args) if field.init} - _SET_BY_REMAT
     compile_one = compile_one or partial(
         layouts.compile_layout,
-        arguments={name: value for name, value in vars(given).items() if name in fields}
+        arguments={name: value for name, value in vars(parsed).items() if name in fields}
         | {"gradient_accumulation_steps": args.gradient_accumulation_steps, "total_batch_size": None}
         | {"trust_remote_code": reward.model_init_kwargs(model_args, args)["trust_remote_code"]},
         peft_config=get_peft_config(model_args),
         depths=depths,
     )
 
-    def say_and_compile(layout: Layout) -> CompiledProgram:
+    def report_and_compile(layout: Layout) -> CompiledProgram:
         print(f"Compiling for {layout.topology}: {layout} ...", file=sys.stderr, flush=True)
         return compile_one(layout)
 
     def try_each(meshes: Iterable[MeshShape], sizes: Iterable[int], policies: Iterable[Remat]) -> Iterator[Attempt]:
         for mesh, pairs, remat in islice(product(meshes, sizes, policies), plan_args.compiles):
             candidate = dataclasses.replace(planned, mesh=mesh, pairs_per_device=pairs, remat=remat)
-            yield layouts.attempt(candidate, say_and_compile)
+            yield layouts.attempt(candidate, report_and_compile)
 
     size = planned.pairs_per_device
     if plan_args.search or plan_args.meshes or plan_args.batch_sizes:
-        meshes = [parse_mesh(each, topology.chips) for each in plan_args.meshes or [str(mesh)]]
-        # layers in a loop are always recomputed
-        policies = [each for each in Remat if each != Remat.NONE or not args.scan_layers]
+        meshes = [parse_mesh(axes, topology.chips) for axes in plan_args.meshes or [str(mesh)]]
+        # scanned layers are always recomputed
+        policies = [policy for policy in Remat if policy != Remat.NONE or not args.scan_layers]
         sizes = plan_args.batch_sizes or dict.fromkeys([size, -(-size // 2)])
         attempts = list(try_each(meshes, sizes, policies))
         parts = [layouts.found(attempts)]
     else:
-        attempts = [layouts.attempt(planned, say_and_compile)]
+        attempts = [layouts.attempt(planned, report_and_compile)]
         parts = [layouts.report(attempts[0], pairs_to_train(planned, plan_args))]
-        if not attempts[0].fits:  # full remat, weights over all chips, and halves of the batch
-            thrifty = [MeshShape(fsdp=mesh.batch_shards, tensor=mesh.tensor)]
-            is_thrifty = planned.remat == Remat.FULL and thrifty == [mesh]
-            sizes = [size // 2**halved for halved in range(is_thrifty, size.bit_length())]
-            others = list[Attempt]()
-            for other in try_each(thrifty, sizes, [Remat.FULL]):
-                others.append(other)
-                if other.fits:
+        if not attempts[0].fits:  # try full remat and weights sharded over all chips, with ever smaller batches
+            smallest = [MeshShape(fsdp=mesh.batch_shards, tensor=mesh.tensor)]
+            is_smallest = planned.remat == Remat.FULL and smallest == [mesh]
+            sizes = [size // 2**halvings for halvings in range(is_smallest, size.bit_length())]
+            alternatives = list[Attempt]()
+            for alternative in try_each(smallest, sizes, [Remat.FULL]):
+                alternatives.append(alternative)
+                if alternative.fits:
                     break
-            parts.append(f"What would fit:\n\n{layouts.found(others)}")
+            parts.append(f"What would fit:\n\n{layouts.found(alternatives)}")
     print("\n\n".join([*parts, layouts.notes(planned, depths)]))
-    return 0 if any(each.fits for each in attempts) else 1
+    return 0 if any(attempt.fits for attempt in attempts) else 1
 
 
 def pairs_to_train(layout: Layout, plan_args: PlanArguments) -> float | None:
-    """Return the pairs of all steps; None if neither their number nor a dataset is known."""
+    """Return the number of pairs in all steps; None if neither `max_steps` nor the size of the dataset is known."""
     args = layout.args
     if args.max_steps > 0:
         return args.max_steps * layout.pairs * args.gradient_accumulation_steps
@@ -173,17 +174,17 @@ def pairs_to_train(layout: Layout, plan_args: PlanArguments) -> float | None:
 def read_inputs(
     script: Any, args: RewardConfig, model_args: ModelConfig, data: Any, folder: str
 ) -> tuple[Any, Dataset | None]:
-    """Return the model without weights, and the tokens of the dataset if one is named.
+    """Return the model without weights, and the tokenized dataset; the dataset is None if the arguments name none.
 
     Args:
-        script: The dataset, by name.
-        args: The settings of the training.
+        script: Script arguments with the name of the dataset.
+        args: Settings of the training.
         model_args: The model and its adapters.
         data: The dataset as a mixture.
-        folder: Where a synthetic model may be made.
+        folder: Folder for a synthetic model.
 
     Raises:
-        UserError: No model, a stream, and what the trainer refuses in models and data.
+        UserError: No model, a stream, or a model or data that the trainer rejects.
     """
     if not model_args.model_name_or_path:
         raise UserError("Name a model with `--model_name_or_path`: a Hub id, or a folder with a config.json.")
@@ -200,7 +201,7 @@ def read_inputs(
         splits, what = reward.load_data(script, data)
         dataset = pick_split(splits, script.dataset_train_split, what)
         if not isinstance(dataset, Dataset):
-            raise UserError(f"{what} is a stream: its lengths are not known. Plan with --row_length instead.")
+            raise UserError(f"{what} is a stream: its lengths are unknown. Plan with --row_length instead.")
         tokenizer, _ = settle_tokenizer(model, load_tokenizer(name, **loading), args)
         tokens = build_dataset(dataset, model, tokenizer, args, "train", False)
     if (peft_config := get_peft_config(model_args)) is not None:

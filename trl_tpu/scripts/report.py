@@ -1,4 +1,4 @@
-"""Report on runs and on scored files, in numbers, words and pictures: ``trl-tpu report``."""
+"""Report on runs and on scored files, in numbers, text and figures: ``trl-tpu report``."""
 
 import argparse
 from collections.abc import Sequence
@@ -10,11 +10,11 @@ from trl_tpu.report.verdicts import as_markdown, printable, read_scored
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Make the parser of the command's words."""
+    """Make the parser of the command's arguments."""
     parser = argparse.ArgumentParser(
         prog="trl-tpu report",
-        description="Say whether a reward model is worth a PPO run: its verdict on held-out pairs with intervals, "
-        "calibration and length bias, and its training, on a page with pictures.",
+        description="Show whether a reward model is worth a PPO run: write a page with its verdict on held-out pairs "
+        "(with intervals, calibration and length bias) and its training, in numbers and figures.",
         allow_abbrev=False,
     )
     parser.add_argument(
@@ -22,20 +22,20 @@ def make_parser() -> argparse.ArgumentParser:
         nargs="+",
         metavar="RUN_OR_SCORED_FILE",
         help="The folder of a training run, or a file of rows that `trl-tpu score --output` wrote (.jsonl, .parquet). "
-        "Several are in the same axes.",
+        "Several sources share the same axes.",
     )
-    parser.add_argument("--output", metavar="FOLDER", help="Where to write; by default in or beside the first.")
+    parser.add_argument("--output", metavar="FOLDER", help="Folder of the report; by default in or next to the first.")
     parser.add_argument(
-        "--eval_by", metavar="COLUMN", help="A column of scored files that groups rows; `subset` where there is one."
+        "--eval_by", metavar="COLUMN", help="Column of scored files that groups rows; by default `subset`, if present."
     )
     return parser
 
 
 def run(argv: list[str]) -> int:
-    """Run the command ``trl-tpu report``; returns the exit status."""
+    """Run the command ``trl-tpu report``; return the exit status."""
     args = make_parser().parse_args(argv)
     output = Path(args.output).expanduser() if args.output else None
-    page, verdicts = write_report([Path(each).expanduser() for each in args.sources], output, args.eval_by)
+    page, verdicts = write_report([Path(path).expanduser() for path in args.sources], output, args.eval_by)
     print(as_markdown(verdicts, printable), end="\n\n")
     print(f"Report written to {page}")
     return 0
@@ -44,16 +44,20 @@ def run(argv: list[str]) -> int:
 def write_report(
     sources: Sequence[Path], output: Path | None = None, eval_by: str | None = None
 ) -> tuple[Path, dict[str, Verdict | BestOfN]]:
-    """Write the report on runs and scored files, and return the path of its page, and the verdicts by name.
+    """Write the report on runs and scored files; return the path of its page, and the verdicts by source name.
 
-    Each is named as its folder or file is, or by its whole path where two have one name.
+    The name of a source is the name of its folder or file, or its full path if another source has the same name.
 
     Args:
-        output: The report's folder. By default `report` in a run's folder, or `NAME-report` next to a file; with the
-            names of other sources added, so that a run keeps its own report.
+        sources: Folders of runs, and scored files.
+        output: Folder of the report. By default `report` in the folder of the first source if this is a run, or
+            `NAME-report` next to it if this is a file. The names of further sources are appended, so that a run keeps
+            its own report.
+        eval_by: Column of scored files that groups rows.
 
     Raises:
-        UserError: A source is missing or is neither, a run has logged nothing, or the report cannot be written.
+        UserError: A source is missing, or is neither a run nor a scored file; a run has logged nothing; or the report
+            cannot be written.
     """
     short = [source.resolve().name for source in sources]
     names = [name if short.count(name) == 1 else str(source) for name, source in zip(short, sources, strict=True)]

@@ -1,4 +1,4 @@
-"""Train a reward model: ``trl-tpu reward``, or ``python -m trl_tpu.scripts.reward``; ``trl-tpu prm`` one of steps."""
+"""Train a reward model: ``trl-tpu reward`` or ``python -m trl_tpu.scripts.reward``, and ``trl-tpu prm`` for steps."""
 
 import sys
 
@@ -44,7 +44,7 @@ from trl_tpu.training.stopping import end_forks_by_sigterm
 logger = logging.getLogger(__name__)
 
 #: The flags that `--help` shows.
-_FIRST = (
+_MAIN_FLAGS = (
     *("model_name_or_path", "dataset_name", "output_dir", "learning_rate", "num_train_epochs", "total_batch_size"),
     *("per_device_train_batch_size", "max_length", "eval_strategy", "use_peft", "mesh", "resume_from_checkpoint"),
 )
@@ -53,11 +53,11 @@ _FIRST = (
 @help_from_docstring
 @dataclass
 class RewardScriptArguments(ScriptArguments):
-    """Where the data is, and whether to train.
+    """The dataset of a training, and whether to train.
 
     Args:
-        dry_run: Show a pair as the model will see it, devices, rows and the number of steps, and end before the first
-            step. Nothing is saved or pushed.
+        dry_run: Show a pair as the model will see it, the devices, the rows of a batch and the number of steps. Then
+            exit before the first step. Nothing is saved or pushed.
     """
 
     dry_run: bool = False
@@ -70,20 +70,20 @@ def main(
     dataset_args: DatasetMixtureConfig,
     dry_run: bool = False,
 ) -> None:
-    """Train and save; evaluate on the held-out split and push to the Hub as the settings say.
+    """Train and save a model; evaluate on the held-out split and push to the Hub if the settings ask for it.
 
     Args:
         script_args: The dataset, by name.
-        training_args: How to train; stays as it is.
+        training_args: Settings of the training; the object is not changed.
         model_args: The model, its adapters and its quantization.
-        dataset_args: The dataset as a mixture, which wins over the name.
-        dry_run: Show what would be done instead: see `RewardScriptArguments`.
+        dataset_args: The dataset as a mixture; takes precedence over the name.
+        dry_run: Whether to only show the training: see `RewardScriptArguments`.
 
     Raises:
         UserError: No model, no dataset, or no such split.
-        Unfinished: Training was told to stop, or ran out of time, and has saved a checkpoint to resume from.
-        SystemExit: With status 73, the model was trained and saved, but it is the last one and not the best; with
-            74, the model could not be saved, or not every checkpoint on the way. The log says which.
+        Unfinished: Training was preempted or reached its time limit, and has saved a checkpoint to resume from.
+        SystemExit: With status 73, the last model was saved, because the best model could not be loaded. With status
+            74, the model or a checkpoint could not be saved. The log names the fault.
     """
     if not model_args.model_name_or_path:
         raise UserError("Name a model with `--model_name_or_path`: a Hub id, a local folder, or synthetic:tiny.")
@@ -91,16 +91,16 @@ def main(
     training_args.model_init_kwargs = model_init_kwargs(model_args, training_args)
     output_dir = str(training_args.output_dir)
     if dry_run:
-        training_args.push_to_hub = False  # which makes the repository first
+        training_args.push_to_hub = False  # otherwise the trainer creates the repository
     checkpoint: Any = training_args.resume_from_checkpoint
-    checkpoint = {"true": True, "false": None}.get(str(checkpoint).lower(), checkpoint)  # a flag can only be text
+    checkpoint = {"true": True, "false": None}.get(str(checkpoint).lower(), checkpoint)  # flags are text
     if not dry_run:
         end_by_sigterm(training_args, checkpoint)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
     dataset, what = load_data(script_args, dataset_args)
     train_dataset = pick_split(dataset, script_args.dataset_train_split, what)
     eval_dataset = None
-    training_args.do_eval |= training_args.eval_on_start  # `eval_strategy` has set it, too
+    training_args.do_eval |= training_args.eval_on_start  # `eval_strategy` has also set `do_eval`
     warn_of_unmet_needs(training_args, {"do_eval=True": "eval_by max_eval_steps per_device_eval_batch_size"})
     if training_args.do_eval:
         eval_dataset = pick_split(dataset, script_args.dataset_test_split, what)
@@ -115,7 +115,7 @@ def main(
         peft_config=get_peft_config(model_args),
     )
 
-    def say(line: str) -> None:
+    def show(line: str) -> None:
         if trainer.is_world_process_zero():
             print(line)
 
@@ -124,15 +124,15 @@ def main(
         answers, labels = [repr(trainer.processing_class.decode(ids)) for ids in answers_of(row)], labels_of(row)
         names = [f"answers[{place}]" for place in range(len(answers))] if "grades" in labels else [*RAW_COLUMNS]
         for name, value in [*zip(names, answers, strict=False), *sorted(labels.items())]:
-            say(f"{name} of the first row: {value}")
+            show(f"{name} of the first row: {value}")
         *_, steps = trainer.set_initial_training_values(trainer.args, trainer.get_train_dataloader())
-        say(f"{trainer.describe()}\n{steps:,} steps; nothing was trained, since --dry_run ends before the first.")
+        show(f"{trainer.describe()}\n{steps:,} steps; nothing was trained, since --dry_run ends before the first.")
         return
-    say(trainer.describe())
-    trainer.trl_tpu.at_late_sigterm = lambda: None  # what is left is short
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # training handles it itself, and a second one kills
+    show(trainer.describe())
+    trainer.trl_tpu.at_late_sigterm = lambda: None  # the work after training is short
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # training installs its own handler; a second SIGTERM kills
     trainer.train(resume_from_checkpoint=checkpoint)
-    # the command comes to its end now, so that its result is complete, unless a second SIGTERM kills it
+    # ignore the first SIGTERM from now on, so that the command's result is complete; a second SIGTERM kills
     signal.signal(signal.SIGTERM, lambda *_: signal.signal(signal.SIGTERM, signal.SIG_DFL))
     if trainer.stopped_by is not None:
         trainer.end()  # closes the trackers
@@ -140,17 +140,17 @@ def main(
     try:
         trainer.save_model(output_dir, _internal_call=True)  # pushed below
     except (OSError, SafetensorError) as error:
-        logger.error("The model was NOT saved (%s). Checkpoints stay as they are; make room, and resume.", error)
+        logger.error("The model was NOT saved (%s). Checkpoints are unchanged; free space, then resume.", error)
         raise SystemExit(NOT_SAVED) from error
-    say(f"Model saved to {training_args.output_url or output_dir}")
+    show(f"Model saved to {training_args.output_url or output_dir}")
     if eval_dataset is not None:
-        say(held_out_table(trainer.evaluate()))
+        show(held_out_table(trainer.evaluate()))
     trainer.save_description(dataset_name=script_args.dataset_name)
     if trainer.is_world_process_zero():
-        report_on(trainer)
+        write_run_report(trainer)
     if training_args.push_to_hub:
         trainer.push_to_hub(dataset_name=script_args.dataset_name)
-        say(f"Model pushed to https://huggingface.co/{trainer.hub_model_id}")
+        show(f"Model pushed to https://huggingface.co/{trainer.hub_model_id}")
     trainer.end()  # closes the trackers
     if trainer.trl_tpu.best_model_lost is not None:
         raise SystemExit(BEST_LOST)
@@ -158,30 +158,30 @@ def main(
         raise SystemExit(NOT_SAVED)
 
 
-def report_on(trainer: RewardTrainer) -> None:
+def write_run_report(trainer: RewardTrainer) -> None:
     """Write the page of `trl-tpu report` into the folder of a run that has ended and saved its model."""
     from trl_tpu.scripts.report import write_report
 
     folder = Path(str(trainer.args.output_dir))
     try:
-        trainer.save_state()  # with the logs of the last step and of the last evaluation
+        trainer.save_state()  # includes the logs of the last step and the last evaluation
         page, _ = write_report([folder])
         if (remote := trainer.trl_tpu.remote) is not None:
             remote.put(folder, [path.relative_to(folder).as_posix() for path in sorted(page.parent.iterdir())])
-    except Exception as error:  # whatever drawing says: the model is saved, and that is the command's result
+    except Exception as error:  # the model is saved, so a failed report must not fail the command
         logger.warning("There is no report on this run (%s: %s).", type(error).__name__, error)
     else:
         print(f"Report written to {page}")
 
 
 def end_by_sigterm(args: RewardConfig, checkpoint: str | bool | None) -> None:
-    """Let a SIGTERM before training end the command as one in training does, to be resumed as what it was to be.
+    """Make a SIGTERM before training exit with the status of an unfinished run, as a SIGTERM during training does.
 
-    Where training was to begin anew, its folder becomes a new run's, which was stopped before its first checkpoint.
+    If the run does not resume a checkpoint, the folder is claimed for a new run that has no checkpoint yet.
     """
 
     def end(*_: object) -> None:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a second one kills
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a second SIGTERM kills
         if checkpoint is None:
             remote = None if args.output_url is None else RemoteRun(args.output_url)
             folder = RunFolder(Path(str(args.output_dir)), remote, args.should_save)
@@ -197,7 +197,7 @@ def end_by_sigterm(args: RewardConfig, checkpoint: str | bool | None) -> None:
 
 
 def model_init_kwargs(model_args: ModelConfig, training_args: RewardConfig) -> dict[str, Any]:
-    """Merge the arguments that load the model: flags, and ``model_init_kwargs``, which wins."""
+    """Merge the arguments for loading the model: ``model_init_kwargs`` takes precedence over flags."""
     attention = model_args.attn_implementation
     return {
         "revision": model_args.model_revision,
@@ -209,10 +209,10 @@ def model_init_kwargs(model_args: ModelConfig, training_args: RewardConfig) -> d
 
 
 def load_data(script_args: ScriptArguments, dataset_args: DatasetMixtureConfig) -> tuple[Any, str]:
-    """Load the splits of the mixture, or else of the named dataset; and return what errors call it, too.
+    """Load the splits of the mixture, or else of the named dataset; also return a name of the data for errors.
 
     Raises:
-        UserError: Neither is given.
+        UserError: The arguments contain neither a mixture nor a dataset name.
     """
     if not dataset_args.datasets:
         return load_named_dataset(script_args), str(script_args.dataset_name)
@@ -225,10 +225,10 @@ def load_data(script_args: ScriptArguments, dataset_args: DatasetMixtureConfig) 
 
 
 def held_out_table(metrics: dict[str, float]) -> str:
-    """List accuracy, loss, margin and reward statistics on the held-out split, a line each.
+    """Format accuracy, loss, margin and reward statistics on the held-out split, one per line.
 
     Args:
-        metrics: What `RewardTrainer.evaluate` returns; keys begin with ``eval_``.
+        metrics: Result of `RewardTrainer.evaluate`; keys begin with ``eval_``.
     """
     rows = ("accuracy", "loss", "margin", "mean_reward", "min_reward", "max_reward")
     lines = [f"  {name:<12} {metrics[f'eval_{name}']:>9.4f}" for name in rows if f"eval_{name}" in metrics]
@@ -240,8 +240,14 @@ def make_parser(
     config: type[RewardConfig] = RewardConfig,
     script: tuple[type, ...] = (RewardScriptArguments,),
 ) -> TrlParser:
-    """Make the parser of the command's flags, or of those of another one that is given a training's."""
-    first = (*_FIRST, *script[0].__annotations__)
+    """Make the parser of the command's flags, or the parser of another command that also takes training flags.
+
+    Args:
+        prog: Name of the command.
+        config: Class of the training settings.
+        script: Other dataclasses of flags; the flags of the first are shown by ``--help``.
+    """
+    first = (*_MAIN_FLAGS, *script[0].__annotations__)
     parser = CommandParser((*script, config, ModelConfig, DatasetMixtureConfig), first, prog)
     if config.step_separator is not None:
         parser.set_defaults(lora_task_type="TOKEN_CLS")
@@ -249,18 +255,18 @@ def make_parser(
 
 
 def run(argv: list[str], config: Mapping[str, Any] | None = None, parser: TrlParser | None = None) -> int:
-    """Run the command ``trl-tpu reward``, or one that has another parser; returns the exit status.
+    """Run the command ``trl-tpu reward``, or a command with another parser; return the exit status.
 
     Args:
-        argv: The words after the command's name.
-        config: The values of the YAML file, if `argv` no longer names it.
-        parser: Another command's.
+        argv: The arguments after the command's name.
+        config: Values of the YAML file, if `argv` no longer names it.
+        parser: Parser of the command; by default the parser of ``trl-tpu reward``.
     """
     parser = parser or make_parser("trl-tpu reward")
     script_args, training_args, model_args, dataset_args = parser.parse_args_and_config(argv, config=config)
     try:
         main(script_args, training_args, model_args, dataset_args, dry_run=script_args.dry_run)
-    except (pa.ArrowException, DatasetGenerationError, UnicodeDecodeError) as error:  # as a stream is read, say
+    except (pa.ArrowException, DatasetGenerationError, UnicodeDecodeError) as error:  # while a stream is read
         names = [part.path for part in dataset_args.datasets] or [str(script_args.dataset_name)]
         if (fault := broken_line(names)) is None:
             raise
@@ -269,5 +275,5 @@ def run(argv: list[str], config: Mapping[str, Any] | None = None, parser: TrlPar
 
 
 def run_prm(argv: list[str], config: Mapping[str, Any] | None = None) -> int:
-    """Run the command ``trl-tpu prm``: as `run`, with the flags of a `PRMConfig`."""
+    """Run the command ``trl-tpu prm``: like `run`, with the flags of `PRMConfig`."""
     return run(argv, config, make_parser("trl-tpu prm", PRMConfig))

@@ -39,28 +39,29 @@ _PARQUET = ".parquet"
 @help_from_docstring
 @dataclass
 class ScoreArguments:
-    """What to score, and with which model.
+    """Arguments of the command: the model, the rows to score and how to score them.
 
     Args:
         model_name_or_path: Folder (or Hub id) of a saved reward model or of its adapters.
         text: Texts to score; the flag may be repeated.
-        dataset_name: Rows to score: a local file, a folder, a Hub id, or ``-`` for JSON Lines from the standard
-            input. Columns ``text``, ``messages``, ``completions`` (a list of answers, or of the steps of a solution
-            where the model judges these), or ``chosen`` and ``rejected`` (answers or lists of them); ``prompt`` too
-            where it is explicit; for messages, ``tools`` and ``chat_template_kwargs``, too.
+        dataset_name: Rows to score: a local file, a folder, a Hub id, or ``-`` for JSON Lines from standard input.
+            Columns: ``text``, ``messages``, ``completions`` (a list of answers, or of a solution's steps for a process
+            reward model), or ``chosen`` and ``rejected`` (answers or lists of answers). Optional columns: ``prompt``,
+            and for messages ``tools`` and ``chat_template_kwargs``.
         dataset_config: Configuration of the dataset.
-        dataset_split: Split to score; may be left out where there is only one.
-        output: File for the rows with their rewards: JSON Lines, or Parquet where its name ends in ``.parquet``. Until
-            all rows are scored they are in the folder ``OUTPUT.partial``, and the same command resumes there. A reward
-            that cannot be had is null, and ``not_scored`` says why.
+        dataset_split: Split to score; optional if the dataset has only one.
+        output: File for the rows with their rewards: Parquet if its name ends in ``.parquet``, else JSON Lines. Until
+            all rows are scored, they are in the folder ``OUTPUT.partial``, and the same command resumes from it. A
+            missing reward is null, and ``not_scored`` gives the reason.
         best_of_n: Keep only the best of each prompt's ``completions``, as ``completion`` and ``reward``.
-        standardize: Give ``(reward - mean) / std``, by the mean and std in the model's config, which are those of its
-            last evaluation's rewards, or of the last ones of its training.
-        max_length: Dialogues of more tokens get no reward, as training leaves them out; no limit when None.
-        bf16: Compute in bfloat16, over float32 weights; the score head stays in float32.
-        mesh: How the devices of PyTorch/XLA share the weights, as in training.
-        tokens_per_pass: Tokens that each device computes at a time.
-        trust_remote_code: Whether the model may bring its own code.
+        standardize: Return ``(reward - mean) / std``. The model's config has this mean and std; they come from the
+            rewards of its last evaluation or, without one, from the last rewards of its training.
+        max_length: Maximum number of tokens. Longer sequences get no reward, as training drops them. None sets no
+            limit.
+        bf16: Compute in bfloat16 with float32 weights; the score head stays in float32.
+        mesh: How PyTorch/XLA shards the weights over the devices, as in training.
+        tokens_per_pass: Number of tokens per device in each forward pass.
+        trust_remote_code: Whether the model may run its own code.
     """
 
     model_name_or_path: str
@@ -79,14 +80,15 @@ class ScoreArguments:
 
 
 def main(args: ScoreArguments) -> int:
-    """Score rows, write them as they are scored if there is an `output`, and print the verdict on them.
+    """Score rows, write each window of rows to `output`, if set, and print the verdict.
 
     Returns:
-        The exit status: 1 where no row could be scored.
+        The exit status: 1 if no row could be scored, else 0.
 
     Raises:
-        UserError: Several processes are started; not exactly one of `text` and `dataset_name`, several splits and none
-            chosen, columns that cannot be scored, or an `output` that is the dataset itself or cannot be written.
+        UserError: Several processes are started; `text` and `dataset_name` are both set or both missing; the dataset
+            has several splits and none is chosen; its columns cannot be scored; or `output` is inside the dataset or
+            cannot be written.
     """
     if (processes := os.environ.get("WORLD_SIZE") or "1") != "1":
         raise UserError(f"`trl-tpu score` runs in one process (WORLD_SIZE={processes}). Start it without torchrun.")
@@ -97,11 +99,11 @@ def main(args: ScoreArguments) -> int:
     if args.text:
         for number, text in enumerate(args.text, start=1):
             checks.check_text(text, f"`--text` number {number}")
-        given: Rows = iter([{"text": text} for text in args.text])
+        raw_rows: Rows = iter([{"text": text} for text in args.text])
         count: int | None = len(args.text)
     else:
-        given, count = open_rows(str(args.dataset_name), args.dataset_config, args.dataset_split)
-    form, rows = look_at(given, args.best_of_n)
+        raw_rows, count = open_rows(str(args.dataset_name), args.dataset_config, args.dataset_split)
+    form, rows = look_at(raw_rows, args.best_of_n)
     settings: dict[str, Any] = {"bf16": args.bf16, "mesh": args.mesh, "tokens_per_pass": args.tokens_per_pass}
     scorer = Scorer(args.model_name_or_path, args.trust_remote_code, standardize=args.standardize, **settings)
     form = form.of_model(scorer)
@@ -113,8 +115,8 @@ def main(args: ScoreArguments) -> int:
         faults, fault = faults + len(faulty), fault or next(iter(faulty), None)
         for column in columns:
             values = [row[column] if isinstance(row[column], list) else [row[column]] for row in scored]
-            if known := [value for each in values for value in each if value is not None]:
-                ranges[column].append((len(known), sum(known), min(known), max(known)))
+            if rewards := [reward for row_values in values for reward in row_values if reward is not None]:
+                ranges[column].append((len(rewards), sum(rewards), min(rewards), max(rewards)))
         if columns != ["reward"] and not (labeled := LabeledRewards.of(scored, columns)).are_lists:
             evaluation.add(labeled.rewards_NK, labeled.labels, labeled.tokens_N2, labeled.groups(None))
         for row in scored if args.text else ():
@@ -130,17 +132,17 @@ def main(args: ScoreArguments) -> int:
         table = Table("Rewards", ("column", "mean", "min", "max"), tuple(cells))
         print(table.markdown(printable) if cells else "no row was scored", end="\n\n")
     if faults:
-        logger.warning(f"{faults} of {done} rows have no reward, or lack one; `{REASON}` says why: {fault}")
+        logger.warning(f"{faults} of {done} rows lack some or all rewards; `{REASON}` gives the reason: {fault}")
     if args.output:
         print(f"Rewards of {done} rows written to {args.output}")
     return 0 if ranges else 1
 
 
 def _check_output(output: str, dataset: str | None) -> None:
-    """Check, before any work is done, that an output can be written and is no part of a local dataset."""
+    """Check before scoring that the output can be written and is not part of a local dataset."""
     path = Path(output).expanduser().resolve()
     if not path.parent.is_dir() or (path.exists() and not path.is_file()):
-        raise UserFileError(f"`output`, {output}, cannot be written: name a file in a folder that is there.")
+        raise UserFileError(f"`output`, {output}, cannot be written: name a file in a folder that exists.")
     if dataset is not None and path.is_relative_to(Path(dataset).expanduser().resolve()):
         raise UserError(f"`output`, {output}, is the dataset itself or in its folder: name a file elsewhere.")
 
@@ -148,7 +150,7 @@ def _check_output(output: str, dataset: str | None) -> None:
 def _windows(
     args: ScoreArguments, scorer: Scorer, rows: Iterator[Any], form: Form, count: int | None
 ) -> Iterator[list[dict[str, Any]]]:
-    """Yield windows of rows with their rewards: those that an earlier start has written, and new ones once written."""
+    """Yield windows of scored rows: first the windows that an earlier run wrote, then each new window once written."""
     done, file = 0, None
     scale = None if scorer.scale is None else [scorer.scale.mean, scorer.scale.std]
     depends_on = {"model": scorer.fingerprint, "best_of_n": args.best_of_n, "scale": scale}
@@ -156,79 +158,79 @@ def _windows(
     with ExitStack() as stack:
         if args.output:
             file = stack.enter_context(RowsFile(args.output, depends_on, stream.WINDOW))
-            for kept in file.kept(rows):
-                done += len(kept)
-                yield kept
+            for scored in file.written_chunks(rows):
+                done += len(scored)
+                yield scored
         if done:
-            logger.warning(f"{done} rows are scored already, by an earlier start of this command, which is resumed.")
-        every = 0.5 if sys.stderr.isatty() else 30  # seconds: a log keeps each line
-        settings: dict[str, Any] = {"unit": " rows", "mininterval": every, "disable": bool(args.text)}
+            logger.warning(f"Resuming an earlier run of this command: {done} rows are scored already.")
+        interval = 0.5 if sys.stderr.isatty() else 30  # seconds: a log keeps each line
+        settings: dict[str, Any] = {"unit": " rows", "mininterval": interval, "disable": bool(args.text)}
         bar = stack.enter_context(tqdm(desc="Scoring", total=count, initial=done, **settings))
-        for given, scored in scored_windows(scorer, rows, form, args.max_length, first=done):
+        for source, scored in scored_windows(scorer, rows, form, args.max_length, first=done):
             if file is not None:
-                file.write(given, scored)
+                file.write(source, scored)
             bar.update(len(scored))
             yield scored
 
 
 class RowsFile:
-    """A file of rows that is written in chunks, can be resumed, and appears when all of them are written.
+    """File of rows that is written in chunks, can be resumed, and appears when all rows are written.
 
-    It is a context, at whose end the file gets its name, unless an error ends it. Until then the chunks are files in
-    the folder ``OUTPUT.partial``, each complete or absent: JSON Lines, or Parquet where the output is Parquet and JSON
-    would change a value. Their names have a digest of the rows that they were made from and of the settings, so that
-    a command that is started again keeps the chunks of an earlier start, or rejects those of other rows.
+    It is a context manager. The file gets its name when the context ends without an error. Until then the chunks are
+    files in the folder ``OUTPUT.partial``, each complete or absent: JSON Lines, or Parquet if the output is Parquet
+    and JSON would change a value. The name of a chunk contains a digest of its source rows and of the settings. A
+    restarted command uses the digest to keep the chunks of an earlier run, or to reject chunks from other rows.
 
     Args:
-        output: The file; Parquet where its name ends so, else JSON Lines.
-        settings: What the rows depend on, beside those that they are made from.
-        chunk: Rows are written and kept in chunks of this many.
+        output: Path of the file: Parquet if it ends in ``.parquet``, else JSON Lines.
+        settings: All that the rows to write depend on, except their source rows.
+        chunk: Number of rows per chunk.
     """
 
     def __init__(self, output: str, settings: Mapping[str, Any], chunk: int) -> None:
-        self._path = Path(output).expanduser().resolve()  # the file that a link leads to
+        self._path = Path(output).expanduser().resolve()  # follows links
         self._settings = json.dumps(settings)
         self._chunk = chunk
         self._chunks: list[Path] = []
-        self._changed: set[str] = set()  # columns of which JSON cannot hold all values
+        self._changed: set[str] = set()  # columns with values that JSON cannot hold
         self._folder = self._path.with_name(f"{self._path.name}.partial")
 
-    def kept(self, rows: Iterator[Any]) -> Iterator[list[dict[str, Any]]]:
-        """Read the chunks of an earlier start, and as many of the rows that they were made from.
+    def written_chunks(self, rows: Iterator[Any]) -> Iterator[list[dict[str, Any]]]:
+        """Yield the chunks of an earlier run; skip their source rows in ``rows``.
 
         Raises:
-            UserError: They were made from other rows, or by another command.
+            UserError: The chunks were made from other rows, or by another command.
         """
-        for found in sorted(self._folder.glob("*-*[!d]")):  # all but .unfinished
-            given = list(islice(rows, self._chunk))
-            written = read_rows(found)
-            if found.stem != self._file_of(given).stem or len(written) != len(given):
+        for path in sorted(self._folder.glob("*-*[!d]")):  # all except .unfinished
+            source = list(islice(rows, self._chunk))
+            written = read_rows(path)
+            if path.stem != self._file_of(source).stem or len(written) != len(source):
                 raise UserError(
                     f"{self._folder} cannot be resumed: its rows were made from other data, by another model or with "
-                    "other arguments. Give the same, or delete the folder to begin anew."
+                    "other arguments. Use the same command, or delete the folder to start again."
                 )
-            self._chunks.append(found)
+            self._chunks.append(path)
             yield written
 
-    def write(self, given: Sequence[Any], rows: Sequence[dict[str, Any]]) -> None:
+    def write(self, source: Sequence[Any], rows: Sequence[dict[str, Any]]) -> None:
         """Write a chunk.
 
         Args:
-            given: The rows that it was made from.
+            source: The rows that the chunk was made from.
             rows: The rows to write.
         """
         self._folder.mkdir(exist_ok=True)
-        chunk = self._file_of(given)
+        chunk = self._file_of(source)
         unfinished = chunk.with_suffix(".unfinished")
-        as_json = list(map(_as_json, rows))
-        both = zip(rows, as_json, strict=True)
-        changed = {name for row, spelled in both for name, value in row.items() if spelled[name] != value}
+        json_rows = list(map(_as_json, rows))
+        pairs = zip(rows, json_rows, strict=True)
+        changed = {name for row, json_row in pairs for name, value in row.items() if json_row[name] != value}
         if changed and self._path.suffix.lower() == _PARQUET:
-            with suppress(pa.ArrowException, UnicodeEncodeError):  # of what Parquet cannot hold either
+            with suppress(pa.ArrowException, UnicodeEncodeError):  # for values that Parquet cannot hold either
                 pq.write_table(pa.Table.from_struct_array(pa.array(rows)), unfinished)
                 chunk, changed = chunk.with_suffix(_PARQUET), set()
         if chunk.suffix != _PARQUET:
-            unfinished.write_bytes(b"".join(map(json_line, as_json)))
+            unfinished.write_bytes(b"".join(map(json_line, json_rows)))
         if new := changed - self._changed:
             self._changed |= new
             logger.warning(
@@ -238,10 +240,10 @@ class RowsFile:
         unfinished.replace(chunk)
         self._chunks.append(chunk)
 
-    def _file_of(self, given: Sequence[Any]) -> Path:
-        """Return the name of the next chunk."""
+    def _file_of(self, source: Sequence[Any]) -> Path:
+        """Return the path of the next chunk, from its source rows."""
         digest = hashlib.sha256(self._settings.encode())
-        for row in given:
+        for row in source:
             digest.update(json.dumps(row, default=str).encode())
         return self._folder / f"{len(self._chunks):08}-{digest.hexdigest()[:16]}.jsonl"
 
@@ -252,14 +254,14 @@ class RowsFile:
         if kind is None:
             self._finish()
         else:
-            logger.warning(f"Not all rows are written; those that are, are in {self._folder}.")
+            logger.warning(f"Not all rows are written; the written rows are in {self._folder}.")
 
     def _finish(self) -> None:
-        """Put the chunks together: those of Parquet as a row group each, which is all that is in memory at a time."""
+        """Join the chunks into the file. A Parquet file gets one row group per chunk, to hold one chunk in memory."""
         whole = self._folder / f"whole{_PARQUET}"
         try:
             if self._path.suffix.lower() == _PARQUET:
-                # of all keys of a chunk's rows, where a table would look at the first row alone
+                # the schema of a struct array has the keys of all rows; Table.from_pylist reads the first row only
                 schemas = (pa.Table.from_struct_array(pa.array(read_rows(chunk))).schema for chunk in self._chunks)
                 schema = pa.unify_schemas(list(dict.fromkeys(schemas)), promote_options="permissive")
                 with pq.ParquetWriter(whole, schema) as writer:
@@ -272,21 +274,21 @@ class RowsFile:
                         file.write(chunk.read_bytes())
         except (pa.ArrowException, UnicodeEncodeError) as error:
             raise UserError(
-                f"The rows cannot be written as Parquet, whose columns have one type each: {error}. All of them are "
-                f"in {self._folder}; keep those, or name an output that ends with .jsonl."
+                f"The rows cannot be written as Parquet, whose columns have one type each: {error}. All rows are in "
+                f"{self._folder}; keep these files, or name an output that ends with .jsonl."
             ) from error
         whole.replace(self._path)
         shutil.rmtree(self._folder)
 
 
 def json_line(row: dict[str, Any]) -> bytes:
-    """Return a row of what JSON can hold as a line of it."""
-    # half of a pair of surrogates, which a row may have as \\ud800, is no text that a file holds
+    """Encode a row of JSON values as one line of JSON."""
+    # a lone surrogate (\\ud800 in a row) cannot be encoded in UTF-8
     return json.dumps(row, ensure_ascii=False).encode(errors="backslashreplace") + b"\n"
 
 
 def _as_json(row: dict[str, Any]) -> dict[str, Any]:
-    """Return a row with null for numbers that are not finite, and text for what JSON does not have."""
+    """Return a row with null for numbers that are not finite, and text for types that JSON does not have."""
     return json.loads(json.dumps(row, default=str), parse_constant=lambda _: None)
 
 
@@ -296,6 +298,6 @@ def make_parser(prog: str | None = None) -> TrlParser:
 
 
 def run(argv: list[str], config: Mapping[str, Any] | None = None) -> int:
-    """Run the command ``trl-tpu score``; returns the exit status. See `take_config` for the arguments."""
+    """Run the command ``trl-tpu score``; return the exit status. The arguments are the results of `take_config`."""
     (args,) = make_parser(prog="trl-tpu score").parse_args_and_config(argv, config=config)
     return main(args)

@@ -1,9 +1,10 @@
-"""What the quickstart trains on, made on the spot, with no network and no hub: a tiny model and a preference task.
+"""The quickstart's tiny model and preference task, generated locally without network or Hub.
 
-The task has a right answer, so that a held-out accuracy says whether the whole road works. A question names two
-numbers and asks which is larger, or which is smaller; the chosen answer is right, the rejected answer is the other
-number. An answer that is right under one question is wrong under the other, so a reward model must read the prompt and
-not just rank the answers. All dialogues have the same number of tokens: a run has one shape and compiles once.
+The task has a right answer, so the held-out accuracy shows whether the whole pipeline works. A question names two
+numbers and asks for the larger or the smaller number. The chosen answer is the right number, the rejected answer the
+wrong number. An answer that is right for one question is wrong for the opposite question, so a reward model must read
+the prompt and not just rank the answers. All sequences have the same number of tokens: a run has one shape and
+compiles once.
 """
 
 import os
@@ -19,7 +20,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from trl_tpu.data.loader import main_processes_first
 from trl_tpu.errors import UserError
 
-#: How the names of a model and a dataset begin that are made here.
+#: Prefix of the names of synthetic models and datasets.
 PREFIX = "synthetic:"
 MODEL, DATASET, RANKINGS = f"{PREFIX}tiny", f"{PREFIX}numbers", f"{PREFIX}rankings"
 SEED = 0
@@ -39,19 +40,19 @@ Message = dict[str, Any]
 
 
 def question(word: str, *numbers: int) -> list[Message]:
-    """Make the prompt: one user message."""
+    """Make a prompt: one user message."""
     return [{"role": "user", "content": f"Which is {word}, {' or '.join(map(str, numbers))}?"}]
 
 
 def answer(number: int) -> list[Message]:
-    """Make the completion: one assistant message, the bare number."""
+    """Make a completion: one assistant message with only the number."""
     return [{"role": "assistant", "content": str(number)}]
 
 
 def tiny_tokenizer() -> PreTrainedTokenizerFast:
-    """Make a byte-level BPE tokenizer that spells any text, and holds each word of the task as one token.
+    """Make a byte-level BPE tokenizer for any text, with one token for each word of the task.
 
-    Nothing is trained: the merges build every word from its first letter on, a longer prefix at each merge.
+    Nothing is trained: the merges build each word letter by letter, from its beginning.
     """
     words = ["Which", "is", "or", *QUESTION_WORDS, *map(str, NUMBERS)]
     prefixes = dict.fromkeys(prefix for word in words for prefix in accumulate(["Ġ", *word]))
@@ -74,7 +75,7 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
 def tiny_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
     """Make a causal language model of about 140,000 random float32 weights, the same at every call.
 
-    Each dimension is a multiple of 8, so that 8 devices shard it evenly.
+    Each dimension is a multiple of 8, so 8 devices can shard it evenly.
     """
     config = LlamaConfig(
         vocab_size=-(-len(tokenizer) // 64) * 64,
@@ -95,21 +96,21 @@ def tiny_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
 
 
 def load_dataset(name: str) -> datasets.DatasetDict:
-    """Make preference pairs in splits "train" (2,048) and "test" (512): prompt, chosen, rejected; conversational.
+    """Make conversational preference pairs or rankings, in the splits "train" (2,048 rows) and "test" (512 rows).
 
-    A pair of numbers belongs to one split with all its questions, so that no test question repeats a trained
-    comparison in another order or with the other word.
+    `DATASET` has pairs: prompt, chosen and rejected. All questions about a pair of numbers are in one split, so no
+    test question repeats a comparison of the training data in another order or with the opposite word.
 
-    Or rankings, of `RANKINGS`, in splits of the same sizes: prompt, completions and scores; a prompt names four
-    numbers, and the score of each is how many of the others are a worse answer.
+    `RANKINGS` has prompt, completions and scores. A prompt names four numbers; the score of a number is how many of
+    the numbers are worse answers.
 
     Raises:
-        UserError: `name` is neither.
+        UserError: `name` is not `DATASET` or `RANKINGS`.
     """
     if name == RANKINGS:
         return _rankings()
     if name != DATASET:
-        raise UserError(f"There is no synthetic dataset {name!r}; there are {DATASET} and {RANKINGS}.")
+        raise UserError(f"Unknown synthetic dataset {name!r}; the names are {DATASET} and {RANKINGS}.")
     pairs = [(low, high) for low, high in combinations(NUMBERS, 2) if high - low >= SMALLEST_GAP]
     shuffler = random.Random(SEED)
     shuffler.shuffle(pairs)
@@ -145,18 +146,18 @@ def _rankings() -> datasets.DatasetDict:
 
 
 def resolve_model(name: str, folder: str) -> str:
-    """Return a model's name; for ``synthetic:tiny`` the folder below `folder` where the tiny model is saved.
+    """Return a model's name; for ``synthetic:tiny``, save the tiny model inside `folder` and return its path.
 
     Raises:
-        UserError: There is no synthetic model of that name.
+        UserError: The synthetic model does not exist.
     """
     if not name.startswith(PREFIX):
         return name
     if name != MODEL:
-        raise UserError(f"There is no synthetic model {name!r}; there is {MODEL}.")
+        raise UserError(f"Unknown synthetic model {name!r}; the only name is {MODEL}.")
     path = os.path.join(folder, name.replace(":", "-"))
     with main_processes_first():
-        # not while another process reads it; the weights are written last, and transformers lets only rank 0
+        # Never overwrite the model: another process may be reading it. Only rank 0 writes, the weights last.
         if not os.path.exists(os.path.join(path, "model.safetensors")):
             tokenizer = tiny_tokenizer()
             tokenizer.save_pretrained(path)

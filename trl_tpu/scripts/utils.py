@@ -1,4 +1,4 @@
-"""Arguments that name the data of a script, and the functions that load it."""
+"""Dataset arguments of the scripts, and functions that load the datasets."""
 
 import json
 import logging
@@ -20,15 +20,15 @@ from trl_tpu.errors import UserError, UserFileError, UserKeyError
 from trl_tpu.scripts import synthetic
 from trl_tpu.scripts.parser import TrlParser as TrlParser  # at TRL's path
 
-SPLIT_SEED = 42  # TRL draws a new test split on every run, which mixes training and test rows on a resume
+SPLIT_SEED = 42  # fixed, since TRL's new test split on every run mixes training and test rows on a resume
 
-# suffix -> the loader of `datasets` that reads it; each may be compressed
+# suffix -> the builder of `datasets` that reads it; files may be compressed
 BUILDERS = {".jsonl": "json", ".ndjson": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv", ".tsv": "csv"}
 COMPRESSIONS = (".gz", ".zst", ".bz2", ".xz")
 STDIN = "-"
 
 Rows = Iterator[dict[str, Any] | UserError]
-"""Rows; in the place of a line that is no JSON object, what is wrong with it."""
+"""Rows; a line that is not a JSON object is replaced by an error that describes the fault."""
 
 
 @dataclass
@@ -43,9 +43,9 @@ class DatasetConfig:
         data_files: Files of the dataset.
         split: Split to load; slices such as ``train[:50%]`` work.
         columns: Columns to keep; all when None.
-        fraction: Share of the mixture, for all of its datasets or none. Shares are normalized to sum to one, and the
-            mixture is as large as it can be without repeating a row: the first `round(share * size)` rows of each
-            dataset are kept.
+        fraction: Share of this dataset in the mixture; set it for all datasets or for none. Shares are normalized to
+            sum to one. The mixture is as large as possible without repeating a row: the first `round(share * size)`
+            rows of each dataset are kept.
     """
 
     path: str
@@ -65,11 +65,11 @@ class DatasetMixtureConfig:
     Args:
         datasets: Datasets of the mixture, in the YAML file of `--config`; mappings become [`DatasetConfig`].
         streaming: Whether to stream the datasets of the mixture.
-        test_split_size: How many rows of the mixture to hold out as the split `test`: a count, or a share below 1.
-            None without a value.
+        test_split_size: Rows of the mixture to hold out as the split `test`: a count, or a share below 1. By default
+            no rows are held out.
 
     Raises:
-        UserError: `datasets` is no list, or one of it has no `path` or an unknown key.
+        UserError: `datasets` is not a list, or a dataset has no `path` or an unknown key.
     """
 
     datasets: list[DatasetConfig] = field(default_factory=list)
@@ -79,14 +79,14 @@ class DatasetMixtureConfig:
     def __post_init__(self) -> None:
         try:
             self.datasets = [DatasetConfig(**item) if isinstance(item, dict) else item for item in self.datasets]
-        except TypeError as error:  # no list, an unknown key, or no path
+        except TypeError as error:  # not a list, an unknown key, or no path
             raise UserError(f"`datasets` must be a list of mappings with a `path` each: {error}.") from error
 
 
 @help_from_docstring
 @dataclass
 class ScriptArguments:
-    """Where a script's data is. All but `ignore_bias_buffers` is overruled by the ``datasets:`` of a mixture.
+    """The dataset of a script. The ``datasets:`` of a mixture override all fields except `ignore_bias_buffers`.
 
     Args:
         dataset_name: A Hub id, a local folder, a local file (``.jsonl``, ``.json``, ``.parquet``, ``.csv``), or
@@ -95,7 +95,7 @@ class ScriptArguments:
         dataset_train_split: Split to train on.
         dataset_test_split: Split to evaluate on.
         dataset_streaming: Whether to stream the dataset.
-        ignore_bias_buffers: Kept for scripts that set it; it works around a fault of DistributedDataParallel.
+        ignore_bias_buffers: Kept for scripts that set it to work around a bug of DistributedDataParallel.
     """
 
     dataset_name: str | None = None
@@ -119,7 +119,7 @@ def load_named_dataset(script_args: ScriptArguments) -> DatasetDict | IterableDa
     """Load every split of the dataset that `script_args` names.
 
     Raises:
-        UserError: No `dataset_name`, or what `load` refuses.
+        UserError: `dataset_name` is None, or `load` fails.
     """
     if script_args.dataset_name is None:
         raise UserError("Either `datasets` (in the YAML file of `--config`) or `dataset_name` must be provided.")
@@ -136,8 +136,8 @@ def get_dataset(mixture_config: DatasetMixtureConfig) -> DatasetDict | IterableD
         The split ``train``, and ``test`` too with a `test_split_size`; iterable datasets when streaming.
 
     Raises:
-        UserError: No datasets; fractions for some only; fractions or a test split while streaming; a split that is
-            not there.
+        UserError: The mixture is empty, only some datasets have fractions, fractions or a test split are set while
+            streaming, or a split does not exist.
     """
     named, streaming = mixture_config.datasets, mixture_config.streaming
     fractions: list[Any] = [part.fraction for part in named]
@@ -169,7 +169,7 @@ def get_dataset(mixture_config: DatasetMixtureConfig) -> DatasetDict | IterableD
         return IterableDatasetDict({"train": mixture})
     if test_size is None:
         return DatasetDict({"train": mixture})
-    # a command line can only give a float: 200.0 means 200 rows
+    # command-line values are floats: 200.0 means 200 rows
     rows = int(test_size) if test_size >= 1 and float(test_size).is_integer() else test_size
     return mixture.train_test_split(test_size=rows, seed=SPLIT_SEED)
 
@@ -178,20 +178,21 @@ def get_dataset(mixture_config: DatasetMixtureConfig) -> DatasetDict | IterableD
 
 
 def load(path: str, *, split: str | None = None, streaming: bool = False, **kwargs: Any) -> Any:
-    """Load a dataset as [`~datasets.load_dataset`] does; `path` may also be one local file or ``synthetic:NAME``.
+    """Load a dataset like [`~datasets.load_dataset`]; `path` may also be a local file or ``synthetic:NAME``.
 
     Args:
-        path: A Hub id, a local folder, a local file with a suffix of `BUILDERS` (perhaps compressed; it is the split
+        path: A Hub id, a local folder, a local file with a suffix of `BUILDERS` (compressed or not; its split is
             ``train``), or ``synthetic:NAME``.
-        split: Split to return; all of them when None.
+        split: Split to return; None returns all splits.
         streaming: Whether to stream.
         **kwargs: `name`, `data_dir` and `data_files` of [`~datasets.load_dataset`].
 
     Returns:
-        A dataset, or with ``split=None`` the dictionary of all splits; iterable ones when streaming.
+        A dataset, or with ``split=None`` a dictionary of all splits; iterable datasets when streaming.
 
     Raises:
-        UserError: What cannot be loaded (the first broken line of JSON Lines is named), or no such split.
+        UserError: The dataset cannot be loaded (the error names the first broken line of JSON Lines), or the split
+            does not exist.
     """
     if path.startswith(synthetic.PREFIX):
         splits: Any = synthetic.load_dataset(path)
@@ -209,18 +210,18 @@ def load(path: str, *, split: str | None = None, streaming: bool = False, **kwar
         if builder is not None or local.is_dir() or path in BUILDERS.values():
             kwargs["data_files"] = _files(local if local.is_dir() else Path(), **kwargs)
         return datasets.load_dataset(builder or source, split=split, streaming=streaming, **kwargs)
-    except Exception as error:  # each format's library has errors of its own, and none names the file
+    except Exception as error:  # each format's library raises other errors, and none names the file
         cause = error.__cause__ if isinstance(error, datasets.exceptions.DatasetGenerationError) else error
         kind = UserFileError if isinstance(cause, OSError) else UserError
         raise broken_line([path]) or kind(
             f"{path} cannot be loaded as a dataset: {' '.join(str(cause).split()) or type(cause).__name__} Correct "
-            f"the name, or the file: it must be what its suffix says ({', '.join(BUILDERS)}, compressed or not), and "
+            f"the name, or the file: its format must match its suffix ({', '.join(BUILDERS)}, compressed or not), and "
             "its rows must all have the same columns."
         ) from error
 
 
 def _files(folder: Path, data_dir: str | None = None, data_files: Any = None, **_: Any) -> Any:
-    """Return patterns in which names of existing files mean just these: `datasets` reads ``pairs[1].csv`` as one."""
+    """Return glob patterns with the names of existing files escaped: ``pairs[1].csv`` is a valid file name."""
     base = str((folder / (data_dir or "")).resolve())
     if data_files is None and has_magic(base):
         data_files = get_data_patterns(escape(base))
@@ -229,19 +230,19 @@ def _files(folder: Path, data_dir: str | None = None, data_files: Any = None, **
         path = Path(base, name)
         return escape(str(path)) if path.is_file() else name if "://" in name else str(Path(escape(base), name))
 
-    return data_files and {split: list(map(pattern, each)) for split, each in sanitize_patterns(data_files).items()}
+    return data_files and {split: list(map(pattern, names)) for split, names in sanitize_patterns(data_files).items()}
 
 
 def pick_split(splits: dict[str, Any], split: str, what: str) -> Any:
-    """Return ``splits[split]``, or raise an error that names the splits there are.
+    """Return ``splits[split]``, or raise an error that lists the existing splits.
 
     Args:
         splits: The splits of a dataset.
-        split: Name of one of them.
-        what: How the error calls the dataset.
+        split: Name of the split to return.
+        what: Name of the dataset in the error.
 
     Raises:
-        UserKeyError: There is no such split.
+        UserKeyError: The split does not exist.
     """
     if split not in splits:
         raise UserKeyError(f"{what} has no split {split!r}; its splits are: {', '.join(map(repr, splits))}.")
@@ -249,18 +250,18 @@ def pick_split(splits: dict[str, Any], split: str, what: str) -> Any:
 
 
 def open_rows(name: str, config: str | None = None, split: str | None = None) -> tuple[Rows, int | None]:
-    """Open a dataset to be read row by row; JSON Lines keep the rows that they can be read to.
+    """Open a dataset to read it row by row; a broken line of JSON Lines gives an error in place of a row.
 
     Args:
         name: As `path` of `load`, or ``-`` for JSON Lines from the standard input.
-        config: Configuration of a dataset of the Hub.
-        split: The split of a dataset; may be left out where there is only one.
+        config: Configuration of a dataset on the Hub.
+        split: The split to read; optional if the dataset has only one.
 
     Returns:
-        The rows, and how many there are, if that is known.
+        The rows, and their number if it is known.
 
     Raises:
-        UserError: There are none of that name, or several splits and none is chosen.
+        UserError: The dataset does not exist, or it has several splits and none is chosen.
     """
     if name == STDIN:
         return _read_json(sys.stdin.buffer, "the standard input"), None
@@ -271,15 +272,15 @@ def open_rows(name: str, config: str | None = None, split: str | None = None) ->
     if split is None and len(splits) > 1:
         raise UserError(f"{name} has several splits: {', '.join(splits)}. Choose one with `--dataset_split`.")
     rows = pick_split(splits, split or next(iter(splits)), name)
-    known = (rows.info.splits or {}).get(str(rows.split))
-    return iter(rows), known.num_examples if known else None
+    info = (rows.info.splits or {}).get(str(rows.split))
+    return iter(rows), info.num_examples if info else None
 
 
 # ---- JSON Lines
 
 
 def broken_line(names: Iterable[str]) -> UserError | None:
-    """Return the error of the first broken line of JSON Lines in these files and folders; None if none is broken."""
+    """Return the error for the first broken line of JSON Lines in these files and folders; None without any."""
     paths = [Path(name).expanduser() for name in names]
     files = [file for path in paths for file in (sorted(path.rglob("*")) if path.is_dir() else [path])]
     rows = (row for file in files if _holds_json_lines(file) for row in _read_json(_lines(file), str(file)))
@@ -287,7 +288,7 @@ def broken_line(names: Iterable[str]) -> UserError | None:
 
 
 def _suffix(path: Path) -> str:
-    """Return the suffix that says what is in a file, which may be compressed."""
+    """Return the suffix of a file's format, without a suffix of compression."""
     return (path.with_suffix("") if path.suffix.lower() in COMPRESSIONS else path).suffix.lower()
 
 
@@ -296,20 +297,20 @@ def _holds_json_lines(path: Path) -> bool:
 
 
 def _lines(path: Path) -> Iterator[bytes]:
-    """Read the lines of a file that may be compressed.
+    """Read the lines of a file, compressed or not.
 
     Raises:
-        UserError: It cannot be read.
+        UserError: The file cannot be read.
     """
     try:
         with fsspec.open(str(path), mode="rb", compression="infer") as file:
             yield from file
-    except (OSError, EOFError, ValueError) as error:  # each compression has errors of its own, and none names the file
+    except (OSError, EOFError, ValueError) as error:  # each compression raises other errors, and none names the file
         raise UserError(f"{path} cannot be read ({error}). Correct the file.") from error
 
 
 def _read_json(lines: Iterable[bytes], what: str) -> Rows:
-    """Read JSON Lines; rows may have different keys, which a dataset of one schema does not allow."""
+    """Parse JSON Lines; unlike the rows of a dataset with a schema, rows may have different keys."""
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
@@ -317,6 +318,6 @@ def _read_json(lines: Iterable[bytes], what: str) -> Rows:
             row = json.loads(line.decode("utf-8-sig"))
             if not isinstance(row, dict):
                 raise ValueError("a row must be a JSON object")
-        except ValueError as error:  # of JSON, and of UTF-8
+        except ValueError as error:  # invalid JSON or UTF-8
             row = UserError(f"{what} is broken: line {number}: {error}. Correct the line.")
         yield row

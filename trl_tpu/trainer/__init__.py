@@ -1,4 +1,4 @@
-"""The public API, at TRL's own module paths; names are imported when they are first used."""
+"""Public API at TRL's module paths. Names are imported on first use."""
 
 from .. import __all__ as __all__
 from .. import _get_public as __getattr__  # noqa: F401

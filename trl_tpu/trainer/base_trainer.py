@@ -1,4 +1,4 @@
-"""TRL's path for the class that its trainers share, which here is the reward trainer itself."""
+"""`_BaseTrainer` at TRL's module path: an alias of `RewardTrainer`."""
 
 from .reward_trainer import RewardTrainer
 

@@ -1,4 +1,4 @@
-"""The old API: spellings of TRL up to 0.23, turned into today's with a warning that names it."""
+"""Conversion of arguments of TRL up to 0.23 to today's, with deprecation warnings."""
 
 import copy
 import dataclasses
@@ -15,12 +15,12 @@ from ..errors import UserError
 
 
 def upgrade_args(args: TrainingArguments, max_length: int | None) -> RewardConfig:
-    """Make ``args`` a RewardConfig, with the trainer argument ``max_length`` of TRL up to 0.13 in it."""
+    """Return ``args`` as a RewardConfig that includes the trainer argument ``max_length`` of TRL up to 0.13."""
     if not isinstance(args, RewardConfig):
         _warn("a plain `TrainingArguments` as `args`", "`trl_tpu.RewardConfig`")
         args = _as_reward_config(args)
-    if args.evaluation_strategy not in (None, args.eval_strategy):  # set after it was made, as scripts of then did
-        args = copy.copy(args)  # the caller's stays as it is
+    if args.evaluation_strategy not in (None, args.eval_strategy):  # old scripts set it after construction
+        args = copy.copy(args)  # do not change the caller's object
         args.__post_init__()
     if max_length is not None:
         _warn("`max_length` here", "`RewardConfig(max_length=...)`")
@@ -34,26 +34,26 @@ def _warn(old: str, new: str) -> None:
 
 
 def _as_reward_config(args: TrainingArguments) -> RewardConfig:
-    """Make a RewardConfig of the same settings; no `max_length`, which was TRL's default then.
+    """Return a RewardConfig with the same settings, and `max_length=None`, the default of the old API.
 
-    What a subclass of TrainingArguments adds comes along: callbacks and overridden methods may read it.
+    Fields that a subclass of TrainingArguments adds become attributes: callbacks and overridden methods may read them.
     """
     values = {item.name: getattr(args, item.name) for item in dataclasses.fields(args) if item.init}
     if args.optim == TrainingArguments.optim:
-        del values["optim"]  # transformers' default is a fused kernel; nobody chose it
-    known = {item.name for item in dataclasses.fields(RewardConfig)}
-    config = RewardConfig(**({"max_length": None} | {key: value for key, value in values.items() if key in known}))
-    vars(config).update({name: value for name, value in values.items() if name not in known})
+        del values["optim"]  # the user did not choose transformers' default, a fused kernel
+    names = {item.name for item in dataclasses.fields(RewardConfig)}
+    config = RewardConfig(**({"max_length": None} | {key: value for key, value in values.items() if key in names}))
+    vars(config).update({name: value for name, value in values.items() if name not in names})
     return config
 
 
 def upgrade_processing_class(
     processing_class: PreTrainedTokenizerBase | None, tokenizer: PreTrainedTokenizerBase | None
 ) -> PreTrainedTokenizerBase | None:
-    """Return the tokenizer, whichever of its two names it came by.
+    """Return the tokenizer, passed by today's name ``processing_class`` or by the old name ``tokenizer``.
 
     Raises:
-        UserError: If both are given.
+        UserError: If both arguments are given.
     """
     if tokenizer is None:
         return processing_class
@@ -64,18 +64,23 @@ def upgrade_processing_class(
 
 
 def has_old_order(compute_metrics: Any, callbacks: Any, optimizers: Any) -> bool:
-    """Tell whether these stand where TRL up to 0.23 had `model_init`, `compute_metrics` and `callbacks`."""
+    """Return whether these arguments were passed in the order of TRL up to 0.23.
+
+    There `model_init`, `compute_metrics` and `callbacks` had the positions that `compute_metrics`, `callbacks` and
+    `optimizers` have today.
+    """
     takes_nothing = callable(compute_metrics) and not inspect.signature(compute_metrics).parameters
-    is_old = isinstance(optimizers, list) and all(isinstance(each, TrainerCallback | type) for each in optimizers)
+    is_old = isinstance(optimizers, list) and all(isinstance(item, TrainerCallback | type) for item in optimizers)
     return takes_nothing or callable(callbacks) or is_old
 
 
 def uses_old_columns(train_dataset: Any, data_collator: Any) -> bool:
-    """Tell whether columns or collator are those of TRL up to 0.23; warn with today's spelling.
+    """Return whether the data or the collator have the form of TRL up to 0.23, and warn if so.
 
     Args:
-        train_dataset: Has the columns of then, or not.
-        data_collator: Is the collator of then, which makes raw rows such columns, or not.
+        train_dataset: Dataset that may have the old columns.
+        data_collator: Collator that may be a `RewardDataCollatorWithPadding`. Then raw rows are also converted to the
+            old columns.
     """
     columns = getattr(train_dataset, "column_names", None) or []
     is_old = isinstance(data_collator, RewardDataCollatorWithPadding) or bool(set(LEGACY_KEYS) & set(columns))

@@ -1,4 +1,4 @@
-"""ModelConfig: which model a script loads, and with which adapters."""
+"""`ModelConfig`: model, adapters and quantization of a script."""
 
 import warnings
 from dataclasses import dataclass, field
@@ -11,35 +11,36 @@ from ..errors import UserError
 @help_from_docstring
 @dataclass
 class ModelConfig:
-    """The model of a script, its adapters and its quantization, as command-line flags.
+    """Command-line flags for a model, its adapters and its quantization.
 
-    The fields and defaults are those of TRL's class of this name but for `lora_task_type`, where TRL's default
-    (``"CAUSAL_LM"``) fails on a reward model.
+    It has the fields and defaults of TRL's `ModelConfig`. Only `lora_task_type` has another default, because TRL's
+    (``"CAUSAL_LM"``) fails on reward models.
 
     Args:
-        model_name_or_path: A Hub id, a local folder, or ``synthetic:NAME``.
+        model_name_or_path: Hub id or local folder of the model, or ``synthetic:NAME``.
         model_revision: Branch, tag or commit of the model on the Hub.
         dtype: Type of the weights: ``"auto"``, ``"bfloat16"``, ``"float16"`` or ``"float32"``.
-        attn_implementation: Attention implementation; the model's own default when None.
+        attn_implementation: Attention implementation. By default the model's own.
         use_peft: Whether to train LoRA adapters.
-        lora_r: Rank of the adapters.
-        lora_alpha: Scale of the adapters; they are multiplied by `lora_alpha / lora_r`.
-        lora_dropout: Dropout of the adapters.
-        lora_target_modules: Modules that get adapters; a list of one becomes that string (``all-linear``, a pattern).
-        lora_target_parameters: Parameters that get adapters, where a module does not hold them (experts).
-        lora_modules_to_save: Modules to train and save whole.
-        lora_task_type: Task type of the adapters; ``"SEQ_CLS"`` trains and saves the score head.
-        use_rslora: Whether to multiply by `lora_alpha / sqrt(lora_r)` instead.
+        lora_r: Rank of the LoRA adapters.
+        lora_alpha: Scale of the LoRA adapters: their output is multiplied by `lora_alpha / lora_r`.
+        lora_dropout: Dropout probability of the LoRA adapters.
+        lora_target_modules: Modules that get LoRA adapters. A list of one string is passed on as this string:
+            ``all-linear`` or a pattern. By default peft chooses modules for the model type.
+        lora_target_parameters: Parameters that get LoRA adapters, for weights that are not modules, such as experts.
+        lora_modules_to_save: Modules that are trained and saved in full, without adapters.
+        lora_task_type: Task type of the LoRA adapters. ``"SEQ_CLS"`` also trains and saves the score head.
+        use_rslora: Whether to multiply adapter outputs by `lora_alpha / sqrt(lora_r)` (rank-stabilized LoRA) instead.
         use_dora: Whether to train weight-decomposed adapters (DoRA).
         load_in_8bit: Whether to load the base model in 8 bits (CUDA).
         load_in_4bit: Whether to load the base model in 4 bits (CUDA).
-        bnb_4bit_quant_type: 4-bit format: ``"fp4"`` or ``"nf4"``.
-        use_bnb_nested_quant: Whether to quantize the quantization constants too.
-        bnb_4bit_quant_storage: Type that stores the 4-bit weights.
-        torch_dtype: Deprecated. The name of `dtype` up to TRL 0.23, which it overrules.
+        bnb_4bit_quant_type: Format of 4-bit weights: ``"fp4"`` or ``"nf4"``.
+        use_bnb_nested_quant: Whether to quantize the quantization constants of 4-bit weights too.
+        bnb_4bit_quant_storage: Type in which 4-bit weights are stored.
+        torch_dtype: Deprecated name of `dtype` in TRL up to 0.23. If set, it overrides `dtype`.
 
     Raises:
-        UserError: Both `load_in_8bit` and `load_in_4bit`.
+        UserError: If both `load_in_8bit` and `load_in_4bit` are set.
     """
 
     model_name_or_path: str | None = None
@@ -63,17 +64,17 @@ class ModelConfig:
     bnb_4bit_quant_storage: str | None = None
     torch_dtype: str | None = None
 
-    trust_remote_code = False  # no field: a flag of `RewardConfig`; scripts for TRL up to 1.6 read it here
+    trust_remote_code = False  # not a field; the flag is in `RewardConfig`, but scripts for TRL up to 1.6 read it here
 
     def __post_init__(self) -> None:
         if self.load_in_8bit and self.load_in_4bit:
             raise UserError("You can't use 8 bit and 4 bit precision at the same time: set one of the two.")
         if self.torch_dtype is None:
-            self.torch_dtype = self.dtype  # scripts read it by either name
+            self.torch_dtype = self.dtype  # scripts read either name
         elif self.torch_dtype != self.dtype:
             warnings.warn("`torch_dtype` is deprecated: use `dtype`.", FutureWarning, stacklevel=3)
             self.dtype = self.torch_dtype
         if isinstance(self.lora_target_modules, list | tuple) and len(self.lora_target_modules) == 1:
-            # peft reads a string as a pattern or as "all-linear"; the command line can only give a list
+            # peft interprets only a string as a pattern or "all-linear", but the command line always gives a list
             self.lora_target_modules = self.lora_target_modules[0]  # type: ignore[assignment]
         warn_of_unmet_needs(self)

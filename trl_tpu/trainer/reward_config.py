@@ -1,4 +1,4 @@
-"""RewardConfig, at the path that it has in TRL."""
+"""`RewardConfig` at TRL's module path."""
 
 from ..config.reward_config import RewardConfig
 

@@ -1,4 +1,4 @@
-"""RewardTrainer: `trl.RewardTrainer`'s constructor and methods, on PyTorch/XLA or plain torch."""
+"""`RewardTrainer`: the API of `trl.RewardTrainer` on PyTorch/XLA or plain torch."""
 
 import inspect
 import logging
@@ -52,7 +52,7 @@ from .legacy import has_old_order, upgrade_args, upgrade_processing_class, uses_
 
 logger = logging.getLogger(__name__)
 
-# Made here, since a plain `TrainingArguments`, which the old API takes, starts the devices: too late for XLA's SPMD.
+# Start the runtime on import: XLA's SPMD must be on before a plain `TrainingArguments` (old API) starts the devices.
 runtime.current()
 
 EvalDataset: TypeAlias = (
@@ -61,43 +61,47 @@ EvalDataset: TypeAlias = (
 
 
 class RewardTrainer(checks.AnswersOldNames, EvaluatingTrainer):
-    """Trains a reward model on pairs of a chosen and a rejected dialogue.
+    """Trainer of reward models on preference pairs or rankings.
 
-    The arguments are those of `trl.RewardTrainer`, in its order; `model_init` and the old names come last.
+    The arguments have the names and the order of `trl.RewardTrainer`. `model_init` and deprecated names come last.
 
     Args:
-        model: A model's name (hub id or folder), a sequence classifier with one label, or one with PEFT adapters.
-        args: A `RewardConfig`; by default one that writes to ``{model name}-Reward``.
-        data_collator: Makes batches; `DataCollatorForPreference` by default.
+        model: Name of a model (Hub id or folder), or a sequence classifier with one label, optionally with PEFT
+            adapters.
+        args: A `RewardConfig`. By default its `output_dir` is ``{model name}-Reward``.
+        data_collator: Function that makes a batch from rows. By default `DataCollatorForPreference`.
         train_dataset: Preference pairs: `chosen` and `rejected` (text or messages), optionally with `prompt`, `margin`
             or `chosen_probability`; or token ids in `chosen_ids` and `rejected_ids`. Or rankings: `completions` with
-            `scores` or `ranks`. A stream has pairs, and needs `max_steps`.
-        eval_dataset: The same, or a dict of such datasets.
-        processing_class: The tokenizer; by default the one beside the model.
-        compute_metrics: Called with the predictions and labels that `prediction_step` returns: for pairs rewards
-            [pairs, 2] and zeros.
-        callbacks: More callbacks.
-        optimizers: An optimizer and a scheduler instead of those that `args` names.
-        optimizer_cls_and_kwargs: An optimizer class and its arguments, instead.
-        preprocess_logits_for_metrics: Called with each batch's predictions and labels before `compute_metrics`.
-        quantization_config: For a model given by name (plain torch on CUDA only).
-        peft_config: Train adapters instead of the model: a configuration of peft, or its fields as a dict.
-        model_init: Makes the model, anew for each `train()`; instead of `model`. May take a hyperparameter trial.
+            `scores` or `ranks`. A stream must contain pairs, and requires `max_steps`.
+        eval_dataset: Evaluation data in the form of `train_dataset`, or a dict of such datasets.
+        processing_class: The tokenizer. By default the tokenizer saved with the model.
+        compute_metrics: Function that computes metrics from an `EvalPrediction` with the predictions and labels of
+            `prediction_step`: for pairs rewards [pairs, 2] and zeros.
+        callbacks: Additional callbacks.
+        optimizers: An optimizer and a learning rate scheduler that replace those from `args`.
+        optimizer_cls_and_kwargs: An optimizer class and its keyword arguments that replace `args.optim`.
+        preprocess_logits_for_metrics: Function of a batch's predictions and labels that returns the predictions for
+            `compute_metrics`.
+        quantization_config: Quantization of a model given by name (plain torch on CUDA only).
+        peft_config: Configuration of the adapters to train instead of the full model: a peft config, or a dict of its
+            fields.
+        model_init: Function that makes a new model for each `train()`, instead of `model`. It may take a
+            hyperparameter trial.
         tokenizer: Deprecated name of `processing_class`.
-        max_length: Deprecated here; set it in `RewardConfig`.
+        max_length: Deprecated. Set `max_length` in `RewardConfig`.
 
     Raises:
-        TypeError, ValueError: Before anything is compiled, for arguments or data that cannot work.
+        TypeError, ValueError: If arguments or data are invalid. Checked before anything is compiled.
     """
 
     args: RewardConfig
     processing_class: PreTrainedTokenizerBase
     loss_is_scaled_for_ga = False  # compute_loss returns a mean over the batch
-    use_reward_data_collator = False  # TRL's name up to 0.23 for data in its columns of then
-    fixed_rows: RowPlan | None = None  # of every packed batch, instead of rows that fit the data
+    use_reward_data_collator = False  # TRL's name up to 0.23: whether the data has its old columns
+    fixed_rows: RowPlan | None = None  # layout of every packed batch; None plans rows from the data
     _tag_names = ["trl", "reward-trainer"]
     _trl_tpu_config = RewardConfig
-    # what methods read that are pasted from TRL
+    # attributes that methods copied from TRL may read
     _total_train_tokens, _tp_size = 0, 1
 
     def __init__(
@@ -119,7 +123,7 @@ class RewardTrainer(checks.AnswersOldNames, EvaluatingTrainer):
         tokenizer: PreTrainedTokenizerBase | None = None,
         max_length: int | None = None,
     ) -> None:
-        if has_old_order(compute_metrics, callbacks, optimizers):  # with `model_init` before them
+        if has_old_order(compute_metrics, callbacks, optimizers):  # `model_init` came first
             model_init, compute_metrics, callbacks = compute_metrics, callbacks, optimizers  # type: ignore[assignment]
             optimizers, optimizer_cls_and_kwargs = optimizer_cls_and_kwargs or (None, None), None  # type: ignore[assignment]
             max_length, quantization_config = quantization_config, None
@@ -130,25 +134,25 @@ class RewardTrainer(checks.AnswersOldNames, EvaluatingTrainer):
         if not isinstance(args, self._trl_tpu_config):
             raise UserTypeError(f"`args` must be a `{self._trl_tpu_config.__name__}`, got `{type(args).__name__}`.")
         check_eval_by(args, eval_dataset)
-        if args.label_smoothing_factor and self._is_own("compute_loss"):
-            logger.warning("label_smoothing_factor does nothing: the loss is of pairs, which have no labels.")
+        if args.label_smoothing_factor and self._is_original("compute_loss"):
+            logger.warning("label_smoothing_factor has no effect: the loss compares rewards and has no class labels.")
         self.use_reward_data_collator = uses_old_columns(train_dataset, data_collator)
-        set_seed(args.seed)  # XLA's numbers too; before the model, whose score head may be random
+        set_seed(args.seed)  # seeds XLA too; a new score head in the model is random
         parts: dict[str, Any] = {"quantization_config": quantization_config, "peft_config": peft_config}
         parts["processing_class"] = upgrade_processing_class(processing_class, tokenizer)
         build: Any = partial(build_reward_model, args=args, **parts)
         self.model_init = model_init  # type: ignore[assignment]  # may be None in transformers
-        built, own_tokenizer = build(model if model_init is None else super().call_model_init())
+        built, built_tokenizer = build(model if model_init is None else super().call_model_init())
         built.add_model_tags(self._tag_names)
         if optimizers[0] is None and optimizer_cls_and_kwargs is None:
             checks.check_rate(args, built)
-        # what preparing data reads, which subclasses override
+        # `_prepare_dataset` reads these attributes, also in subclasses
         self.args = args = in_order_of(built, args)
-        self.model, self.processing_class = built, own_tokenizer
+        self.model, self.processing_class = built, built_tokenizer
         plan = BatchPlan(
             args,
             built,
-            own_tokenizer,
+            built_tokenizer,
             train_dataset,
             runtime.current(),
             data_collator=data_collator,
@@ -158,9 +162,9 @@ class RewardTrainer(checks.AnswersOldNames, EvaluatingTrainer):
         )
         train_rows = self._prepared(train_dataset, "train")
         eval_rows = None if eval_dataset is None else self._prepared(eval_dataset, "eval")
-        warn_of_unscored_eos(own_tokenizer, first_answers(train_rows))
-        measures_more = compute_metrics is not None or not all(map(_is_transformers, callbacks or ()))
-        if not measures_more and all(map(self._is_own, (*_READ_BATCHES, *ORDER_PAIRS, *_MEASURE))):
+        warn_of_unscored_eos(built_tokenizer, first_answers(train_rows))
+        adds_metrics = compute_metrics is not None or not all(map(_is_transformers, callbacks or ()))
+        if not adds_metrics and all(map(self._is_original, (*_BATCH_METHODS, *ORDER_PAIRS, *_METRIC_METHODS))):
             check_best_metric(args, eval_rows)
         plan.prepare(train_rows, eval_rows)
         super().__init__(
@@ -169,7 +173,7 @@ class RewardTrainer(checks.AnswersOldNames, EvaluatingTrainer):
             data_collator=data_collator or plan.default_collator(),
             train_dataset=train_rows,
             eval_dataset=eval_rows,
-            processing_class=own_tokenizer,
+            processing_class=built_tokenizer,
             compute_metrics=compute_metrics,
             callbacks=callbacks,
             optimizers=optimizers,
@@ -186,44 +190,46 @@ class RewardTrainer(checks.AnswersOldNames, EvaluatingTrainer):
             work_of_a_pair=work_of_a_pair(built, train_rows),
         )
         if type(self)._set_signature_columns_if_needed is Trainer._set_signature_columns_if_needed:
-            self._signature_columns = [*COLUMNS]  # type: ignore[assignment]  # else transformers takes those that the model reads
+            self._signature_columns = [*COLUMNS]  # type: ignore[assignment]  # else transformers keeps only the model's arguments
         self._make_parts(plan, statistics)
         self.trl_tpu.build = build
-        self.trl_tpu.date = date_written(own_tokenizer, first_chat(train_dataset))
-        sets, raw = (each if isinstance(each, Mapping) else {"": each} for each in (eval_rows, eval_dataset))
-        has_prompts = args.step_separator is None  # prepared solutions have none
-        known, held_out = (train_rows, sets) if has_prompts else (train_dataset, raw)
-        self.trl_tpu.seen = {id(sets[name]): prompts_in_training(known, held_out[name], name) for name in sets}
+        self.trl_tpu.date = date_written(built_tokenizer, first_chat(train_dataset))
+        sets, raw = (data if isinstance(data, Mapping) else {"": data} for data in (eval_rows, eval_dataset))
+        has_prompts = args.step_separator is None  # prepared solutions have no prompts
+        train, evaluated = (train_rows, sets) if has_prompts else (train_dataset, raw)
+        self.trl_tpu.seen = {id(sets[name]): prompts_in_training(train, evaluated[name], name) for name in sets}
         self.verdicts = statistics.verdicts
-        """The verdict of the last evaluation, by the prefix of its metrics."""
+        """Verdict of the last evaluation for each prefix of metric names, such as "eval"."""
         self._metrics = {mode: AddedMetrics(self._last_metrics) for mode in ("train", "eval")}
-        self.tokenizer = own_tokenizer  # its name in TRL up to 0.23
+        self.tokenizer = built_tokenizer  # TRL's name up to 0.23
 
     def call_model_init(self, trial: Any = None) -> PreTrainedModel:
-        """Make a reward model of what the user's `model_init` returns, anew for each `train()`."""
+        """Build a new reward model from the user's `model_init`. Called for each `train()`."""
         model, _ = self.trl_tpu.build(super().call_model_init(trial))
         model.add_model_tags(self._tag_names)
         self.trl_tpu.batch_plan.use_model(model)
         return model
 
     def reads_padded_rows(self) -> str | None:
-        """Name a method that reads batches and is not ours: of a subclass, or replaced on the class or on self.
+        """Return the name of a user-defined method that reads batches, or None.
 
-        It is given TRL's padded dict. A subclass whose methods take our batches as they are returns None.
+        Such methods override ours in a subclass, or replace them on the class or the instance. They get TRL's padded
+        dict as a batch. A subclass can return None if its methods accept this package's batches.
         """
-        return next((name for name in _READ_BATCHES if not self._is_own(name)), None)
+        return next((name for name in _BATCH_METHODS if not self._is_original(name)), None)
 
-    def _is_own(self, name: str) -> bool:
-        return name not in vars(self) and getattr(type(self), name) is _OWN[name]
+    def _is_original(self, name: str) -> bool:
+        """Return whether a method of `RewardTrainer` is neither overridden nor replaced."""
+        return name not in vars(self) and getattr(type(self), name) is _ORIGINAL_METHODS[name]
 
     def _get_dataloader(self, dataset: Any, description: str, *args: Any, **kwargs: Any) -> Any:
-        self._set_signature_columns_if_needed()  # a subclass may name columns that its collator reads
+        self._set_signature_columns_if_needed()  # a subclass may add columns for its collator
         self._signature_columns = list({*(self._signature_columns or ()), *COLUMNS})  # type: ignore[assignment]
         sets = self.eval_dataset.values() if isinstance(self.eval_dataset, Mapping) else (self.eval_dataset,)
-        if not any(dataset is own for own in (self.train_dataset, *sets)):
+        if not any(dataset is prepared for prepared in (self.train_dataset, *sets)):
             dataset = self._prepared(dataset, "eval" if description == "Evaluation" else description)
         loader = super()._get_dataloader(dataset, description, *args, **kwargs)
-        loader.evaluated_dataset = dataset  # with the columns that no batch has
+        loader.evaluated_dataset = dataset  # includes columns that batches do not have
         return loader
 
     # ---- the loss
@@ -235,15 +241,16 @@ class RewardTrainer(checks.AnswersOldNames, EvaluatingTrainer):
         return_outputs: bool = False,
         num_items_in_batch: Any = None,
     ) -> Any:
-        """Compute the loss of a batch: of our collators, of TRL's, or of TRL's up to 0.23.
+        """Compute the loss of a batch, made by this package's collators or by TRL's, including TRL's up to 0.23.
 
         Returns:
-            The loss, or the loss and the model's outputs; without these a dict of `rewards`, [P, K] or of several
-            attributes [P, A, K], or of pairs and in the old API of `rewards_chosen` and `rewards_rejected`, [P] each.
+            The loss; with ``return_outputs`` the loss and outputs. The outputs are the model's, if the batch is padded
+            and the API is not the old one. Otherwise they are a dict: for pairs with `rewards_chosen` and
+            `rewards_rejected`, [P] each; else with `rewards`, [P, K] or with several attributes [P, A, K].
         """
         result = self._step(model, inputs)
-        # a step's program would return what is kept, so it is kept only where somebody may read it
-        if not self.model.training or not self._is_own("compute_loss"):
+        # keep the result only if it may be read: on XLA it becomes an output of the step's program
+        if not self.model.training or not self._is_original("compute_loss"):
             self.trl_tpu.last_step = result.detach()
         if not return_outputs:
             return result.loss
@@ -255,7 +262,7 @@ class RewardTrainer(checks.AnswersOldNames, EvaluatingTrainer):
         return result.loss, {"rewards_chosen": chosen_P, "rewards_rejected": rejected_P}
 
     def _step(self, model: nn.Module, inputs: dict[str, Any]) -> StepResult:
-        """Compute the loss and the rewards of a batch, and add them to the metrics of a training step."""
+        """Compute loss and rewards of a batch. In training, add the rewards to the step's metrics."""
         base: Any = type(without_adapters(self.model))
         extras = {"use_cache": False} if _accepts_use_cache(base) else {}
         loss = Loss.of(self.args)
@@ -270,30 +277,35 @@ class RewardTrainer(checks.AnswersOldNames, EvaluatingTrainer):
     # ---- data
 
     def _prepare_dataset(self, dataset: Any, processing_class: Any, args: RewardConfig, dataset_name: str) -> Any:
-        """Make prepared rows of a dataset in any of the accepted forms; TRL's name, which subclasses override."""
+        """Prepare a dataset of any accepted form. The name is TRL's, and subclasses override it."""
         return build_dataset(dataset, self.model, processing_class, args, dataset_name, self.use_reward_data_collator)
 
     def _prepared(self, dataset: Any, name: str) -> Any:
         if isinstance(dataset, Mapping):
-            return {key: self._prepared(each, key) for key, each in dataset.items()}
+            return {key: self._prepared(split, key) for key, split in dataset.items()}
         prepared = self._prepare_dataset(dataset, self.processing_class, self.args, name)
-        if not self._is_own("_prepare_dataset") and row_format_of(prepared.column_names or ()) == PAIR:
+        if not self._is_original("_prepare_dataset") and row_format_of(prepared.column_names or ()) == PAIR:
             prepared = build_dataset(prepared, self.model, self.processing_class, self.args, name)
         return prepared
 
 
-_READ_BATCHES = (
+#: Methods that read batches.
+_BATCH_METHODS = (
     *("compute_loss", "training_step", "prediction_step", "evaluation_loop", "floating_point_ops"),
     *("_prepare_inputs", "_prepare_input", "get_batch_samples", "_get_num_items_in_batch"),
     *("get_train_dataloader", "get_eval_dataloader", "get_test_dataloader"),
     *("_track_num_input_tokens", "_prepare_context_parallel_inputs"),
 )
-_MEASURE = ("evaluate", "_evaluate", "_determine_best_metric", "log")
-_OWN = {name: getattr(RewardTrainer, name) for name in (*_READ_BATCHES, *ORDER_PAIRS, *_MEASURE, "_prepare_dataset")}
+#: Methods that compute or log metrics.
+_METRIC_METHODS = ("evaluate", "_evaluate", "_determine_best_metric", "log")
+_ORIGINAL_METHODS = {
+    name: getattr(RewardTrainer, name)
+    for name in (*_BATCH_METHODS, *ORDER_PAIRS, *_METRIC_METHODS, "_prepare_dataset")
+}
 
 
 def _is_transformers(callback: Any) -> bool:
-    """Tell whether a callback, or its class, is one of transformers', which add nothing to what is measured."""
+    """Return whether a callback (instance or class) belongs to transformers; these callbacks add no metrics."""
     kind = callback if isinstance(callback, type) else type(callback)
     return kind.__module__.startswith("transformers.")
 

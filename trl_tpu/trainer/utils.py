@@ -1,4 +1,4 @@
-"""Names that scripts import from ``trl.trainer.utils``."""
+"""Functions that scripts import from ``trl.trainer.utils``."""
 
 import logging
 from collections.abc import Sequence
@@ -29,11 +29,16 @@ logger = logging.getLogger(__name__)
 
 
 def compute_accuracy(eval_pred: EvalPrediction) -> dict[str, float]:
-    """Count how often the largest prediction is that of the label, but for pairs whose two are equal.
+    """Compute the share of correct predictions.
+
+    Pairs with two equal predictions are ignored, with a warning. So are labels of -100.
 
     Args:
-        eval_pred: `predictions` [pairs, 2], of which the label is the place, 0 of chosen; or [rows, steps or tokens,
-            labels], where the labels may be -100, which do not count.
+        eval_pred: For pairs, `predictions` [pairs, 2] and the index of the better answer as label (0 for chosen). For
+            steps or tokens, `predictions` [rows, steps or tokens, labels] and labels [rows, steps or tokens].
+
+    Returns:
+        `accuracy`; 0 if all labels are ignored.
     """
     predictions, labels, *_ = map(np.asarray, eval_pred)
     counts = labels != NO_LABEL
@@ -54,17 +59,20 @@ def pad(
     padding_side: str = "right",
     pad_to_multiple_of: int | None = None,
 ) -> torch.Tensor:
-    """Stack 1-D tensors of different lengths into one, filled with ``padding_value``: [tensors, longest]."""
+    """Stack 1-D tensors of different lengths into one tensor [tensors, length], padded with ``padding_value``.
+
+    The length is the length of the longest tensor, rounded up to a multiple of ``pad_to_multiple_of``.
+    """
     padded = pad_sequence(list(tensors), batch_first=True, padding_value=padding_value, padding_side=padding_side)
     missing = -padded.shape[1] % (pad_to_multiple_of or 1)
     return functional.pad(padded, (0, missing) if padding_side == "right" else (missing, 0), value=padding_value)
 
 
 def create_model_from_path(model_id: str, architecture: Any, **kwargs: Any) -> PreTrainedModel:
-    """Load a model by a class's ``from_pretrained``, in float32 where no ``dtype`` is given."""
+    """Load a model with ``architecture.from_pretrained``, in float32 unless ``dtype`` is given."""
     return architecture.from_pretrained(model_id, **{"dtype": torch.float32} | kwargs)
 
 
 def get_act_offloading_ctx_manager(model: torch.nn.Module) -> AbstractContextManager[Any]:
-    """Keep in the host's memory what a forward pass in the context saves for its backward pass."""
+    """Return a context in which forward passes keep activations for the backward pass in host memory."""
     return current().activations_on_host()

@@ -1,1 +1,1 @@
-"""The training step around the model: optimizer state, step boundaries, metrics, saving."""
+"""Training around the model: optimizer state, step boundaries, metrics, stopping and saving."""

@@ -1,27 +1,28 @@
-"""transformers' training loop with its edges replaced, for any model and loss.
+"""Run transformers' training loop on any runtime, for any model and loss.
 
-Overrides that save and load are in `trl_tpu.training.saving`, those about rewards (`compute_loss`, `prediction_step`,
-`evaluation_loop`, `call_model_init`, `log`, `create_model_card`) in `trl_tpu.trainer`; all others are here.
+This module overrides methods of `transformers.Trainer` for placement, batches and steps. Overrides that save and load
+are in `trl_tpu.training.saving`. Overrides about rewards (`compute_loss`, `prediction_step`, `evaluation_loop`,
+`call_model_init`, `log`, `create_model_card`) are in `trl_tpu.trainer`.
 
-The loop is transformers'. Where its edges would stop an XLA device, compile a step anew, store state whole on every
-device, or let one host act alone, they call a component here:
+The loop itself is transformers'. An override replaces code that would stall an XLA device, recompile a step, replicate
+state on every device, or let one host act alone:
 
 ==================================  ==========================================================================
-override                            what for
+override                            purpose
 ==================================  ==========================================================================
-train                               resume from a whole checkpoint only; hear SIGTERM; hosts that run alike
-_build_accelerator_args             keep precision and batch dispatch out of accelerate
-_move_model_to_device               place each parameter in its shards
+train                               resume only from a complete checkpoint; handle SIGTERM; compare hosts
+_build_accelerator_args             turn off accelerate's mixed precision and batch dispatch
+_move_model_to_device               shard the parameters
 compute_loss_context_manager        compute in bfloat16 over float32 weights
-_get_dataloader                     batches of planned shapes, split over the mesh; by prompts
-_run_epoch                          skip a resumed epoch's batches; take no step after the last
-create_optimizer                    over the shards of a model that processes share
-create_scheduler                    the optimizer's state before step 1; layers as a loop
-training_step                       a batch in one or several micro-batches
-floating_point_ops                  operations of packed rows; end the micro-batch's program
-_get_grad_norm                      judge whether the step is finite
-_maybe_log_save_evaluate            all hosts decide alike; one stop of the device per log
-_finalize_training                  layers apart again; leave nonfinite steps out of the mean loss
+_get_dataloader                     make batches of planned shapes; split them over the mesh; group prompts
+_run_epoch                          skip the batches of a resumed epoch; take no step after the last
+create_optimizer                    reshard the model before the optimizer reads its parameters
+create_scheduler                    create optimizer state before step 1; stack the layers into a loop
+training_step                       run a batch in one or several micro-batches
+floating_point_ops                  count operations of packed rows; end the program of a micro-batch
+_get_grad_norm                      check that the step is finite
+_maybe_log_save_evaluate            vote on all hosts; read the device once per log
+_finalize_training                  unstack the layers; exclude nonfinite steps from the mean loss
 ==================================  ==========================================================================
 """
 
@@ -56,7 +57,7 @@ from ..parallel import shard
 from ..parallel.mesh import BATCH_AXES
 from ..runtime import choice, current
 from .batch_plan import BatchPlan
-from .optimizer import bare, skip_unless, store_first_moments
+from .optimizer import skip_unless, store_first_moments, unwrap
 from .progress import JsonLines, Progress
 from .saving import Components, SavingTrainer
 from .statistics import StepCounts, StepStatistics
@@ -66,21 +67,22 @@ logger = logging.getLogger(__name__)
 
 
 class DeviceTrainer(SavingTrainer):
-    """A Trainer whose every step is one program on the device, and whose checkpoints are complete or invisible.
+    """Trainer that runs each step as one program on the device and saves checkpoints atomically.
 
-    It knows batches by their shapes and what its steps measure by its sums: not what they are of.
+    This class handles batch shapes and metric sums. It does not depend on the meaning of the data or of the rewards.
 
-    What this package adds is in `trl_tpu` and in private methods: a subclass may use any other public name.
+    State that this package adds is in the attribute `trl_tpu` and in private methods. A subclass may use any other
+    public name.
     """
 
     shard_report: shard.ShardReport | None = None
     stopped_by: str | None = None
-    """What ended the last `train()` before its end: "training_time_limit" or "SIGTERM"; else None."""
+    """Reason the last `train()` stopped early: "training_time_limit" or "SIGTERM"; None if it finished."""
     stop_checkpoint = ""
-    """The folder, or URL, of the last save, which after a stop is that of its step."""
+    """Folder or URL of the last saved checkpoint. After an early stop it belongs to the last step."""
 
     def _make_parts(self, plan: BatchPlan, statistics: StepStatistics) -> None:
-        """Make the parts, once transformers' constructor has run."""
+        """Make the components. Call this after transformers' constructor."""
         shows_bar, is_json = self.pop_callback(ProgressCallback) is not None, self.args.progress == "json"
         if is_json:
             self.pop_callback(PrinterCallback)
@@ -91,7 +93,7 @@ class DeviceTrainer(SavingTrainer):
             if callback is not None:
                 self.add_callback(callback)
         self.batch_plan, self.checkpointer = plan, ours.checkpointer
-        # by TRL's name
+        # TRL uses this attribute name
         offloads = self.args.activation_offloading
         self.maybe_activation_offload_context = (
             current().activations_on_host() if offloads else contextlib.nullcontext()
@@ -102,12 +104,12 @@ class DeviceTrainer(SavingTrainer):
         return self.args.gradient_accumulation_steps > 1
 
     def describe(self) -> str:
-        """Return what trains where, for the start of a log: runtime, mesh, what is sharded, batches and shapes."""
-        of_all = sum(parameter.numel() for parameter in self.model.parameters())
-        precision = "bfloat16 over float32 weights" if self.args.bf16 else "the weights' own precision"
+        """Describe the run for the start of a log: devices, mesh, sharding, precision, batches and shapes."""
+        total = sum(parameter.numel() for parameter in self.model.parameters())
+        precision = "bfloat16 over float32 weights" if self.args.bf16 else "the weights' precision"
         return (
             f"Training on {current().topology().description}: {choice().reason}\n"
-            f"Computing in {precision}; {self.get_num_trainable_parameters():,} of {of_all:,} parameters train\n"
+            f"Computing in {precision}; {self.get_num_trainable_parameters():,} of {total:,} parameters train\n"
             f"{self.shard_report}\n"
             f"Batches of {self._train_batch_size} pairs, {self.trl_tpu.batch_plan.describe()}"
         )
@@ -120,44 +122,45 @@ class DeviceTrainer(SavingTrainer):
         trial: Any = None,
         ignore_keys_for_eval: list[str] | None = None,
     ) -> Any:
-        """Train as transformers does; resume only from a checkpoint whose files are whole. See `stopped_by`.
+        """Train as transformers does, but resume only from a complete checkpoint. See also `stopped_by`.
 
         Args:
-            resume_from_checkpoint: A checkpoint's folder or URL; True for the newest good one of `output_dir`; "auto"
-                for the newest one if there is one, else start fresh. None for "auto" if `args` says so.
-            trial: Of a hyperparameter search.
-            ignore_keys_for_eval: As in transformers.
+            resume_from_checkpoint: Folder or URL of a checkpoint. True selects the newest complete checkpoint in
+                `output_dir`. "auto" resumes from the newest checkpoint and starts fresh if none exists. None reads
+                `args.resume_from_checkpoint`, but only "auto" has an effect there.
+            trial: Trial of a hyperparameter search.
+            ignore_keys_for_eval: Keys of the model's output to ignore in evaluations, as in transformers.
 
         Raises:
-            Unfinished: After a SIGTERM.
-            UserError: No checkpoint is whole, or the one given by name is not; the newest one, with "auto", is damaged
-                or belongs to another run; the hosts were started with different
-                arguments, data or checkpoints.
+            Unfinished: A SIGTERM stopped training.
+            UserError: No checkpoint is complete, or the named checkpoint is damaged. With "auto", the newest
+                checkpoint is damaged or belongs to another run. Or the hosts were started with different arguments,
+                data or checkpoints.
         """
         ours, preemption = self.trl_tpu, self.trl_tpu.preemption
         if resume_from_checkpoint is None and self.args.resume_from_checkpoint == "auto":
-            resume_from_checkpoint = "auto"  # of other values transformers' `train` reads none, either
-        with preemption.hearing_sigterm(listens=not self.args.enable_jit_checkpoint):
+            resume_from_checkpoint = "auto"  # other values are ignored, as in transformers' `train`
+        with preemption.handle_sigterm(listens=not self.args.enable_jit_checkpoint):
             ours.best_model_lost = None
             ours.run_folder = run = RunFolder(Path(self._get_output_dir(trial)), ours.remote, self.args.should_save)
             try:
-                checkpoint = self._checkpoint_of(run, resume_from_checkpoint)
+                checkpoint = self._find_checkpoint(run, resume_from_checkpoint)
                 output = super().train(checkpoint, trial, ignore_keys_for_eval)
             finally:
                 ours.step_state.unstack()
                 ours.checkpoints.drop_download()
-                ours.checkpointer.wait()  # while the folder is ours
+                ours.checkpointer.wait()  # before another run can lock the folder
                 run.release()
                 self.stopped_by, self.stop_checkpoint = preemption.stopped_by, ours.checkpointer.latest
         if self.state.global_step == 0 and preemption.stopped_by is None:
             raise UserError(
-                f"Training took no step of {self.state.max_steps}: it needs max_steps or num_train_epochs above 0, "
-                "and pairs that can be trained on."
+                f"Training took no step of {self.state.max_steps}. Set max_steps or num_train_epochs above 0, and "
+                "provide pairs that can be trained on."
             )
-        # a process that is told to end after a time limit does not end alone
+        # after a time limit a SIGTERM may have reached only some ranks: all raise together
         if preemption.stopped_by is not None and any(ours.agreement.all_gather_object(preemption.told_to_stop)):
             raise ours.unfinished(SIGTERM)
-        if preemption.told_to_stop:  # after the last step, where we do not save: it does what it does without us
+        if preemption.told_to_stop:  # after the last step: training is complete, so handle the signal as usual
             ours.at_late_sigterm()
         return output
 
@@ -166,10 +169,10 @@ class DeviceTrainer(SavingTrainer):
     def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
         built = super()._build_accelerator_args(**kwargs)
         if built["mixed_precision"] == "bf16":
-            built["mixed_precision"] = "no"  # on a TPU it would store every float32 tensor as bfloat16
-        if self.args.parallelism_config is None:  # accelerate, which would refuse `tensor` on a CPU, has nothing to do
+            built["mixed_precision"] = "no"  # on a TPU accelerate would store every float32 tensor as bfloat16
+        if self.args.parallelism_config is None:  # accelerate would reject the `tensor` axis on a CPU
             built.pop("parallelism_config", None)
-        # each process makes its batches, which accelerate cannot cut up by pairs, and all as many
+        # accelerate cannot split our batches by pairs: each process makes its own, the same number on all
         built["dataloader_config"].dispatch_batches, built["dataloader_config"].even_batches = False, True
         return built
 
@@ -181,25 +184,25 @@ class DeviceTrainer(SavingTrainer):
         return stack
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
-        own, args = shard.mesh_of(model), self.args
-        if own is not None:  # which a user may have loaded the model on
-            if own.sizes != args.mesh_shape.sizes and (args.mesh or (own.tensor > 1 and args.total_batch_size)):
+        loaded, args = shard.mesh_of(model), self.args
+        if loaded is not None:  # the user has loaded the model in shards
+            if loaded.sizes != args.mesh_shape.sizes and (args.mesh or (loaded.tensor > 1 and args.total_batch_size)):
                 raise UserError(
-                    f"The model was loaded on the mesh '{own}', and the config is for '{args.mesh_shape}': set "
-                    f"mesh='{own}' there."
+                    f"The model was loaded on the mesh '{loaded}', but the config has the mesh '{args.mesh_shape}'. "
+                    f"Set mesh='{loaded}' in the config."
                 )
-            args.mesh_shape = own
+            args.mesh_shape = loaded
         if self.args.shards_over_processes:
             self.shard_report = shard.shard_model(model, self.args.mesh_shape, current(), device)
             return
         plan = shard.plan_model(model, self.args.mesh_shape, self.args.sharding_rules)
-        runtime = current()  # transformers' constructor calls this, when nothing of ours is made
+        runtime = current()  # `self.trl_tpu` does not exist yet: transformers' constructor calls this method
         if not (is_spmd := runtime.is_spmd):
             super()._move_model_to_device(model, device)
         self.shard_report = shard.place_model(model, plan, runtime, device)
         if is_spmd:
             shard.keep_activations_split(model, plan, self.shard_report.placements, runtime)
-            if runtime.topology().process_count == 1:  # else all would have to ask for them together
+            if runtime.topology().process_count == 1:  # with several, all would have to gather together
                 gather_weights_on_save(model, runtime)
 
     # ---- batches
@@ -229,17 +232,18 @@ class DeviceTrainer(SavingTrainer):
                         collate_marked, collate, self._get_collator_with_removed_columns(list, description)
                     )
                 dataset = WholeStream(dataset, None if is_training else batch_size * parts)
-            own, self.data_collator = self.data_collator, collate  # transformers' method takes no other
+            collator, self.data_collator = self.data_collator, collate  # transformers' method reads this attribute
             try:
                 loader: Any = super()._get_dataloader(
                     dataset, description, batch_size, sampler_fn, is_training, dataloader_key=dataloader_key
                 )
             finally:
-                self.data_collator = own
+                self.data_collator = collator
             if is_grouped:
-                batches = loader.batch_sampler  # of all processes, or this one's of those
-                loader.set_sampler(getattr(batches, "batch_sampler", batches).sampler)  # and be told a resumed epoch
-            inner = getattr(loader, "base_dataloader", loader)  # accelerate's holds torch's
+                batches = loader.batch_sampler  # with several processes accelerate's, around torch's
+                # the loader passes the epoch to this sampler, also after a resume
+                loader.set_sampler(getattr(batches, "batch_sampler", batches).sampler)
+            inner = getattr(loader, "base_dataloader", loader)  # accelerate wraps torch's loader
             inner.worker_init_fn = partial(outlive_sigterm, inner.worker_init_fn)
             return loader
         batch_size *= parts
@@ -254,11 +258,11 @@ class DeviceTrainer(SavingTrainer):
 
     def _run_epoch(self, model: Any, epoch: int, train_dataloader: Any, *args: Any, **kwargs: Any) -> None:
         def skip(loader: Any, count: int) -> Any:
-            # a script's own loader is torch's, or accelerate's around it
+            # a user-defined loader may be wrapped by accelerate
             batches = skip_batches(getattr(loader, "dataloader", loader), count)
             return self.trl_tpu.runtime.loader(batches, BATCH_AXES)
 
-        # a run that is resumed at its end would take one more step, as the loop looks for the end after each
+        # the loop checks for the end only after a step, so a run resumed at its end would take one step too many
         self.control.should_training_stop |= self.state.global_step >= self.state.max_steps
         if not self.control.should_training_stop:
             shards = self._shards_model
@@ -268,27 +272,30 @@ class DeviceTrainer(SavingTrainer):
     # ---- the step
 
     def create_optimizer(self, model: Any = None) -> Any:
-        """Make the optimizer over shards, where processes have them: an evaluation may have gathered some weights.
+        """Reshard the model, then make the optimizer: an evaluation before training may have left weights gathered.
 
-        transformers 5.24 does so by itself.
+        transformers 5.24 reshards the model, too.
         """
         shard.reshard(self.model)
         return super().create_optimizer(model)
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
-        """Make the schedule. The optimizer is final now, and nothing is loaded into it yet: create its state, once."""
+        """Create the optimizer's state and the schedule.
+
+        At this point the optimizer is final and no checkpoint has been loaded into it.
+        """
         ours = self.trl_tpu
         ours.runtime.recompute_layers(self.model, self.args.remat_policy)
         recompute_in_same_batch(self.model)
         if ours.runtime.is_spmd:
-            assert self.shard_report is not None  # whatever compiles was placed
-            optimizer_of_torch = bare(self.optimizer)
+            assert self.shard_report is not None  # set by `_move_model_to_device`
+            torch_optimizer = unwrap(self.optimizer)
             accumulates = self._accumulates or ours.batch_plan.accumulates
-            is_new = ours.step_state.prepare(self.model, self.shard_report.placements, optimizer_of_torch, accumulates)
+            is_new = ours.step_state.prepare(self.model, self.shard_report.placements, torch_optimizer, accumulates)
             if is_new and ours.statistics.skips_nonfinite:
-                skip_unless(lambda: ours.statistics.is_finite_1, optimizer_of_torch, ours.runtime)
-        store_first_moments(bare(self.optimizer), self.args.optim_state_dtype)
-        ours.runtime.fuse(bare(self.optimizer))
+                skip_unless(lambda: ours.statistics.is_finite_1, torch_optimizer, ours.runtime)
+        store_first_moments(unwrap(self.optimizer), self.args.optim_state_dtype)
+        ours.runtime.fuse(unwrap(self.optimizer))
         if self.lr_scheduler is None and self.args.learning_rate_end is not None:
             (name, arguments), warmup = self.args.schedule, self.args.get_warmup_steps(num_training_steps)
             scheduled: Any = optimizer or self.optimizer
@@ -298,7 +305,7 @@ class DeviceTrainer(SavingTrainer):
         return super().create_scheduler(num_training_steps, optimizer)
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> torch.Tensor:
-        """Run one batch, in one or several micro-batches, whose gradients add up and whose losses do."""
+        """Run a batch in one or several micro-batches, and accumulate their gradients and losses."""
         *accumulated, last = micro_batches_of(inputs)
         for part in accumulated:
             self._tr_loss += self._micro_batch(model, part, num_items_in_batch, updates=self._accumulates)
@@ -310,15 +317,15 @@ class DeviceTrainer(SavingTrainer):
         ours.recompiles.see(tensors_in(part), updates)
         ours.step_state.attach_gradients()
         loss = super().training_step(model, part, num_items_in_batch)
-        ours.gradient_norms.measure(self.model)  # before they are clipped; the last micro-batch has all of a step
-        ours.statistics.see_loss(loss)
+        ours.gradient_norms.measure(self.model)  # unclipped; after the last micro-batch gradients are complete
+        ours.statistics.add_loss(loss)
         return loss
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
-        """Count the operations of a batch.
+        """Return the number of operations of a batch, and execute an accumulated micro-batch.
 
-        The loop asks for them when it has added the batch's loss up, which is the moment to execute a micro-batch on
-        its own: all of a step would unroll into one long program.
+        transformers' loop calls this method after it has accumulated the loss of a batch. Executing the micro-batch
+        here keeps the micro-batches of a step from being unrolled into one long program.
         """
         if self._accumulates:
             self.trl_tpu.runtime.step_boundary()
@@ -328,7 +335,7 @@ class DeviceTrainer(SavingTrainer):
         return sum(map(super().floating_point_ops, ids))
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
-        norm = shard.whole(super()._get_grad_norm(model, grad_norm))
+        norm = shard.full_tensor(super()._get_grad_norm(model, grad_norm))
         self._tr_loss = self.trl_tpu.statistics.end_step(norm, self._tr_loss, self.optimizer)
         return norm
 
@@ -349,12 +356,12 @@ class DeviceTrainer(SavingTrainer):
         must_save = preemption.decide(ours.agreement, self.args, self.state, control)
         acts = control.should_log or control.should_evaluate or control.should_save
         if acts:
-            ours.runtime.step_boundary()  # what the step has recorded is its own program
+            ours.runtime.step_boundary()  # keep logs, evaluations and saves out of the step's program
         ours.recompiles.pause()
         if control.should_log and self.state.global_step > self._globalstep_last_logged:
             self._log_step(tr_loss, grad_norm, start_time, learning_rate)
         ours.statistics.pause()
-        preemption.cuts_evaluations_short = True  # others, as before the first step, go on
+        preemption.cuts_evaluations_short = True  # evaluations outside of steps run to their end
         try:
             super()._maybe_log_save_evaluate(
                 tr_loss, grad_norm, model, trial, epoch, ignore_keys_for_eval, start_time, learning_rate
@@ -365,12 +372,12 @@ class DeviceTrainer(SavingTrainer):
         finally:
             preemption.cuts_evaluations_short = False
         if must_save and not preemption.has_saved(self.state.global_step):
-            # the evaluation before it was cut short; or save_strategy="best" has taken the wish away
+            # transformers did not save: a SIGTERM ended the evaluation, or save_strategy="best" cleared the request
             self._save_checkpoint(model, trial)
             self.control = self.callback_handler.on_save(self.args, self.state, self.control)
         ours.recompiles.resume()
         ours.statistics.resume()
-        if acts:  # whereupon callbacks may have asked to stop
+        if acts:  # callbacks may have requested a stop
             ours.agreement.decide(self.args, self.state, self.control, {}, now=True)
 
     def _log_step(
@@ -380,7 +387,7 @@ class DeviceTrainer(SavingTrainer):
         start_time: float | None,
         learning_rate: float | None,
     ) -> None:
-        """Log what was added up since the last log.
+        """Log the step statistics since the last log.
 
         Raises:
             FloatingPointError: Too many steps in a row were not finite.
@@ -398,7 +405,7 @@ class DeviceTrainer(SavingTrainer):
         self._stop_if_nonfinite(counted)
 
     def _stop_if_nonfinite(self, counted: StepCounts) -> None:
-        """End the run if too many steps in a row were not finite, with the first of them and its rows named."""
+        """Raise FloatingPointError after too many consecutive nonfinite steps; name the first and its dataset rows."""
         if not counted.reached_at:
             return
         ours = self.trl_tpu
@@ -419,11 +426,11 @@ class DeviceTrainer(SavingTrainer):
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
         self.trl_tpu.step_state.unstack()  # before the best model is loaded and callbacks look at the model
         if self.trl_tpu.statistics.skips_nonfinite:
-            self._leave_nonfinite_out(self.trl_tpu.statistics)
+            self._exclude_nonfinite_steps(self.trl_tpu.statistics)
         return super()._finalize_training(*args, **kwargs)
 
-    def _leave_nonfinite_out(self, statistics: StepStatistics) -> None:
-        """Take the steps that are not finite out of the mean that `train_loss` is, also those since the last log."""
+    def _exclude_nonfinite_steps(self, statistics: StepStatistics) -> None:
+        """Exclude nonfinite steps from the mean `train_loss`, including steps since the last log."""
         open_loss, counted = statistics.close_steps(self._tr_loss)
         self._stop_if_nonfinite(counted)
         if statistics.nonfinite:

@@ -1,4 +1,4 @@
-"""The optimizer on compiled devices: its state before step 1, its learning rate as data, gradients that accumulate."""
+"""Optimizers on compiled devices: state created before step 1, learning rates as data, accumulated gradients."""
 
 import logging
 from collections.abc import Callable, Iterator, Mapping
@@ -12,7 +12,7 @@ from torch.optim import Adam, Adamax, NAdam, Optimizer, RAdam
 
 from ..errors import UserError
 from ..modeling.layers import LayerStack, by_layer
-from ..parallel.shard import whole, zeros_laid_out_like
+from ..parallel.shard import full_tensor, zeros_laid_out_like
 from ..parallel.sharding_plan import Placement
 from ..runtime import PartitionSpec, Remat, Runtime
 
@@ -20,10 +20,10 @@ logger = logging.getLogger(__name__)
 
 
 class StepState:
-    """The optimizer's state, gradient buffers, and the layers as a loop where that is configured.
+    """Optimizer state, gradient buffers, and stacked layers for `scan_layers`.
 
     Args:
-        scanned: What the loop over layers recomputes; None for layers one by one.
+        scanned: Rematerialization policy of the loop over stacked layers; None keeps the layers separate.
     """
 
     def __init__(self, runtime: Runtime, *, scanned: Remat | None) -> None:
@@ -31,16 +31,19 @@ class StepState:
         self._optimizer: Optimizer | None = None
         self._stack: LayerStack | None = None
         self.gradient_buffers: dict[nn.Parameter, torch.Tensor] = {}
-        self._reached: set[nn.Parameter] = set()  # by gradients of this step
+        self._with_gradient: set[nn.Parameter] = set()  # parameters with a gradient in this step
 
     def prepare(
         self, model: nn.Module, placements: Mapping[str, Placement], optimizer: Optimizer, accumulates: bool
     ) -> bool:
-        """Hold the layers as one if they are scanned, and create the state of ``optimizer``; return whether it is new.
+        """Stack the layers if they are scanned, and create the state of ``optimizer`` unless that is done.
 
         Args:
-            placements: Of the model's parameters by name.
-            accumulates: Whether gradients of several micro-batches add up.
+            placements: Placements of the model's parameters by name.
+            accumulates: Whether gradients of several micro-batches are accumulated.
+
+        Returns:
+            Whether the optimizer is new: False if an earlier call created its state.
         """
         if self._scanned is not None:
             if self._stack is None or self._stack.model is not model:
@@ -48,7 +51,7 @@ class StepState:
                 self._stack = LayerStack(model, axes, self._scanned, self._runtime)
             self._stack.stack(optimizer)
         if optimizer is self._optimizer:
-            if self.gradient_buffers:  # of micro-batches of a training that was interrupted between them
+            if self.gradient_buffers:  # training was interrupted between micro-batches
                 self._zero()
                 self._runtime.step_boundary()
             return False
@@ -59,48 +62,48 @@ class StepState:
         if accumulates:
             parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
             self.gradient_buffers = {parameter: zeros_laid_out_like(parameter) for parameter in parameters}
-            for parameter in filter(lambda each: each.requires_grad, parameters):
+            for parameter in filter(lambda tensor: tensor.requires_grad, parameters):
                 parameter.register_hook(partial(self._note_gradient, parameter))
             self._runtime.step_boundary()
             optimizer.register_step_post_hook(self._zero)
         return True
 
     def attach_gradients(self) -> None:
-        """Put a zeroed buffer where a gradient is missing, so that the first micro-batch is no program of its own."""
+        """Set missing gradients to zeroed buffers: all micro-batches of a step then run the same program."""
         for parameter, buffer in self.gradient_buffers.items():
             if parameter.grad is None:
                 parameter.grad = buffer
 
     def unstack(self) -> None:
-        """Give the layers back one by one."""
+        """Turn stacked layers back into separate layers."""
         if self._stack is not None:
             self._stack.unstack()
 
     def one_by_one(self) -> AbstractContextManager[None]:
-        """Give the layers back for as long as the context is open."""
+        """Return a context in which stacked layers are separate."""
         return nullcontext() if self._stack is None else self._stack.one_by_one()
 
     def _note_gradient(self, parameter: nn.Parameter, gradient: torch.Tensor | None) -> None:
-        if gradient is not None:  # as recomputed layers give to weights that they do not use
-            self._reached.add(parameter)
+        if gradient is not None:  # recomputed layers pass None for unused weights
+            self._with_gradient.add(parameter)
 
     def _detach_unused(self, *_: object) -> None:
-        """Leave parameters to the optimizer without a gradient if no backward reached them: they must not decay."""
-        for parameter in self.gradient_buffers.keys() - self._reached:
+        """Remove the zeroed gradients of unused parameters, to keep the optimizer from decaying these parameters."""
+        for parameter in self.gradient_buffers.keys() - self._with_gradient:
             parameter.grad = None
 
     def _zero(self, *_: object) -> None:
-        self._reached.clear()
+        self._with_gradient.clear()
         for buffer in self.gradient_buffers.values():
             buffer.zero_()
 
 
 class GradientNorms:
-    """The norm of each parameter's gradient in the last step: one vector on the device, read when it is logged.
+    """Gradient norm of each parameter in the last step, kept as one vector on the device and read for logs.
 
     Args:
-        runtime: Reads the vector.
-        is_on: False measures nothing.
+        runtime: Runtime that reads the vector.
+        is_on: Whether to measure the norms.
     """
 
     def __init__(self, runtime: Runtime, *, is_on: bool) -> None:
@@ -110,54 +113,54 @@ class GradientNorms:
 
     @torch.no_grad()
     def measure(self, model: nn.Module) -> None:
-        """Measure the gradients as they are, each layer's alone if layers are stacked. All processes take part."""
+        """Compute the norm of each gradient, per layer if layers are stacked. All processes take part."""
         if self._is_on:
             parameters = model.named_parameters()
-            gradients = by_layer(model, {name: each.grad for name, each in parameters if each.grad is not None})
-            norms = [torch.linalg.vector_norm(each, dtype=torch.float32) for each in gradients.values()]
-            self._names, self._norms_N = [*gradients], torch.stack([*map(whole, norms)])
+            gradients = by_layer(model, {name: tensor.grad for name, tensor in parameters if tensor.grad is not None})
+            norms = [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in gradients.values()]
+            self._names, self._norms_N = [*gradients], torch.stack([*map(full_tensor, norms)])
 
     def read(self) -> dict[str, float]:
-        """Return the norms as `grad_norm/NAME`; nothing if none were measured."""
+        """Return the norms as `grad_norm/NAME`; empty if no norms were measured."""
         if self._norms_N is None:
             return {}
         (norms_N,) = self._runtime.fetch([self._norms_N])
         return {f"grad_norm/{name}": norm for name, norm in zip(self._names, norms_N.tolist(), strict=True)}
 
 
-# torch's capturable Adam divides by the learning rate, so that 0 makes NaN of a parameter whose gradient was always 0.
-# This rate moves nothing: its product with any update is far below what float32 resolves beside a weight.
+# This value replaces a learning rate of 0: torch's capturable Adam divides by the rate, and a rate of 0 turns a
+# parameter with zero gradients into NaN. This rate is too small to change any float32 weight.
 _SMALLEST_RATE = 1.1e-30
 
 
 _ALMOST_1 = 1 - 2**-24  # the float32 before 1
 
 
-# These compute with a learning rate that is a tensor; others of torch would read it from the device.
-_RATE_IS_DATA = (Adam, Adamax, NAdam, RAdam)
+# These optimizers compute with a tensor as learning rate. Torch's other optimizers would read it from the device.
+_TENSOR_RATE_OPTIMIZERS = (Adam, Adamax, NAdam, RAdam)
 
 
 def prepare_optimizer(optimizer: Optimizer, runtime: Runtime, specs: Mapping[Any, PartitionSpec]) -> None:
-    """Create the optimizer's state before the first step, laid out like its parameters, and its learning rate as data.
+    """Create the optimizer's state with its parameters' sharding before step 1, and make its learning rate data.
 
-    An optimizer other than Adam creates its state in step 1, where it is laid out too: one more program.
+    An optimizer other than Adam creates and shards its state in step 1, so step 2 is compiled separately.
 
     Args:
-        optimizer: Over parameters on the device.
-        runtime: Of the parameters.
-        specs: Mesh axes of the parameters' dimensions; a parameter that is not in it is whole on every device.
+        optimizer: An optimizer of parameters on the device.
+        runtime: The parameters' runtime.
+        specs: Mesh axes of each parameter's dimensions. Parameters that are missing here are replicated.
     """
     parameters = [(parameter, group) for group in optimizer.param_groups for parameter in group["params"]]
     device = parameters[0][0].device
     for group in optimizer.param_groups:
         if "capturable" in group:
             group["capturable"] = True
-    if isinstance(optimizer, _RATE_IS_DATA):
+    if isinstance(optimizer, _TENSOR_RATE_OPTIMIZERS):
         _replace_rates(optimizer, lambda rate: runtime.to_device(torch.tensor([max(rate, _SMALLEST_RATE)]), device)[0])
-    else:  # torch_xla bakes 0 and 1 into the program; Adafactor's rate may be None, as it makes its own
+    else:  # torch_xla compiles 0 and 1 into the program as constants; Adafactor's rate may be None
         _replace_rates(optimizer, lambda rate: {0: _SMALLEST_RATE, 1: _ALMOST_1}.get(rate, rate))
-    _let_state_wait(optimizer, runtime)
-    if isinstance(optimizer, Adam):  # AdamW is one
+    _delay_state_copies(optimizer, runtime)
+    if isinstance(optimizer, Adam):  # AdamW is a subclass
         steps = runtime.to_device(torch.zeros(len(parameters)), device).unbind()
         for (parameter, group), step in zip(parameters, steps, strict=True):
             names = ["exp_avg", "exp_avg_sq", *["max_exp_avg_sq"] * group["amsgrad"]]
@@ -168,38 +171,38 @@ def prepare_optimizer(optimizer: Optimizer, runtime: Runtime, specs: Mapping[Any
     runtime.step_boundary()
 
 
-def _let_state_wait(optimizer: Optimizer, runtime: Runtime) -> None:
-    """Let each step touch a parameter's state only when its gradient is computed.
+def _delay_state_copies(optimizer: Optimizer, runtime: Runtime) -> None:
+    """Keep each step from reading a parameter's state before its gradient is computed.
 
-    libtpu copies state whose layout is not that of the gradient, as of an embedding table. Left alone, it does so when
-    a step begins, and holds the copies until it ends.
+    libtpu copies optimizer state if its memory layout differs from the gradient's, for example for an embedding table.
+    Without this barrier it makes the copies at the beginning of a step and holds them until the end.
     """
 
     def wait(*_: object) -> None:
         for parameter in optimizer.state:
             if parameter.grad is not None:
-                state = [each for each in state_on_device(optimizer, parameter) if each.shape == parameter.shape]
+                state = [value for value in state_on_device(optimizer, parameter) if value.shape == parameter.shape]
                 runtime.optimization_barrier([parameter.grad, *state])
 
     optimizer.register_step_pre_hook(wait)
 
 
 def store_first_moments(optimizer: Optimizer, dtype: str | None) -> None:
-    """Store Adam's first moments as ``dtype`` between steps, and compute updates in the weights' type.
+    """Store Adam's first moments as ``dtype`` between steps, and compute updates in the weights' dtype.
 
-    torch's kernels take moments and gradients of one type only. On XLA the conversions are part of the update.
+    torch's kernels require one dtype for moments and gradients. On XLA the conversions are part of the update.
 
     Args:
-        optimizer: May have state, and may have been given to this function before.
-        dtype: torch's name of a type; None leaves the optimizer as it is.
+        optimizer: An optimizer, with or without state. Repeated calls for one optimizer are allowed.
+        dtype: Name of a torch dtype; None leaves the optimizer unchanged.
 
     Raises:
-        UserError: The optimizer is not one of torch's that keep first moments.
+        UserError: The optimizer is not a torch optimizer with first moments.
     """
     if dtype is None:
         return
-    if not isinstance(optimizer, _RATE_IS_DATA):
-        raise UserError(f"optim_state_dtype needs torch's AdamW, not {type(optimizer).__name__}: leave it out.")
+    if not isinstance(optimizer, _TENSOR_RATE_OPTIMIZERS):
+        raise UserError(f"optim_state_dtype requires torch's AdamW (got {type(optimizer).__name__}). Leave it out.")
     stored: dict[Any, torch.Tensor] = {}
 
     def widen(*_: object) -> None:
@@ -210,8 +213,8 @@ def store_first_moments(optimizer: Optimizer, dtype: str | None) -> None:
     def narrow(*_: object) -> None:
         for parameter, state in optimizer.state.items():
             if (wide := state.get("exp_avg")) is not None:
-                kept = stored.pop(parameter, None)  # updated in place, as a compiled step's other state is
-                state["exp_avg"] = wide.to(getattr(torch, dtype)) if kept is None else kept.copy_(wide)
+                moment = stored.pop(parameter, None)  # updated in place, like other state in a compiled step
+                state["exp_avg"] = wide.to(getattr(torch, dtype)) if moment is None else moment.copy_(wide)
 
     narrow()
     optimizer.register_step_pre_hook(widen)
@@ -219,20 +222,22 @@ def store_first_moments(optimizer: Optimizer, dtype: str | None) -> None:
 
 
 def skip_unless(is_finite: Callable[[], torch.Tensor], optimizer: Optimizer, runtime: Runtime) -> None:
-    """Skip updates of ``optimizer`` after steps that are not finite, without reading whether they are.
+    """Skip the updates of ``optimizer`` in nonfinite steps without reading a value from the device.
 
-    Old values of weights and state live only within the recorded step, so that the compiled one still updates in
-    place. This needs the state beforehand: if an optimizer makes it in its first step, that step is read instead. An
-    optimizer's counts on the host, as Adagrad's and Adafactor's of steps, go on.
+    The recorded step restores the old weights and state, and the compiled step still updates in place. This requires
+    existing state: if an optimizer creates its state in its first step, that step's result is read from the device
+    instead. Counters on the host, such as the step counts of Adagrad and Adafactor, also count skipped steps.
 
     Args:
-        is_finite: Returns whether the step is finite, [1], on the device.
+        is_finite: Returns whether the step is finite: a bool tensor [1] on the device.
+        optimizer: The optimizer; its updates are skipped through step hooks.
+        runtime: The optimizer's runtime.
     """
     has_state, old = bool(optimizer.state), list[torch.Tensor]()
 
     def tensors() -> list[torch.Tensor]:
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        return [tensor for each in parameters for tensor in (each, *state_on_device(optimizer, each))]
+        return [tensor for weight in parameters for tensor in (weight, *state_on_device(optimizer, weight))]
 
     def before_update(*_: object) -> None:
         nonlocal has_state
@@ -241,7 +246,7 @@ def skip_unless(is_finite: Callable[[], torch.Tensor], optimizer: Optimizer, run
         elif runtime.fetch([is_finite()])[0].all():
             has_state = True
         else:
-            optimizer.zero_grad(set_to_none=True)  # torch's optimizers pass over parameters without a gradient
+            optimizer.zero_grad(set_to_none=True)  # torch's optimizers skip parameters without a gradient
 
     @torch.no_grad()
     def after_update(*_: object) -> None:
@@ -254,16 +259,16 @@ def skip_unless(is_finite: Callable[[], torch.Tensor], optimizer: Optimizer, run
 
 
 def state_on_device(optimizer: Optimizer, parameter: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yield the tensors in the state of ``parameter`` on its device; a count of steps may be on the host."""
+    """Yield the state tensors of ``parameter`` that are on its device. A step count may be on the host."""
     for value in optimizer.state.get(parameter, {}).values():
         if isinstance(value, torch.Tensor) and value.device == parameter.device:
             yield value
 
 
 def _lay_out_new_state(optimizer: Optimizer, runtime: Runtime, specs: Mapping[Any, PartitionSpec]) -> None:
-    """Lay out the state that the first step creates, before that step is executed."""
+    """Shard the state that step 1 creates, before that step is executed."""
     logger.warning(
-        f"{type(optimizer).__name__} makes its state in its first step, so steps 1 and 2 are compiled separately. "
+        f"{type(optimizer).__name__} creates its state in step 1, so steps 1 and 2 are compiled separately. "
         "Adam and AdamW compile once."
     )
 
@@ -282,9 +287,9 @@ def _lay_out_new_state(optimizer: Optimizer, runtime: Runtime, specs: Mapping[An
 
 
 def _replace_rates(optimizer: Optimizer, replacement: Callable[[Any], Any]) -> None:
-    """Replace the groups' learning rates during each step, so that no value of the rate changes the program.
+    """Replace the groups' learning rates during each step, to keep a new rate from changing the program.
 
-    Schedulers, logs and checkpoints see plain floats.
+    Schedulers, logs and checkpoints still see plain floats.
     """
     rates: list[Any] = []
 
@@ -302,6 +307,6 @@ def _replace_rates(optimizer: Optimizer, replacement: Callable[[Any], Any]) -> N
     optimizer.register_step_post_hook(restore)
 
 
-def bare(optimizer: Any) -> Optimizer:
-    """Return torch's optimizer out of accelerate's wrapper."""
+def unwrap(optimizer: Any) -> Optimizer:
+    """Return the torch optimizer inside accelerate's wrapper."""
     return getattr(optimizer, "optimizer", optimizer)

@@ -1,4 +1,4 @@
-"""Progress of a run: the bar, compilations as they begin, and a warning of those after warm-up."""
+"""Progress bar, JSON logs, announcements of compilations, and a warning about compilations after warm-up."""
 
 import json
 import logging
@@ -17,17 +17,17 @@ logger = logging.getLogger(__name__)
 
 
 class RecompileGuard:
-    """Warns once when training steps compile programs after warm-up, and announces what is being compiled.
+    """Warn once about steps that compile programs after warm-up, and announce each new batch shape.
 
-    Warm-up is the first two steps of each planned batch shape, and the step after those. Compilations outside steps
-    (evaluation, saving) are not counted: wrap those in `pause` and `resume`.
+    Warm-up is the first two steps of each planned batch shape, and the step after those. Compilations outside of steps
+    (evaluation, saving) are not counted: call `pause` before them and `resume` after them.
 
     Args:
         runtime: Counts compilations.
-        announce: Told what is about to be compiled, and "" when it has been.
+        announce: Called with a message such as "compiling shape 2 of 4" before a compilation, and with "" after it.
     """
 
-    def __init__(self, runtime: Runtime, announce: Callable[[str], None] = lambda what: None) -> None:
+    def __init__(self, runtime: Runtime, announce: Callable[[str], None] = lambda message: None) -> None:
         self._runtime, self._announce = runtime, announce
         self._announced = False
         self.start(None)
@@ -36,21 +36,24 @@ class RecompileGuard:
         """Begin a run.
 
         Args:
-            planned_shapes: Number of batch shapes that the loader plans; None if it cannot know.
+            planned_shapes: Number of planned batch shapes; None if shapes are not planned.
         """
         self._planned = planned_shapes
         self._seen: Counter[str] = Counter()
         self._evaluated: Counter[str] = Counter()
-        self._last: list[str] = []  # shapes of the last two batches: a recorded step is compiled in the next one
+        self._last: list[str] = []  # shapes of the last two batches: a step may be compiled during the next step
         self._compiled = self._warm_up = 0
         self._has_warned = False
         self.resume()
 
     def see(self, batch: Mapping[str, Any], updates: bool = True, evaluates: bool = False) -> None:
-        """Note the shapes of a batch that a step or an evaluation is about to use, when the one before it has run.
+        """Note the shapes of the next batch. Call this before a step or an evaluation uses the batch.
 
         Args:
-            updates: False if its program cannot also update the weights; that is another program.
+            batch: The batch; only its tensors count.
+            updates: Whether the batch's program may update the weights. A program without an update is compiled
+                separately.
+            evaluates: Whether the batch belongs to an evaluation.
         """
         if self._runtime.compile_count() is None:
             return
@@ -61,8 +64,8 @@ class RecompileGuard:
         seen = self._evaluated if evaluates else self._seen
         seen[shapes] += 1
         if seen[shapes] == 1:
-            of = " for evaluation" if evaluates else "" if self._planned is None else f" of {self._planned}"
-            self._announce(f"compiling shape {len(seen)}{of}")
+            suffix = " for evaluation" if evaluates else "" if self._planned is None else f" of {self._planned}"
+            self._announce(f"compiling shape {len(seen)}{suffix}")
             self._announced = True
         if not evaluates:
             self._last = [*self._last[-1:], shapes]
@@ -70,7 +73,7 @@ class RecompileGuard:
                 self._warm_up = 2
 
     def settle(self) -> None:
-        """Note that whatever was recorded has run."""
+        """Note that all recorded programs have been executed, and clear the announcement."""
         if self._announced:
             self._announce("")
         self._announced = False
@@ -80,11 +83,11 @@ class RecompileGuard:
         self._compiled += (self._runtime.compile_count() or 0) - self._mark
 
     def resume(self) -> None:
-        """Count again."""
+        """Count compilations again."""
         self._mark = self._runtime.compile_count() or 0
 
     def check(self, step: int) -> None:
-        """Warn, once in a run, if ``step`` compiled programs after warm-up."""
+        """Warn once per run if ``step`` compiled programs after warm-up."""
         self.pause()
         self.resume()
         compiled, self._compiled = self._compiled, 0
@@ -94,34 +97,34 @@ class RecompileGuard:
             self._has_warned = True
             planned = "not planned" if self._planned is None else f"planned: {self._planned}"
             logger.warning(
-                f"Step {step} compiled {compiled} programs after warm-up; each can take minutes on a TPU, and more "
+                f"Step {step} compiled {compiled} programs after warm-up. Each can take minutes on a TPU; later ones "
                 f"are not reported. Shapes of the last batches ({planned}): {'; '.join(self._last)}. Give batches "
-                "fewer shapes (pad_to_multiple_of, or a collator that pads to fixed lengths), and read no device "
-                "value in a step."
+                "fewer shapes (pad_to_multiple_of, or a collator that pads to fixed lengths), and do not read device "
+                "values in a step."
             )
 
 
-_SHOWN = ("loss", "accuracy", "num_tokens")
+_BAR_METRICS = ("loss", "accuracy", "num_tokens")
 
-_FOR_TRACKERS = {
+_TRACKER_ONLY = {
     *("grad_norm", "learning_rate", "num_input_tokens_seen", "tokens_per_second", "seconds_per_step", "mfu"),
     *("model_tflops_per_second", "compiled_programs", "memory_gib", *METRICS, *LENGTH_METRICS),
-} - {*_SHOWN}
+} - {*_BAR_METRICS}
 
 
 class Progress(ProgressCallback):
-    """transformers' bar, which also says what is being compiled; its lines leave out what is for trackers."""
+    """Progress bar of transformers that also shows compilations; logged lines omit metrics meant for trackers."""
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         if state.is_world_process_zero:
-            # from the step of a resume on, or the time left would be too short
+            # count from the resumed step; from 0, the bar would underestimate the remaining time
             self.training_bar = tqdm(total=state.max_steps, initial=state.global_step, dynamic_ncols=True)
         self.current_step = state.global_step
 
-    def say(self, what: str) -> None:
-        """Show what training waits for, such as "compiling shape 2 of 4"; "" when it goes on."""
+    def say(self, message: str) -> None:
+        """Show a message in the bar, such as "compiling shape 2 of 4"; "" clears it."""
         if self.training_bar is not None:
-            self.training_bar.set_description_str(what)
+            self.training_bar.set_description_str(message)
 
     def on_log(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: Any = None, **more: Any
@@ -129,13 +132,13 @@ class Progress(ProgressCallback):
         shown = {
             name: value
             for name, value in (logs or {}).items()
-            if name.removeprefix("eval_") not in _FOR_TRACKERS and "accuracy/" not in name and "grad_norm/" not in name
+            if name.removeprefix("eval_") not in _TRACKER_ONLY and "accuracy/" not in name and "grad_norm/" not in name
         }
         super().on_log(args, state, control, logs=shown, **more)
 
 
 class JsonLines(TrainerCallback):
-    """Prints each log as one line: a JSON object with the step and all numbers, null for one that is not finite."""
+    """Print each log as one line of JSON: an object with the step and all numbers, null for nonfinite numbers."""
 
     say = staticmethod(logger.info)
 
@@ -146,10 +149,12 @@ class JsonLines(TrainerCallback):
 
 
 class AddedMetrics(defaultdict[str, list[float]]):
-    """Metrics that a subclass adds up over its steps, by name. Names that are logged anyway hold the last value.
+    """Metrics that a subclass collects over steps, as lists by name.
+
+    The lookup of a built-in metric returns a new list with the value of the last step; the metric is not stored here.
 
     Args:
-        read_last: Returns what is logged anyway of the last step alone; reading it stops the device.
+        read_last: Returns the built-in metrics of the last step alone. The call waits for the device.
     """
 
     def __init__(self, read_last: Callable[[], Mapping[str, float]]) -> None:

@@ -15,43 +15,44 @@ from ..modeling.head_spec import RewardScale
 from ..packing.batch import Comparisons
 from ..parallel.mesh import GiB, peak_flops_of
 from ..runtime import Runtime
-from .optimizer import bare
+from .optimizer import unwrap
 from .stopping import over_processes
 
-_SAMPLE = 512  # pairs; the scale of rewards is measured on the last ones
-_CARRY = 2**30  # tokens: int32 holds too few for long log intervals, and TPUs have no int64
-_PARTS_OF_COUNTS = (len(COUNTS), 2, 4)  # tokens are two digits of base `_CARRY`; the steps are `StepCounts`
-_PARTS_OF_SUMS = (len(SUMS), 1, 1, 1)  # the lowest reward, the highest one, the loss
+_SCALE_PAIRS = 512  # the reward scale is measured on at least this many of the last training pairs
+_CARRY = 2**30  # tokens: one int32 overflows in long log intervals, and TPUs have no int64
+_COUNT_SIZES = (len(COUNTS), 2, 4)  # `COUNTS`, tokens as two digits of base `_CARRY`, `StepCounts`
+_SUM_SIZES = (len(SUMS), 1, 1, 1)  # `SUMS`, the lowest reward, the highest reward, the loss
 
 
 @dataclass(frozen=True)
 class StepCounts:
-    """Steps since the last log."""
+    """Counts of steps since the last log."""
 
     taken: int = 0
     nonfinite: int = 0
-    in_a_row: int = 0  # nonfinite steps up to the last one, also those before the last log
-    reached_at: int = 0  # the step, the first being 1, at which `in_a_row` reached the limit; 0 if it did not
+    in_a_row: int = 0  # consecutive nonfinite steps up to the last step, including steps before the last log
+    reached_at: int = 0  # number (from 1) of the step at which `in_a_row` reached the limit; 0 if it did not
 
 
 class StepStatistics:
-    """Sums over training steps: loss, rewards, tokens, nonfinite steps and time.
+    """Sums over the training steps since the last log: loss, rewards, tokens, nonfinite steps and time.
 
-    They are one int32 and one float32 vector on the device. Steps add to them without reading anything; a log fetches
-    and resets them. They are never scalars, since XLA would bake a scalar 0 into the program and compile the step anew
-    after every log.
+    The open sums are one int32 and one float32 vector on the device. Steps add to them without reading a value; a log
+    reads and resets them. They are vectors because XLA would compile a scalar 0 into the program as a constant and
+    recompile the step after every log.
 
-    Steps with a nonfinite loss or gradient are counted, and their updates skipped. Such a step counts as one for the
-    learning rate's schedule, logs and saves; its loss and rewards are left out.
+    Steps with a nonfinite loss or gradient are counted, and their updates are skipped. Such a step still advances the
+    learning rate's schedule, logs and saves. Its loss and rewards are excluded.
 
     Args:
-        runtime: Of the device.
-        device: Holds the sums.
-        accelerator: Of the processes that train together; None for this process alone.
-        nonfinite_limit: Number of consecutive nonfinite steps that is too many; 0 turns counting and skipping off.
-        attribute_weights: Weights of several attributes in the reward that is measured.
-        work_of_a_pair: Operations of an average training pair: tokens that its answers share count once, padding
-            never. See `trl_tpu.modeling.model_shape`. None if unknown.
+        runtime: The device's runtime.
+        device: The device that holds the sums.
+        accelerator: Accelerator of the processes that train together; None for this process alone.
+        nonfinite_limit: Maximum number of consecutive nonfinite steps: training stops when it is reached. 0 turns
+            counting and skipping off.
+        attribute_weights: Weights that combine several attributes into the measured reward; empty for one attribute.
+        work_of_a_pair: FLOPs of an average training pair; None if unknown. Tokens that its answers share count once,
+            padding does not count. See `trl_tpu.modeling.model_shape`.
     """
 
     device_counts: torch.Tensor
@@ -73,13 +74,13 @@ class StepStatistics:
         self.limit, self.attribute_weights = nonfinite_limit, attribute_weights
         self._work = work_of_a_pair
         self.judges_steps = True
-        """Whether nonfinite steps are faults: a float16 loss scale finds its size by them."""
-        self.num_tokens = 0  # in all batches up to the last read, over resumes
+        """Whether nonfinite steps are errors. In float16 they are normal: they adjust the loss scale."""
+        self.num_tokens = 0  # tokens up to the last log, including those before a resume
         self.evaluated: RewardScale | None = None
-        """Mean and deviation of rewards in the last evaluation."""
+        """Mean and standard deviation of rewards in the last evaluation."""
         self.verdicts: dict[str, Verdict] = {}
-        """The verdict of the last evaluation, by the prefix of its metrics."""
-        self._windows: deque[RewardSums] = deque()  # between two logs each
+        """Verdict of the last evaluation, by metric prefix."""
+        self._windows: deque[RewardSums] = deque()  # one entry per log
         self._load(RewardSums(), StepCounts())
         self.start(0, [])
 
@@ -98,32 +99,37 @@ class StepStatistics:
         self.device_sums = self._to_device(sums, torch.float32)
 
     def loss_sum(self, value: float = 0.0) -> torch.Tensor:
-        """Return a sum of losses to begin with, [1]."""
+        """Return the initial sum of losses, [1], on the device."""
         return self._to_device([value], torch.float32)
 
     def read(self) -> RewardSums:
-        """Read the open sums of this process."""
+        """Return the open sums of this process."""
         return _rewards_in(*self._runtime.fetch([self.device_counts, self.device_sums]))
 
     def tokens_so_far(self) -> int:
-        """Return how many tokens training has seen. All processes take part."""
+        """Return the number of tokens trained on so far. All processes take part."""
         return self.num_tokens + sum(over_processes(self._accelerator, self.read().tokens))
 
     # ---- a run
 
     def start(self, step: int, parts: Sequence[Mapping[str, Any]]) -> float:
-        """Begin a run, or go on after ``step`` from ``parts``: the `state` of each process that saved.
+        """Begin a run, or resume it after ``step``.
+
+        Args:
+            step: The last step of the resumed checkpoint; 0 for a new run.
+            parts: `state` of the run that saved the checkpoint, one entry per process. Empty for a new run.
 
         Returns:
-            The open sum of losses.
+            The sum of losses since the last log.
         """
-        index, count = (0, 1) if (of := self._accelerator) is None else (of.process_index, of.num_processes)
+        index, count = (0, 1) if (group := self._accelerator) is None else (group.process_index, group.num_processes)
         saved = [RewardSums.of_saved(part["metrics"]["open"]) for part in parts]
-        self._before, self._step = sum(saved, RewardSums()), step  # the next log counts them, its rates do not
+        # the next log includes these sums, but its rates do not
+        self._resumed, self._step = sum(saved, RewardSums()), step
         self._seconds, self._since = 0.0, time.monotonic()
         self.evaluated = None
         self._windows.clear()
-        self._losses_1 = self.loss_sum()  # the step's, finite only if all its losses are
+        self._losses_1 = self.loss_sum()  # sum over the step's micro-batches, finite only if all losses are
         self.is_finite_1 = self._to_device([True], torch.bool)
         """Whether the last step was finite."""
         self.nonfinite = 0
@@ -132,76 +138,91 @@ class StepStatistics:
             self._load(self.read(), StepCounts())
             return 0.0
         same_count = len(parts) == count
-        own = [parts[index]] if same_count else parts
-        rewards = saved[index] if same_count else self._before if index == 0 else RewardSums()
-        steps, loss = StepCounts(**own[0]["nonfinite"]), sum(part["open_loss"] for part in own) / len(own)
+        sources = [parts[index]] if same_count else parts
+        rewards = saved[index] if same_count else self._resumed if index == 0 else RewardSums()
+        steps, loss = StepCounts(**sources[0]["nonfinite"]), sum(part["open_loss"] for part in sources) / len(sources)
         self.num_tokens, self.nonfinite = parts[0]["metrics"]["num_tokens"], -steps.nonfinite
         self._load(rewards, steps, loss)
         return loss
 
     def state(self, loss_sum_1: torch.Tensor) -> list[dict[str, Any]]:
-        """Return what each process has added up since the last log: the parts for `start`."""
+        """Return the open sums of each process, to pass to `start` as ``parts``. All processes take part.
+
+        Args:
+            loss_sum_1: The sum of losses since the last log.
+        """
         loss, counts, sums = self._runtime.fetch([loss_sum_1, self.device_counts, self.device_sums])
-        own = {
+        part = {
             "metrics": {"num_tokens": self.num_tokens, "open": vars(_rewards_in(counts, sums))},
             "open_loss": loss.item(),
             "nonfinite": vars(_steps_in(counts)),
         }
-        return over_processes(self._accelerator, own)
+        return over_processes(self._accelerator, part)
 
     # ---- a step
 
     @torch.no_grad()
     def update(self, rewards_SA: torch.Tensor, tokens_S: torch.Tensor, table: Comparisons[torch.Tensor]) -> None:
-        """Add the rewards of a batch, with at most 2**30 tokens."""
+        """Add the rewards of a batch.
+
+        Args:
+            rewards_SA: Rewards of each sequence (or step), per attribute.
+            tokens_S: Number of tokens of each sequence; 0 for padding. Their sum is at most 2**30.
+            table: The comparisons between the rewards.
+        """
         if self._accelerator is None or self._runtime.counts_pairs():
-            add, vectors = self._runtime.compiled(_added), (self.device_counts, self.device_sums)
+            add, vectors = self._runtime.compiled(_add_batch), (self.device_counts, self.device_sums)
             settings = self.limit > 0, self.attribute_weights
             self.device_counts, self.device_sums = add(
                 *vectors, rewards_SA.detach().float(), tokens_S, table, *settings
             )
 
     def means(self) -> dict[str, torch.Tensor]:
-        """Return the means and extremes of the open sums as scalars on the device, by the names of `RewardSums`."""
-        (_, comparisons, answers), *_ = self.device_counts.split(_PARTS_OF_COUNTS)
-        (correct, ties, margin, reward, _), (lowest,), (highest,), _ = self.device_sums.split(_PARTS_OF_SUMS)
+        """Return means and extremes of the open sums by metric name, as scalars on the device."""
+        (_, comparisons, answers), *_ = self.device_counts.split(_COUNT_SIZES)
+        (correct, ties, margin, reward, _), (lowest,), (highest,), _ = self.device_sums.split(_SUM_SIZES)
         means = {"accuracy": correct / comparisons, "margin": margin / comparisons, "tie_rate": ties / comparisons}
         return means | {"min_reward": lowest, "mean_reward": reward / answers, "max_reward": highest}
 
     @torch.no_grad()
-    def see_loss(self, loss: torch.Tensor) -> None:
-        """Note the loss, a scalar, of one of the step's micro-batches."""
+    def add_loss(self, loss: torch.Tensor) -> None:
+        """Add the loss of a micro-batch, a scalar, to the step's losses."""
         if self.skips_nonfinite:
             self._losses_1 = self._losses_1 + loss
 
     @torch.no_grad()
     def end_step(self, gradient_norm: torch.Tensor | float, loss_sum_1: torch.Tensor, optimizer: Any) -> torch.Tensor:
-        """Find out whether the step, whose update comes next, is finite: by its losses and its gradient's norm.
+        """Count the step and check, before its update, that its losses and gradient norm are finite.
+
+        Args:
+            gradient_norm: Norm of the step's gradient.
+            loss_sum_1: The sum of losses since the last log, including this step.
+            optimizer: The optimizer; its update is skipped if the step is nonfinite.
 
         Returns:
-            The sum of losses, without this step's if it is not finite.
+            The sum of losses, without this step's loss if the step is nonfinite.
         """
         if not self.skips_nonfinite:
             return loss_sum_1
         finite_1 = torch.isfinite(self._losses_1 + torch.as_tensor(gradient_norm, device=self._device))
         self._losses_1 = torch.zeros_like(self._losses_1)
-        if self._accelerator is not None and self._accelerator.num_processes > 1:  # each has a loss of its own
+        if self._accelerator is not None and self._accelerator.num_processes > 1:  # losses differ between processes
             finite_1 = self._accelerator.reduce((~finite_1).int()) == 0
-        *counts, steps_4 = self.device_counts.split(_PARTS_OF_COUNTS)
-        *sums, loss_1 = self.device_sums.split(_PARTS_OF_SUMS)
+        *counts, steps_4 = self.device_counts.split(_COUNT_SIZES)
+        *sums, loss_1 = self.device_sums.split(_SUM_SIZES)
         loss_1 = torch.where(finite_1, loss_sum_1, loss_1)
-        self.device_counts = torch.cat([*counts, _counted(steps_4, finite_1, self.limit)])
+        self.device_counts = torch.cat([*counts, _count_step(steps_4, finite_1, self.limit)])
         self.device_sums = torch.cat([*sums, loss_1])
         self.is_finite_1 = finite_1
-        self._runtime.skip_update_unless(finite_1[0], bare(optimizer))
+        self._runtime.skip_update_unless(finite_1[0], unwrap(optimizer))
         return loss_1
 
     def pause(self) -> None:
-        """Stop the clock: evaluations and saves are no training time, compilations are."""
+        """Stop the clock: evaluations and saves do not count as training time, compilations do."""
         self._seconds += time.monotonic() - self._since
 
     def resume(self) -> None:
-        """Let the clock run again."""
+        """Start the clock again."""
         self._since = time.monotonic()
 
     # ---- a log
@@ -214,19 +235,23 @@ class StepStatistics:
         step: int,
         steps: int,
     ) -> tuple[dict[str, float], float, StepCounts]:
-        """Read the sums since the last log, ``steps`` before ``step``, and reset them.
+        """Read the open sums and reset them.
 
         Args:
-            grad_norm: Of the last step; None after an epoch without a step.
+            loss_sum_1: The sum of losses since the last log.
+            grad_norm: Gradient norm of the last step; None after an epoch without a step.
+            learning_rate: The learning rate to log.
+            step: The current step.
+            steps: Number of steps since the last log.
 
         Returns:
-            What is logged, the sum of the interval's losses, and its steps.
+            Metrics to log, the sum of losses since the last log, and the counts of steps since then.
         """
         norm = grad_norm if isinstance(grad_norm, torch.Tensor) else torch.tensor(float(grad_norm or 0.0))
         loss, norm, *vectors = self._runtime.fetch([loss_sum_1, norm, self.device_counts, self.device_sums])
-        everyone = over_processes(self._accelerator, (loss.item(), _rewards_in(*vectors)))
-        loss_sum = sum(loss for loss, _ in everyone) / len(everyone)
-        rewards = sum((each for _, each in everyone), RewardSums())
+        per_process = over_processes(self._accelerator, (loss.item(), _rewards_in(*vectors)))
+        loss_sum = sum(loss for loss, _ in per_process) / len(per_process)
+        rewards = sum((sums for _, sums in per_process), RewardSums())
         counted = self._reset(vectors[0], RewardSums())
         finite = steps - counted.nonfinite
         logs = {"loss": loss_sum / finite} if finite else {}
@@ -234,11 +259,11 @@ class StepStatistics:
             logs["grad_norm"] = norm.item()
         logs["learning_rate"] = learning_rate
         self.num_tokens += rewards.tokens
-        if self.num_tokens:  # a loss of the user's counts none
+        if self.num_tokens:  # a user-defined loss counts no tokens
             logs["num_tokens"] = self.num_tokens
         logs |= rewards.metrics() | self._rates(rewards, step)
         self._windows.append(rewards)
-        while sum(each.pairs for each in self._windows) - self._windows[0].pairs >= _SAMPLE:
+        while sum(window.pairs for window in self._windows) - self._windows[0].pairs >= _SCALE_PAIRS:
             self._windows.popleft()
         if (programs := self._runtime.compile_count()) is not None:
             logs["compiled_programs"] = programs
@@ -249,25 +274,28 @@ class StepStatistics:
         return logs, loss_sum, counted
 
     def close_steps(self, loss_sum_1: torch.Tensor) -> tuple[float, StepCounts]:
-        """Read the sum of losses and the steps since the last log, when no step is left. Rewards stay for later."""
+        """Return the sum of losses and the counts of steps since the last log, and reset the step counts.
+
+        Call this after the last step. The open sums of rewards are kept.
+        """
         loss, *vectors = self._runtime.fetch([loss_sum_1, self.device_counts, self.device_sums])
         return loss.item(), self._reset(vectors[0], _rewards_in(*vectors))
 
     def _reset(self, counts: torch.Tensor, rewards: RewardSums) -> StepCounts:
-        """Count steps anew, and go on from the sums ``rewards``."""
+        """Reset the step counts, and set the open sums to ``rewards``; return the old step counts."""
         counted = _steps_in(counts)
         self.nonfinite += counted.nonfinite
-        # after a stop a resumed run begins a row of its own
+        # after a stop at the limit, a resumed run counts consecutive nonfinite steps from 0
         self._load(rewards, StepCounts(in_a_row=0 if counted.reached_at else counted.in_a_row))
         return counted
 
     def _rates(self, sums: RewardSums, step: int) -> dict[str, float]:
-        """Return the rates of the steps since the last log, up to ``step``."""
+        """Return throughput metrics for the steps from the last log to ``step``."""
         self.pause()
         self.resume()
         seconds, self._seconds = self._seconds, 0.0
-        pairs, tokens, steps = sums.pairs - self._before.pairs, sums.tokens - self._before.tokens, step - self._step
-        self._before, self._step = RewardSums(), step
+        pairs, tokens, steps = sums.pairs - self._resumed.pairs, sums.tokens - self._resumed.tokens, step - self._step
+        self._resumed, self._step = RewardSums(), step
         if pairs <= 0 or seconds <= 0:
             return {}
         rates = {"pairs_per_second": pairs / seconds, "tokens_per_second": tokens / seconds}
@@ -281,42 +309,44 @@ class StepStatistics:
         return rates
 
     def explain_stop(self, first: int, last: int, rows: Sequence[int] | None, weights: str) -> str:
-        """Return the message of a stop after too many nonfinite steps, ``first`` to ``last``.
+        """Return the error message for a stop after too many nonfinite steps.
 
         Args:
-            rows: Rows of the training dataset with the pairs of step ``first``; None if unknown.
-            weights: Where the weights are, in a few words.
+            first: The first of the nonfinite steps.
+            last: The last of the nonfinite steps.
+            rows: Rows of the training dataset that step ``first`` trained on; None if unknown.
+            weights: Short description of where the weights are saved.
         """
-        named = "not known by their rows" if rows is None else f"rows {rows[:16]} of the trainer's train_dataset"
+        pairs = "unknown" if rows is None else f"rows {rows[:16]} of the trainer's train_dataset"
         return (
             f"The loss or the gradient of {self.limit} steps in a row, {first} to {last}, was NaN or infinite "
-            f"(nonfinite_limit={self.limit}). No update was taken from them: the weights are those after step "
-            f"{first - 1} ({weights}). The pairs of step {first} are {named}. Look for faults in them and in the "
-            "model's own weights, or lower learning_rate; nonfinite_limit=0 trains on without these checks."
+            f"(nonfinite_limit={self.limit}). Their updates were skipped: the weights are unchanged since step "
+            f"{first - 1} ({weights}). The pairs of step {first} are {pairs}. Check these pairs and the model's "
+            "weights for errors, or lower learning_rate. nonfinite_limit=0 turns these checks off."
         )
 
     # ---- the scale of rewards
 
     @property
     def scale(self) -> RewardScale | None:
-        """Mean and deviation of rewards: in the last evaluation, else in the last logs with `_SAMPLE` pairs."""
+        """Mean and standard deviation of rewards in the last evaluation, or else on the last training pairs."""
         return self.evaluated or scale_of(sum(self._windows, RewardSums()), "the last pairs of training")
 
 
 def _rewards_in(counts: torch.Tensor, sums: torch.Tensor) -> RewardSums:
-    """Read the fetched vectors of `StepStatistics`."""
-    pairs, (high, low), _ = counts.split(_PARTS_OF_COUNTS)
-    totals, lowest, highest, _ = sums.split(_PARTS_OF_SUMS)
+    """Return the rewards in the fetched vectors of `StepStatistics`."""
+    pairs, (high, low), _ = counts.split(_COUNT_SIZES)
+    totals, lowest, highest, _ = sums.split(_SUM_SIZES)
     rewards = RewardSums.read(pairs, totals, lowest, highest)
     rewards.tokens = int(high) * _CARRY + int(low)
     return rewards
 
 
 def _steps_in(counts: torch.Tensor) -> StepCounts:
-    return StepCounts(*counts.split(_PARTS_OF_COUNTS)[-1].tolist())
+    return StepCounts(*counts.split(_COUNT_SIZES)[-1].tolist())
 
 
-def _added(
+def _add_batch(
     counts: torch.Tensor,
     sums: torch.Tensor,
     rewards_SA: torch.Tensor,
@@ -325,15 +355,15 @@ def _added(
     finite_only: bool,
     attribute_weights: Sequence[float],
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the vectors of `StepStatistics` with the rewards of a batch added."""
-    pairs, (high, low), steps_4 = counts.split(_PARTS_OF_COUNTS)
-    totals, lowest_1, highest_1, loss_1 = sums.split(_PARTS_OF_SUMS)
+    """Add the rewards of a batch to the vectors of `StepStatistics`, and return the new vectors."""
+    pairs, (high, low), steps_4 = counts.split(_COUNT_SIZES)
+    totals, lowest_1, highest_1, loss_1 = sums.split(_SUM_SIZES)
     present_PK = (tokens_S > 0).unflatten(0, (-1, table.answers))
-    if finite_only:  # all rewards of a row, or none
+    if finite_only:  # count a prompt's rewards only if all of them are finite
         are_finite_PK = torch.isfinite(rewards_SA).all(-1).view(present_PK.shape)
         present_PK = present_PK & (are_finite_PK | ~present_PK).all(-1, keepdim=True)
-    before = pairs[COUNTS.index("answers")], totals[SUMS.index("reward")]
-    added = sums_of(rewards_SA, present_PK.flatten(), table, attribute_weights, *before)
+    earlier = pairs[COUNTS.index("answers")], totals[SUMS.index("reward")]
+    added = sums_of(rewards_SA, present_PK.flatten(), table, attribute_weights, *earlier)
     low = low + tokens_S.sum(dtype=torch.int32)
     carry = (low >= _CARRY).int()
     tokens_2 = torch.stack([high + carry, low - carry * _CARRY])
@@ -341,8 +371,8 @@ def _added(
     return torch.cat([pairs + added[0], tokens_2, steps_4]), torch.cat([totals + added[1], *extremes, loss_1])
 
 
-def _counted(steps_4: torch.Tensor, finite_1: torch.Tensor, limit: int) -> torch.Tensor:
-    """Return `StepCounts` with one more step."""
+def _count_step(steps_4: torch.Tensor, finite_1: torch.Tensor, limit: int) -> torch.Tensor:
+    """Return the vector of `StepCounts` after one more step."""
     failed = (~finite_1).int()
     taken, nonfinite, in_a_row, reached_at = steps_4.split(1)
     taken, nonfinite, in_a_row = taken + 1, nonfinite + failed, (in_a_row + 1) * failed
@@ -351,11 +381,11 @@ def _counted(steps_4: torch.Tensor, finite_1: torch.Tensor, limit: int) -> torch
 
 
 def scale_of(sums: RewardSums, of: str) -> RewardScale | None:
-    """Return the mean and the standard deviation of rewards; None where there are none, or all are alike.
+    """Return the mean and standard deviation of rewards; None without rewards, or if all are equal.
 
     Args:
         sums: Sums over the rewards.
-        of: What was rewarded, for the model card.
+        of: Description of the rewarded data, for the model card.
     """
     if not sums.answers:
         return None

@@ -1,4 +1,4 @@
-"""How a run stops or saves before its time: SIGTERM, a time limit, votes, and what hosts must have alike."""
+"""Early stops and extra saves of a run (SIGTERM, time limit, save interval), votes of ranks, comparison of hosts."""
 
 import contextlib
 import json
@@ -26,20 +26,21 @@ logger = logging.getLogger(__name__)
 
 _STOPS = ("should_training_stop", "should_epoch_stop")
 _DECISIONS = ("should_log", "should_save", "should_evaluate", *_STOPS)
-_SECONDS_BETWEEN = 5.0
-"""Between votes where nothing is due: the maximum time that a preempted host waits for the others."""
+_SECONDS_BETWEEN_VOTES = 5.0
+"""Time between votes that nothing else triggers: the maximum time a preempted host waits for all hosts to stop."""
 
 
 def over_processes(accelerator: Accelerator | None, value: Value) -> list[Value]:
-    """Return the value of each of accelerate's processes, in their order. (On XLA there is one, for all devices.)"""
+    """Return the values of all of accelerate's processes in rank order. On XLA it counts one process."""
     return [value] if accelerator is None or accelerator.num_processes == 1 else gather_object([value])
 
 
 class HostAgreement:
-    """Votes between all processes of a run, so that they act alike: one process a host on a mesh, or accelerate's.
+    """Votes that make all processes of a run log, evaluate, save and stop at the same steps.
 
-    They vote where arguments and counters call for a log, an evaluation or a save, at the end of an epoch, and
-    otherwise every few seconds, measured in steps of the slowest host.
+    The processes are one per host on a mesh, or else accelerate's. They vote at steps where arguments and counters
+    schedule a log, an evaluation or a save, and at the end of an epoch. Between those they vote every few seconds,
+    converted to a number of steps by the speed of the slowest host.
     """
 
     def __init__(self, runtime: Runtime, accelerator: Accelerator) -> None:
@@ -51,15 +52,15 @@ class HostAgreement:
         self.is_first_of_host = not self._by_accelerate or accelerator.is_local_main_process
         self._postponed: set[str] = set()  # requests of this process's callbacks, between votes
         self._steps, self._batches = _Votes(self.all_gather_object), _Votes(self.all_gather_object)
-        self._asked_at = -1  # the last step that was decided about
+        self._last_decided = -1  # the last step passed to `decide`
 
     def start(self, step: int) -> None:
-        """Begin to train at ``step``; the first step is voted about."""
+        """Begin to train at ``step``. The next step has a vote."""
         self._steps.start(step)
         self._postponed.clear()
 
     def all_gather_object(self, value: Value) -> list[Value]:
-        """Return the value of every process, in their order. For small values; all processes take part."""
+        """Return the values of all processes in rank order. Values must be small; all processes take part."""
         if self._by_accelerate:
             return over_processes(self._accelerator, value)
         return self._runtime.all_gather_object(value)
@@ -72,30 +73,42 @@ class HostAgreement:
         requests: Mapping[str, bool],
         now: bool = False,
     ) -> dict[str, bool]:
-        """Set in ``control`` what any process has set in its own, and return ``requests`` that any process has.
+        """Combine the decisions of all processes: each decision and request that any process has applies to all.
 
-        Between votes one process by itself can only request to stop, and that waits for the next.
+        Between votes, the requests of one process wait for the next vote.
 
         Args:
-            now: Vote also where nothing is due; all processes must know.
+            args: The trainer's settings.
+            state: The trainer's state.
+            control: The trainer's control; the combined decisions are set in it.
+            requests: Further requests of this process by name.
+            now: Vote even if no vote is due. All processes must pass the same value.
+
+        Returns:
+            The combined requests.
         """
         if self.count == 1:
             return dict(requests)
         is_due = now or self._is_due(args, state)
-        self._asked_at = state.global_step
+        self._last_decided = state.global_step
         if not is_due:
             self.postpone(control, _DECISIONS)
             return dict.fromkeys(requests, False)
-        own = {name: getattr(control, name) or name in self._postponed for name in _DECISIONS} | {**requests}
-        votes = self._steps.exchange(state.global_step, own)
-        decided = {name: any(vote[name] for vote in votes) for name in own}
+        ballot = {name: getattr(control, name) or name in self._postponed for name in _DECISIONS} | {**requests}
+        votes = self._steps.exchange(state.global_step, ballot)
+        decided = {name: any(vote[name] for vote in votes) for name in ballot}
         for name in _DECISIONS:
             setattr(control, name, decided[name])
         self._postponed.clear()
         return {name: decided[name] for name in requests}
 
     def any_in_evaluation(self, batch: int, request: bool) -> bool:
-        """Return whether any process has the request after the evaluation's ``batch``, the first being 1."""
+        """Return whether any process has the request after an evaluation batch; False between votes.
+
+        Args:
+            batch: Number of the batch in the evaluation, from 1.
+            request: Whether this process has the request.
+        """
         if self.count == 1:
             return request
         if batch == 1:
@@ -103,22 +116,26 @@ class HostAgreement:
         return batch >= self._batches.next and any(self._batches.exchange(batch, request))
 
     def postpone(self, control: TrainerControl, names: Sequence[str] = _STOPS) -> None:
-        """Keep the requests of this process's callbacks until the next vote."""
+        """Postpone the requests of this process's callbacks to the next vote, and clear them in ``control``."""
         if self.count > 1:
             self._postponed.update(name for name in names if getattr(control, name))
             for name in names:
                 setattr(control, name, False)
 
     def _is_due(self, args: TrainingArguments, state: TrainerState) -> bool:
-        """Return whether to vote now: by arguments and counters alone, which all processes share."""
-        if state.global_step >= self._steps.next or self._asked_at == state.global_step:  # at the end of its epoch
+        """Return whether to vote now. Only arguments and counters that all processes share affect the result."""
+        # the second call in the same step is at the end of the epoch
+        if state.global_step >= self._steps.next or self._last_decided == state.global_step:
             return True
         scheduled = DefaultFlowCallback().on_step_end(args, state, TrainerControl())
         return any(getattr(scheduled, name) for name in _DECISIONS)
 
 
 class _Votes:
-    """Exchanges of votes: the next one is due after as many turns as take a few seconds on the slowest host."""
+    """Exchange of votes. The next vote is due after a few seconds, counted in turns of the slowest host.
+
+    A turn is a training step or an evaluation batch.
+    """
 
     def __init__(self, gather: Callable[[Any], list[Any]]) -> None:
         self._gather = gather
@@ -131,7 +148,7 @@ class _Votes:
         pace = (time.monotonic() - self._moment) / max(turn - self._last, 1)
         votes, paces = zip(*self._gather((vote, pace)), strict=True)
         self.start(turn)
-        self.next = turn + max(1, int(_SECONDS_BETWEEN / max(*paces, 1e-3)))
+        self.next = turn + max(1, int(_SECONDS_BETWEEN_VOTES / max(*paces, 1e-3)))
         return list(votes)
 
 
@@ -141,17 +158,17 @@ SAVE_INTERVAL = "save_interval_minutes"
 
 
 class Unfinished(SystemExit):
-    """Training was stopped before its end and has saved a checkpoint to resume from; uncaught, the exit status is 75.
+    """Early stop of training, with a checkpoint to resume from. If uncaught, the process exits with status 75.
 
-    If that checkpoint could not be saved, the status is 74, and an earlier one has to be resumed.
+    The exit status is 74 if the checkpoint could not be saved: resume from an earlier checkpoint.
 
-    `train()` raises it after a SIGTERM: what a script does after training is for a trained model, and takes time that
-    a preempted process does not have.
+    `train()` raises this exception after a SIGTERM. The rest of a training script expects a fully trained model, and a
+    preempted process has no time for it.
 
     Attributes:
-        reason: What stopped training: "SIGTERM" or "training_time_limit".
-        checkpoint: The folder, or URL, to resume from.
-        saved: Whether it could be saved.
+        reason: Reason for the stop: "SIGTERM" or "training_time_limit".
+        checkpoint: Folder or URL of the checkpoint.
+        saved: Whether the checkpoint was saved.
     """
 
     def __init__(self, reason: str, checkpoint: str, saved: bool = True) -> None:
@@ -159,38 +176,38 @@ class Unfinished(SystemExit):
         self.reason, self.checkpoint, self.saved = reason, checkpoint, saved
 
     def __str__(self) -> str:
-        outcome = "is to go on from" if self.saved else "could not be saved"
-        return f"{self.reason} stopped training; {self.checkpoint} {outcome}"
+        outcome = f"resume from {self.checkpoint}" if self.saved else f"{self.checkpoint} could not be saved"
+        return f"{self.reason} stopped training; {outcome}"
 
 
 class EvaluationCutShort(Exception):
-    """An evaluation is not waited for, since the process is preempted."""
+    """Early end of an evaluation because a process is preempted."""
 
 
 @cache
 def end_forks_by_sigterm() -> None:
-    """Let processes forked from here on end by SIGTERM, though this package handles it in this process.
+    """Restore the default SIGTERM action in all processes forked from now on.
 
-    A pool ends its workers so. One that is about to wait for a task when the signal comes would not run a handler of
-    Python's, and the pool would wait for it for ever.
+    A multiprocessing pool ends its workers with SIGTERM. A worker that is about to wait for a task would not run a
+    Python signal handler, and the pool would wait for the worker forever.
     """
 
-    def leave_sigterm_to_the_system() -> None:
+    def restore_default_action() -> None:
         handler = signal.getsignal(signal.SIGTERM)
         if str(getattr(handler, "__module__", "")).startswith("trl_tpu."):
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
-    os.register_at_fork(after_in_child=leave_sigterm_to_the_system)
+    os.register_at_fork(after_in_child=restore_default_action)
 
 
 class Preemption(ExportableState):
-    """Saves and stops a run before its time: at a SIGTERM, a time limit, an interval between saves.
+    """Early stops and extra saves of a run: after a SIGTERM, at a time limit, at intervals between saves.
 
-    A request of one process at the end of a step is decided on by all of them together.
+    Each process notes its requests at the end of a step. All processes then decide on them in a vote.
 
     Args:
-        time_limit: Longest duration of one `train()`; None for no limit.
-        save_interval: Time between saves; None for never.
+        time_limit: Maximum duration of one `train()`; None for no limit.
+        save_interval: Time between saves; None for no extra saves.
     """
 
     def __init__(self, time_limit: timedelta | None, save_interval: timedelta | None) -> None:
@@ -199,31 +216,32 @@ class Preemption(ExportableState):
         self.start()
 
     def start(self) -> None:
-        """Begin to train."""
+        """Begin to train: reset the clocks and requests."""
         self.stopped_by: str | None = None
-        """What ended training before its end: `SIGTERM` or `TIME_LIMIT`."""
+        """Reason for an early stop: `SIGTERM` or `TIME_LIMIT`; None without an early stop."""
         self.told_to_stop = False
-        """Whether a SIGTERM has come to this process."""
+        """Whether this process has received SIGTERM."""
         self.requests = dict.fromkeys((SIGTERM, TIME_LIMIT, SAVE_INTERVAL), False)
         """Requests of this process at the end of the last step."""
         self.cuts_evaluations_short = False
-        """Whether an evaluation that runs now ends at a SIGTERM by `EvaluationCutShort`, and its step is saved."""
+        """Whether a SIGTERM ends the current evaluation by `EvaluationCutShort`; the step is saved then."""
         self._saved_step = -1
         self._started = self._last_save = time.monotonic()
 
     @contextlib.contextmanager
-    def hearing_sigterm(self, listens: bool) -> Iterator[None]:
-        """Note the first SIGTERM; a second does what it would have done without us.
+    def handle_sigterm(self, listens: bool) -> Iterator[None]:
+        """Return a context that notes the first SIGTERM; a second one runs the previous handler.
 
         Args:
-            listens: False where somebody else handles it. Only the main thread may have a handler.
+            listens: Whether to install the handler; False if another component handles SIGTERM. Outside of the main
+                thread no handler is installed.
         """
         self.start()
         if not listens or threading.current_thread() is not threading.main_thread():
             yield
             return
 
-        # None is a handler that Python did not install and cannot put back
+        # None means that a handler was not installed from Python, and Python cannot restore it
         before = signal.getsignal(signal.SIGTERM) or signal.SIG_DFL
 
         def note(*_: object) -> None:
@@ -238,8 +256,8 @@ class Preemption(ExportableState):
             signal.signal(signal.SIGTERM, before)
 
     def note_step(self, step: int, max_steps: int) -> None:
-        """Note the end of ``step``, and this process's requests."""
-        trained, unsaved = (timedelta(seconds=time.monotonic() - at) for at in (self._started, self._last_save))
+        """Note this process's requests at the end of ``step``."""
+        trained, unsaved = (timedelta(seconds=time.monotonic() - start) for start in (self._started, self._last_save))
         self.requests = {
             SIGTERM: self.told_to_stop,
             TIME_LIMIT: trained >= self._time_limit and step < max_steps,
@@ -249,9 +267,13 @@ class Preemption(ExportableState):
     def decide(
         self, agreement: HostAgreement, args: TrainingArguments, state: TrainerState, control: TrainerControl
     ) -> bool:
-        """Let all processes log, evaluate, save and stop alike; return whether this step must be saved."""
+        """Vote on logs, evaluations, saves and stops, and set the decisions in ``control``.
+
+        Returns:
+            Whether a checkpoint of this step must be saved.
+        """
         requests = agreement.decide(args, state, control, self.requests)
-        if self.stopped_by is not None:  # the end of an epoch, cut short or not, asks once more
+        if self.stopped_by is not None:  # second call in the last step, at the end of its epoch
             control.should_log = control.should_evaluate = control.should_save = False
             return True
         reason = next((name for name in (SIGTERM, TIME_LIMIT) if requests[name]), None)
@@ -261,37 +283,39 @@ class Preemption(ExportableState):
         return reason is not None or requests[SAVE_INTERVAL]
 
     def stop(self, reason: str, args: TrainingArguments, state: TrainerState, control: TrainerControl) -> None:
-        """Decide to save and to stop. After the last step of an epoch, do now what the epoch's end asks for."""
+        """Request a save and a stop. At the end of an epoch, also request the log and evaluation due there."""
         self.stopped_by = reason
         if float(state.epoch or 0).is_integer():
             DefaultFlowCallback().on_epoch_end(args, state, control)
         if reason == SIGTERM and control.should_evaluate:
             control.should_evaluate = False
-            logger.warning("The evaluation due at step %s is left out, to save and stop in time.", state.global_step)
+            logger.warning("The evaluation at step %s is skipped, to save and stop in time.", state.global_step)
         control.should_save = control.should_training_stop = True
 
     def state(self) -> dict[str, Any]:
-        """Return the entry of a stopped run in a checkpoint's `trainer_state.json`, in the form of a callback's state.
+        """Return the reason for the stop as an entry of `trainer_state.json`, in the format of a callback's state.
 
-        transformers ignores the states of callbacks that a resumed run does not have.
+        A resumed run ignores this entry: transformers skips the states of callbacks that the run does not have.
         """
         return {"args": {}, "attributes": {"stopped_by": self.stopped_by}}
 
     def note_save(self, step: int) -> None:
-        """Note that a checkpoint of ``step`` was begun."""
+        """Note that a save of ``step`` was started."""
         self._saved_step, self._last_save = step, time.monotonic()
 
     def has_saved(self, step: int) -> bool:
-        """Return whether a checkpoint of ``step`` was begun."""
+        """Return whether a save of ``step`` was started."""
         return self._saved_step == step
 
 
 class StepCallback(TrainerCallback):
-    """Tells components when training begins and when its steps end.
+    """Callback that notifies components when training begins and when a step ends.
 
     Args:
-        begin: Called when the model and its state are ready to train.
-        check: Called with the number of each step that has ended.
+        begin: Called when the model and its training state are ready.
+        agreement: Postpones the requests of callbacks during a step.
+        preemption: Notes its requests at the end of each step.
+        check: Called at the end of each step with the step's number.
     """
 
     def __init__(
@@ -305,7 +329,7 @@ class StepCallback(TrainerCallback):
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         self._begin()
-        # a resumed run compares this with its own argument, and would warn of a change on every mesh
+        # a resumed run compares this value with its argument: without this line it would warn on every mesh
         state.train_batch_size = args.per_device_train_batch_size
 
     def on_substep_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
@@ -317,10 +341,13 @@ class StepCallback(TrainerCallback):
 
 
 def check_alike(runs: Sequence[Mapping[str, Any]]) -> None:
-    """Raise UserError if hosts were started with different arguments, data or checkpoints.
+    """Check that all hosts were started with the same arguments, data and checkpoints.
 
     Args:
-        runs: Of each host, by name, what has to be the same on all.
+        runs: One mapping per host, from names to values that must be equal on all hosts.
+
+    Raises:
+        UserError: A value differs between hosts. The message lists the values and hosts.
     """
     faults = []
     for name in runs[0]:
@@ -328,16 +355,16 @@ def check_alike(runs: Sequence[Mapping[str, Any]]) -> None:
         for host, run in enumerate(runs):
             hosts_of.setdefault(json.dumps(run[name], default=str), []).append(host)
         if len(hosts_of) > 1:
-            faults.append(f"{name} is " + " and ".join(f"{value} on {_named(on)}" for value, on in hosts_of.items()))
+            faults.append(f"{name} is " + " and ".join(f"{value} on {_listed(on)}" for value, on in hosts_of.items()))
     if faults:
         raise UserError(
             f"All hosts must train the same run, but {'; '.join(faults)}. Start the same command on every host, with "
-            "the same data, and an output_dir that all of them share."
+            "the same data and an output_dir that all hosts share."
         )
 
 
 def describe_run(args: Any, eval_dataset: Any, resume: str | bool | None) -> dict[str, Any]:
-    """Return the mesh, evaluation data and checkpoints, which have to be the same on every host of a mesh too."""
+    """Return further values that must be equal on all hosts of a mesh: mesh, evaluation data and checkpoints."""
     return {
         "mesh": str(args.mesh_shape),
         "eval data": digest(eval_dataset),
@@ -347,7 +374,7 @@ def describe_run(args: Any, eval_dataset: Any, resume: str | bool | None) -> dic
 
 
 def digest(dataset: Any) -> Any:
-    """Return the number of pairs and their checksum; None for a stream; for a dict, that of each dataset."""
+    """Return a dataset's number of pairs and checksum as text; None for a stream; a dict for a dict of datasets."""
     if isinstance(dataset, dict):
         return {name: digest(part) for name, part in dataset.items()}
     if not is_prepared(dataset):
@@ -355,6 +382,6 @@ def digest(dataset: Any) -> Any:
     return f"{len(dataset)} pairs ({length_stats(dataset).checksum:08x})"
 
 
-def _named(hosts: list[int]) -> str:
+def _listed(hosts: list[int]) -> str:
     more = f" and {len(hosts) - 8} more" if len(hosts) > 8 else ""
     return f"{'host' if len(hosts) == 1 else 'hosts'} {', '.join(map(str, hosts[:8]))}{more}"

@@ -1,10 +1,10 @@
-"""EasyDeL's documents as the guide translates them: all fields of its config at their defaults, its preprocessing."""
+"""EasyDeL's documentation as translated in the guide: its default config and its preprocessing."""
 
 import re
 import sys
 
 from datasets import load_dataset
-from places import EXAMPLES
+from environment import EXAMPLES
 from transformers import AutoTokenizer
 
 from trl_tpu import RewardConfig, RewardTrainer

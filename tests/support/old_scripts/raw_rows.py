@@ -1,4 +1,4 @@
-"""As for TRL 0.12 to 0.23: raw messages, the collator of then, and a loss that reads its columns."""
+"""A script for TRL 0.12 to 0.23: raw messages, the old collator, and a loss that reads its columns."""
 
 from datasets import load_dataset
 from torch import nn

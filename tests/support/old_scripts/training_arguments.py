@@ -1,4 +1,4 @@
-"""As for TRL 0.5 to 0.6: transformers' own arguments, the tokenizer by name, columns of tokens made by hand."""
+"""A script for TRL 0.5 to 0.6: transformers' TrainingArguments, a named tokenizer, manual token columns."""
 
 import sys
 

@@ -1,9 +1,9 @@
-"""Runs Python in processes of their own, which need not import torch and transformers again.
+"""Run Python in subprocesses that need not import torch and transformers again.
 
-A process holds one runtime and one set of devices, so many tests start others. Importing takes each of them some eight
-seconds; so they are forks of a server, `python apart.py FOLDER`, that has imported everything and touched no device.
-All processes of a test run share one for every environment that libraries read while they are imported. It ends when
-the last of those that have used it does.
+A process holds one runtime and one set of devices, so many tests start subprocesses. Importing takes each of them
+about eight seconds. They are therefore forks of a server, `python subprocesses.py FOLDER`, that has imported
+everything and touched no device. All processes of a test run share one server for each environment that libraries
+read at import. A server ends when the last process that used it does.
 """
 
 import contextlib
@@ -26,12 +26,17 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
-from places import ROOT, SUPPORT
+from environment import ROOT, SUPPORT
 
-ONLY = "IMPORTED_ONLY"  # the variable for a server that has imported nothing but this
-READ_BY_IMPORTS = ("USE_TORCH_XLA", "PJRT_DEVICE", "HF_", "TF_CPP_", "GRPC_", ONLY)  # what variables begin with
+if TYPE_CHECKING:
+    import pytest
+
+ONLY = "IMPORTED_ONLY"  # names the only module that a server imports
+READ_BY_IMPORTS = ("USE_TORCH_XLA", "PJRT_DEVICE", "HF_", "TF_CPP_", "GRPC_", ONLY)  # prefixes of variables
+PARALLEL_COMPILES = min(4, os.cpu_count() or 1)
+"""Number of processes that trace and compile concurrently. Each needs 1 GB of memory."""
 IMPORTED = [
     "trl_tpu",
     "datasets",
@@ -40,7 +45,7 @@ IMPORTED = [
     "trl_tpu.trainer.reward_trainer",
 ]
 IMPORTED_ON_XLA = ["torch_xla.core.xla_model", "torch_xla.distributed.spmd", "trl_tpu.runtime.xla"]
-# each process that uses a server holds a shared lock on this file of its folder
+# each process that uses a server holds a shared lock on this file in the server's folder
 USED = "used"
 _TEST_RUN = os.environ.get("PYTEST_XDIST_TESTRUNUID", str(os.getpid()))[:8]
 _lock = threading.Lock()
@@ -52,9 +57,11 @@ _lock = threading.Lock()
 def run(
     script: str, *words: str, timeout: float = 400, status: int | None = 0, **variables: str
 ) -> subprocess.CompletedProcess[str]:
-    """Run a script of this folder, or ``-c`` and code, with these words and variables; it has to end with the status.
+    """Run a script of this folder, or ``-c`` and code, with command-line words.
 
-    The variables are added to the environment's. A status of None may be any.
+    Args:
+        status: Expected exit status; None accepts any.
+        variables: Additional environment variables.
     """
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "PYTHONPATH": f"{ROOT}{os.pathsep}{SUPPORT}"} | variables
     file = script if script == "-c" else str(SUPPORT / script)
@@ -66,10 +73,10 @@ def run(
 def python(
     *words: str, environment: dict[str, str], folder: Path = ROOT, timeout: float = 400
 ) -> subprocess.CompletedProcess[str]:
-    """Run `python words...`, a file, ``-m`` or ``-c``, as the leader of a session of its own in a folder.
+    """Run `python words...` (a file, ``-m`` or ``-c``) in a folder, as the leader of its own session.
 
     Raises:
-        subprocess.TimeoutExpired: it took too long, and was killed with all that it had started.
+        subprocess.TimeoutExpired: The process took too long. It was killed with every process it had started.
     """
     key = sorted((name, value) for name, value in environment.items() if name.startswith(READ_BY_IMPORTS))
     with _lock:
@@ -80,37 +87,37 @@ def python(
         request = {"words": words, "environment": environment, "folder": str(folder), "files": [*map(str, files)]}
         connection.sendall(json.dumps(request).encode() + b"\n")
         connection.settimeout(timeout)
-        with connection.makefile() as told:
-            process = int(told.readline())
+        with connection.makefile() as replies:
+            process = int(replies.readline())
             try:
-                status = int(told.readline())
+                status = int(replies.readline())
             except TimeoutError:
                 os.killpg(process, signal.SIGKILL)
                 raise subprocess.TimeoutExpired(words, timeout) from None
         return subprocess.CompletedProcess(words, status, *(path.read_text() for path in files))
 
 
-def cold(*words: str, environment: Mapping[str, str] = os.environ, **variables: str) -> str:
-    """Run `python words...` in a process that imports everything anew, and return what it prints; it has to succeed.
+def run_without_server(*words: str, environment: Mapping[str, str] = os.environ, **variables: str) -> str:
+    """Run `python words...` in a new process that imports everything itself, and return its output; it must succeed.
 
-    The variables are added to the environment.
+    ``variables`` are added to the environment.
     """
     added = {"HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)} | variables
     command, environment = [sys.executable, *words], {**environment, **added}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return done.stdout
+    process = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+    assert process.returncode == 0, process.stderr[-4000:]
+    return process.stdout
 
 
-def at_once(*commands: tuple[str, ...], **given: Any) -> list[subprocess.CompletedProcess[str]]:
-    """`run` scripts, each with its words, that meet at a free port of this machine, until all have ended."""
-    meet = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+def run_ranks(*commands: tuple[str, ...], **options: Any) -> list[subprocess.CompletedProcess[str]]:
+    """Run scripts, each with its words, concurrently as ranks that meet at a free port of this machine."""
+    rendezvous = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     with ThreadPoolExecutor(len(commands)) as pool:
-        return list(pool.map(lambda command: run(*command, **meet, **given), commands))
+        return list(pool.map(lambda command: run(*command, **rendezvous, **options), commands))
 
 
 def become_rank(rank: str, count: str) -> None:
-    """Tell this process what torchrun tells one of several."""
+    """Set the environment variables that torchrun sets for a rank."""
     os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count}
 
 
@@ -120,12 +127,24 @@ def free_port() -> str:
         return str(free.getsockname()[1])
 
 
+def selected_cases(request: "pytest.FixtureRequest", parameter: str, *more: str) -> list[Any]:
+    """Return the values of a parameter in the tests of the fixture's file that will run, each once, in their order.
+
+    A fixture can so run all selected cases in few processes. For several parameters return tuples of their values.
+    """
+    tests = [item for item in request.session.items if item.path == request.path]
+    cases = [test.callspec.params for test in tests if hasattr(test, "callspec")]
+    names = (parameter, *more)
+    values = [tuple(case[name] for name in names) for case in cases if set(names) <= case.keys()]
+    return list(dict.fromkeys(values if more else (value for (value,) in values)))
+
+
 @cache
 def _server(variables: tuple[tuple[str, str], ...]) -> tuple[str, IO[str], subprocess.Popen[str] | None]:
-    """Start a server, unless another process of this test run has.
+    """Start a server, unless another process of this test run has done so.
 
     Returns:
-        Its socket, the file whose lock keeps it, and the server itself where it was started here.
+        The path of its socket, the locked file that keeps it alive, and the server process if it was started here.
     """
     name = hashlib.sha256(repr(variables).encode()).hexdigest()[:8]
     folder = Path(tempfile.gettempdir(), f"trl-tpu-tests-{_TEST_RUN}-{name}")
@@ -147,7 +166,7 @@ def _start(folder: Path, variables: dict[str, str]) -> subprocess.Popen[str]:
         stdout=subprocess.PIPE,
         text=True,
     )
-    assert server.stdout is not None and server.stdout.readline() == "ready\n", "the server could not import"
+    assert server.stdout is not None and server.stdout.readline() == "ready\n", "the server failed to import"
     return server
 
 
@@ -174,10 +193,10 @@ def serve(folder: Path) -> dict[str, Any]:
 
 
 def request_of(connection: socket.socket) -> dict[str, Any]:
-    """Read a request, fork once more, tell the fork's process and status, and return the request in the fork."""
+    """Read a request, fork again, send the fork's process id and exit status, and return the request in the fork."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    with connection.makefile() as asked:
-        request = json.loads(asked.readline())
+    with connection.makefile() as stream:
+        request = json.loads(stream.readline())
     process = os.fork()
     if process:
         connection.sendall(f"{process}\n".encode())
@@ -189,7 +208,7 @@ def request_of(connection: socket.socket) -> dict[str, Any]:
 def become(
     started_with: dict[str, str], words: list[str], environment: dict[str, str], folder: str, files: list[str]
 ) -> None:
-    """Do what is asked for, as the whole of this process."""
+    """Turn this process into the requested one."""
     os.setsid()
     for descriptor, path in enumerate(["/dev/null", *files]):
         os.dup2(os.open(path, os.O_RDWR | os.O_CREAT), descriptor)
@@ -223,5 +242,5 @@ if __name__ == "__main__":
         for module in IMPORTED_ON_XLA if runtime.choice().name == "xla" else ():
             importlib.import_module(module)
     gc.collect()
-    gc.freeze()  # forks share what is imported, and do not look through it for garbage
+    gc.freeze()  # forks share the imported objects and do not search them for garbage
     become(started_with, **serve(Path(sys.argv[1])))

@@ -1,4 +1,4 @@
-"""A search of hyperparameters as transformers makes it through optuna, which is not needed for it."""
+"""Hyperparameter search through transformers' optuna backend, without optuna."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,7 +22,7 @@ TRIALS: list[dict[str, Any]] = [
 
 
 class Backend(OptunaBackend):
-    """Does what transformers' function of optuna does, for the trials above."""
+    """Replaces transformers' optuna backend and runs the trials above."""
 
     @staticmethod
     def is_available() -> bool:
@@ -35,23 +35,23 @@ class Backend(OptunaBackend):
             found.append(trainer.compute_objective(trainer.evaluate()))
             trainer.model_wrapped, trainer.model = release_memory(trainer.model_wrapped, trainer.model)
             trainer.accelerator.clear()
-        return BestRun("all", found, {})  # type: ignore[arg-type]  # as of several objectives
+        return BestRun("all", found, {})  # type: ignore[arg-type]  # a list, as for several objectives
 
 
 def losses(folder: Path, monkeypatch: pytest.MonkeyPatch, afterwards: bool) -> tuple[list[float], list[float]]:
-    """The evaluation loss of each trial of a search, and of a run by itself with the trial's arguments.
+    """Return the evaluation loss of each trial of a search, and of separate runs with the trials' arguments.
 
     Args:
-        afterwards: Whether `model_init` is set when the trainer is there.
+        afterwards: Set `model_init` after the trainer is created.
     """
-    # which asks of which library a trial is
+    # the original detects the library of a trial
     monkeypatch.setattr(transformers.integrations, "hp_params", lambda trial: trial.params)
     monkeypatch.setitem(ALL_HYPERPARAMETER_SEARCH_BACKENDS, HPSearchBackend.OPTUNA, Backend)
     pairs = tiny.made_up_pairs(24)
     tokenizer = tiny.tiny_tokenizer(pairs)
 
     def model() -> Any:
-        with torch.random.fork_rng(devices=[]):  # the order of pairs is drawn after it
+        with torch.random.fork_rng(devices=[]):  # keeps the random state, which decides the order of pairs
             torch.manual_seed(0)
             return tiny.tiny_model(tokenizer)
 

@@ -1,19 +1,34 @@
-"""Stands in for TorchTPU's backend `tpu_dist`, which XLA's CPU plugin lacks: collectives go over gloo, on the host.
+"""Create torch's device `tpu` on XLA's CPU plugin; import this before anything else touches a device.
 
-To be imported when torch_tpu is, and before processes meet.
+It needs the environment that `torchtpu_check.sh` prepares. As a script it runs another script as one rank of several:
+
+    python tests/support/torchtpu_device.py SCRIPT WORDS...
+
+Each rank has its own CPU plugin, which knows a single process. Collectives therefore go over gloo.
 """
 
+import runpy
+import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch_tpu
 from torch import Tensor
 from torch._C._distributed_c10d import _create_work_from_future
+from torch_tpu._internal.utils import hardware
+
+hardware.get_tpu_device_count = lambda: 1  # torch_tpu counts TPUs on the PCI bus, and there are none
+torch_tpu._loader.load()
 
 
 class OnGloo(dist.ProcessGroup):
-    """Copies tensors of any device to the host, lets gloo do the work there, and copies the results back."""
+    """Copies tensors to the host, runs the collective there with gloo, and copies the results back.
+
+    It replaces TorchTPU's backend `tpu_dist`, which XLA's CPU plugin lacks.
+    """
 
     def __init__(self, store: Any, rank: int, size: int, timeout: Any) -> None:
         super().__init__(rank, size)
@@ -50,12 +65,12 @@ class OnGloo(dist.ProcessGroup):
         return host / self.size() if is_mean else host
 
     def allgather(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None) -> Any:
-        for output, given in zip(outputs, inputs, strict=True):
-            host = given.detach().cpu()
-            found = [torch.empty_like(host) for _ in output]
-            self._gloo.allgather([found], [host]).wait()
-            for each, tensor in zip(output, found, strict=True):
-                each.detach().copy_(tensor)
+        for output, tensor in zip(outputs, inputs, strict=True):
+            host = tensor.detach().cpu()
+            gathered = [torch.empty_like(host) for _ in output]
+            self._gloo.allgather([gathered], [host]).wait()
+            for part, gathered_part in zip(output, gathered, strict=True):
+                part.detach().copy_(gathered_part)
         return _done(outputs)
 
     def all_gather_single(self, output: Tensor, given: Tensor, opts: Any = None) -> Any:
@@ -84,4 +99,9 @@ def _done(result: Any) -> Any:
     return _create_work_from_future(future)
 
 
-dist.Backend.register_backend("tpu_dist", OnGloo, devices=["tpu"])
+if __name__ == "__main__":
+    dist.Backend.register_backend("tpu_dist", OnGloo, devices=["tpu"])
+    torch.set_num_threads(1)
+    torch.zeros(1, device="tpu").cpu()  # start the plugin before the script announces several processes
+    sys.argv = [str(Path(__file__).with_name(sys.argv[1])), *sys.argv[2:]]
+    runpy.run_path(sys.argv[0], run_name="__main__")

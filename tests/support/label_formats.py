@@ -1,4 +1,4 @@
-"""Forms of judgement, by name: rows of each, a model for them, and the trainer that takes both."""
+"""Formats of labels by name: their rows, a model for them, and their trainer."""
 
 import random
 from collections.abc import Callable
@@ -28,7 +28,7 @@ WEIGHTS = [0.65, -0.4, 0.5]
 
 
 def graded(count: int, missing: tuple[str, ...] = (), seed: int = 0) -> Dataset:
-    """Answers that count on: how far, how calmly, and sometimes whether the number of steps is odd."""
+    """Return answers graded by how far they count, how calmly, and sometimes by odd numbers of steps."""
     chooser = random.Random(seed)
 
     def row(number: int) -> dict[str, Any]:
@@ -44,7 +44,7 @@ def graded(count: int, missing: tuple[str, ...] = (), seed: int = 0) -> Dataset:
 
 
 def answers(count: int, seed: int = 0) -> Dataset:
-    """Countings on, each by itself, with how likely the next number is the right one."""
+    """Return single answers that name the next number, labeled with the probability that it is right."""
     chooser = random.Random(seed)
     rows = []
     for number in range(count):
@@ -55,7 +55,7 @@ def answers(count: int, seed: int = 0) -> Dataset:
 
 
 def solutions(count: int, seed: int = 0) -> Dataset:
-    """Countings on, two to a problem, of which a step is right if it says the next number."""
+    """Return two solutions per problem; a step is right if it names the next number."""
     chooser = random.Random(seed)
     rows = []
     for number in range(count):
@@ -67,8 +67,8 @@ def solutions(count: int, seed: int = 0) -> Dataset:
 
 
 @dataclass(frozen=True)
-class Form:
-    """One form: ``rows`` makes as many as it is told to, and ``outputs`` is how many the model has."""
+class LabelFormat:
+    """A format: ``rows`` builds a number of rows, and ``outputs`` is the number of the model's outputs."""
 
     rows: Callable[[int], Dataset]
     outputs: int = 1
@@ -78,35 +78,35 @@ class Form:
     trainer: type[RewardTrainer] = RewardTrainer
 
     def model(self, folder: str) -> Any:
-        """The model of a folder, or one of its size with other outputs."""
+        """Return the folder of a model, or a new model of the same size with ``outputs`` outputs."""
         set_seed(0)
         config = AutoConfig.from_pretrained(folder, num_labels=self.outputs)
         return folder if self.outputs == 1 else self.auto.from_config(config)
 
 
-FORMS = {
-    "ranked": Form(partial(tiny.made_up_rankings, most=4)),
-    "attributes": Form(graded, 3, settings={"attributes": NAMES, "attribute_weights": WEIGHTS, "ties": "skip"}),
-    "answers": Form(answers),
-    "steps": Form(solutions, 2, AutoModelForTokenClassification, {}, PRMConfig, PRMTrainer),
+LABEL_FORMATS = {
+    "ranked": LabelFormat(partial(tiny.made_up_rankings, most=4)),
+    "attributes": LabelFormat(graded, 3, settings={"attributes": NAMES, "attribute_weights": WEIGHTS, "ties": "skip"}),
+    "answers": LabelFormat(answers),
+    "steps": LabelFormat(solutions, 2, AutoModelForTokenClassification, {}, PRMConfig, PRMTrainer),
 }
 
 
 def losses(name: str, folder: str, out: str, **settings: Any) -> list[float]:
-    """What a short run of a form logs."""
-    form = FORMS[name]
+    """Return the losses logged by a short run on a format."""
+    form = LABEL_FORMATS[name]
     args = form.config(out, **settings, **form.settings)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     trainer = trained(form.trainer(form.model(folder), args, train_dataset=form.rows(64), processing_class=tokenizer))
     return [logs["loss"] for logs in trainer.state.log_history if "loss" in logs]
 
 
-def form_in(words: str) -> Form:
-    """The form that is named somewhere in the name of a test's case; else pairs."""
-    return next((form for name, form in FORMS.items() if name in words), Form(tiny.made_up_pairs))
+def format_in(words: str) -> LabelFormat:
+    """Return the format named in the name of a test case, or else that of pairs."""
+    return next((form for name, form in LABEL_FORMATS.items() if name in words), LabelFormat(tiny.made_up_pairs))
 
 
-# ---- process rewards: a tiny token classifier, and its training by a plain loop
+# ---- process rewards: a tiny token classifier, and a plain training loop for it
 
 BATCH, STEPS = 4, 6
 
@@ -132,12 +132,12 @@ def settings(out: Path, **more: Any) -> PRMConfig:
 
 
 def by_transformers(model: str, rows: Dataset, held_out: Dataset, batch: int = BATCH) -> tuple[list[float], float]:
-    """The losses of a plain loop, and that of all held-out rows in one batch afterwards."""
+    """Return the losses of a plain loop, and the loss of all held-out rows in one batch afterwards."""
     examples, others = rows.to_list(), held_out.to_list()
     module, collate = load(model), DataCollatorForTokenClassification(AutoTokenizer.from_pretrained(model))
     optimizer, losses = torch.optim.AdamW(module.parameters(), lr=1e-3, weight_decay=0.0), []
     for step in range(min(STEPS, -(-len(examples) // batch))):
-        loss = module(**collate(examples[step * batch : (step + 1) * batch])).loss  # of the last batch, two
+        loss = module(**collate(examples[step * batch : (step + 1) * batch])).loss  # the last batch has two rows
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(module.parameters(), 1.0)
