@@ -18,7 +18,7 @@ from ..data.collators import DataCollatorForPreference
 from ..packing.batch import Batch
 from ..packing.pack import pack_unpadded, pad
 from ..packing.planned import pack
-from ..packing.shapes import RowPlan, RowShape
+from ..packing.shapes import CHUNK, RowPlan, RowShape
 from .adapters import without_adapters
 from .forward import OURS, MaskRule, PackingImpossible, attend_by, record_scores, run_packed
 from .head_spec import find_score_head
@@ -149,19 +149,19 @@ def make_packable(model: nn.Module, pad_token_id: int, *, is_unpadded: bool = Tr
 
     Raises:
         PackingImpossible: If the model has no `score` head, is modified, makes its own masks, or computes other
-            rewards, or has recurrent layers and rows are of planned shapes.
+            rewards.
     """
     check_unmodified(model)
-    if not is_unpadded and any(map(carries_states, model.modules())):
-        raise PackingImpossible("its recurrent layers read packed rows only where shapes are not planned")
     base = without_adapters(model)
     config: Any = base.config.get_text_config()
     from_transformers = type(base).__module__.startswith("transformers.models.")
     looks_both_ways = getattr(config, "use_bidirectional_attention", False) or not getattr(config, "is_causal", True)
-    if from_transformers and config.model_type in PROVEN_TYPES and not looks_both_ways:
+    is_planned = next(model.parameters()).is_meta  # by `trl-tpu plan`: training tries packing, with weights
+    if is_planned or (from_transformers and config.model_type in PROVEN_TYPES and not looks_both_ways):
         use_tree_masks(base)
+        use_tree_states(base)
     else:
-        check_packing_is_exact(model, pad_token_id)
+        check_packing_is_exact(model, pad_token_id, is_unpadded=is_unpadded)
     record_scores(model)
 
 
@@ -196,10 +196,10 @@ def _eager_attention(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 
 @torch.no_grad()
-def check_packing_is_exact(model: nn.Module, pad_token_id: int) -> None:
+def check_packing_is_exact(model: nn.Module, pad_token_id: int, *, is_unpadded: bool = True) -> None:
     """Let ``model`` read packed rows, and compare the rewards of a tiny batch with those in padded rows before.
 
-    A rejected model attends as before.
+    A rejected model attends as before. Arguments are those of `make_packable`.
 
     Raises:
         PackingImpossible: If they differ by more than float32 rounds, the weights are too coarse to tell, the model
@@ -214,10 +214,12 @@ def check_packing_is_exact(model: nn.Module, pad_token_id: int) -> None:
     base: Any = without_adapters(model)
     attention, examples = base.config._attn_implementation, _tiny_batch(pad_token_id)
     planned = partial(pack, plan=RowPlan((RowShape(2, 32),)))
-    layouts: list[LayOut] = [pad, planned, partial(pack_unpadded, attention_crossover_length=100)]
+    unpadded = partial(pack_unpadded, attention_crossover_length=100)
+    layouts: list[LayOut] = [pad, planned, unpadded]
     if use_tree_states(base):
-        layouts.remove(planned)
+        # each layout has a way of its own to hand states on, and the other way is not used
         examples += _branches_of_chunks(base, pad_token_id)
+        layouts = [pad, unpadded if is_unpadded else partial(pack, plan=RowPlan((RowShape(2, 2048),), chunk=CHUNK))]
     padded: dict[str, torch.Tensor] = {}
     try:
         with _in_eval_mode(model):

@@ -18,7 +18,9 @@ import torch
 from torch import nn
 
 from ..packing.batch import Tree
-from .forward import PackingImpossible, batch_being_read, reading
+from ..packing.shapes import CHUNK
+from .chunk_states import call_by_chunks
+from .forward import batch_being_read, reading
 from .head_spec import is_wrapped, wrap_forward
 
 # A layer that calls one of these carries states. Attention layers update keys and values instead.
@@ -101,6 +103,11 @@ def carries_states(module: nn.Module) -> bool:
     return bool(_CARRYING & set(getattr(code, "co_names", ())))
 
 
+def shared_chunk(model: nn.Module) -> int:
+    """Return how many tokens sequences of planned rows share at a time: `CHUNK` with recurrent layers, else 1."""
+    return CHUNK if any(map(carries_states, model.modules())) else 1
+
+
 def call_with_states(layer: nn.Module, hidden_1LH: torch.Tensor, states: States) -> Any:
     """Call a layer that carries states with some of them, which it replaces by those after these tokens."""
     return layer(hidden_1LH, **{_cache_of(inspect.signature(layer.forward)): states})
@@ -160,8 +167,6 @@ def _read_by_nodes(
     batch = batch_being_read()
     if batch is None:
         return forward(*args, **kwargs)
-    if batch.trees is None:
-        raise PackingImpossible("recurrent layers read packed rows of plain torch only, one without padding")
     given = signature.bind(*args, **kwargs).arguments
     given |= given.pop("kwargs", {})
     tokens = dict[str, torch.Tensor]()  # what has a value for each token of the row
@@ -171,6 +176,8 @@ def _read_by_nodes(
             tokens[name] = value
     cache = _cache_of(signature)
     others = {name: value for name, value in given.items() if name not in (*tokens, *_MASKS, cache)}
+    if batch.trees is None:
+        return call_by_chunks(forward, batch, cache, tokens, others)
     nodes = nodes_of(batch.trees)
     # split at once: the backward of slices would write a row of zeros for each
     parts = {name: value.split([node.stop - node.start for node in nodes], dim=1) for name, value in tokens.items()}

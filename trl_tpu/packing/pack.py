@@ -41,6 +41,7 @@ class Sequences:
         pair_D: The row of the data of each, a pair say.
         pad_token_id: Fills what rows of tokens have left.
         table: Compares the rewards of P rows of the data, each with at most K scored tokens.
+        chunk: Sequences are padded to a multiple of this, and share a multiple of it.
     """
 
     ids: list[np.ndarray]
@@ -48,6 +49,7 @@ class Sequences:
     pair_D: np.ndarray
     pad_token_id: int
     table: Comparisons[np.ndarray]
+    chunk: int = 1
 
     @property
     def rows(self) -> int:
@@ -72,12 +74,16 @@ class Sequences:
     def cut(self) -> list[np.ndarray]:
         """Their ids up to the last scored tokens: later tokens cannot influence a reward."""
         pairs = zip(self.ids, self.at, strict=True)
-        return [ids[: at[-1] + 1] if len(at) else ids[:1] for ids, at in pairs]
+        cut = [ids[: at[-1] + 1] if len(at) else ids[:1] for ids, at in pairs]
+        if self.chunk == 1:
+            return cut
+        return [np.pad(ids, (0, -len(ids) % self.chunk), constant_values=self.pad_token_id) for ids in cut]
 
     @cached_property
     def prefixes(self) -> tuple[np.ndarray, np.ndarray]:
         """See `common_prefixes`."""
-        return common_prefixes(self.cut)
+        order, prefix_DD = common_prefixes(self.cut)
+        return order, prefix_DD // self.chunk * self.chunk
 
     def written(self, row_D: np.ndarray, tree_D: np.ndarray, shape: RowShape) -> Batch[np.ndarray]:
         """Write sequences into rows of ``shape``, depth first, tree after tree.

@@ -31,6 +31,7 @@ def pack(
     Raises:
         UserError: If a pair is longer than the longest row, or the batch fits no shape.
     """
+    sequences = replace(sequences, chunk=plan.chunk)
     schedule, row_P = _choose(sequences, plan, expands)
     (index, count), micro_batches, before = part, list[Batch[np.ndarray]](), 0
     for shape in schedule:

@@ -10,6 +10,9 @@ import numpy as np
 
 from ..errors import UserError
 
+CHUNK = 64
+"""Tokens that sequences share together, or not at all, in planned rows of models with recurrent layers."""
+
 
 @dataclass(frozen=True)
 class PairLengths:
@@ -46,6 +49,12 @@ class PairLengths:
     def sizes_P(self) -> np.ndarray:
         """Unique tokens of each pair: the prefix counts once."""
         return self.prefix_P + self.tails_PK.sum(axis=1)
+
+    def in_chunks(self, chunk: int) -> "PairLengths":
+        """Return the lengths of sequences that are padded to whole chunks, and share whole chunks only."""
+        prefix_P = self.prefix_P // chunk * chunk
+        tails_PK = self.tails_PK + (self.prefix_P - prefix_P)[:, None]
+        return PairLengths(prefix_P, -(-tails_PK // chunk) * chunk)
 
     @property
     def longest_P(self) -> np.ndarray:
@@ -112,12 +121,14 @@ class RowPlan:
         accumulate: The shapes of those that come before.
         attention_crossover_length: The row length at which attention costs as much as everything else.
         micro_batch_work: The cost of one more micro-batch by itself, in tokens.
+        chunk: Sequences are padded to a multiple of this many tokens, and share a multiple of it.
     """
 
     update: tuple[RowShape, ...]
     accumulate: tuple[RowShape, ...] = ()
     attention_crossover_length: float = 4096
     micro_batch_work: float = 0
+    chunk: int = 1
 
     def __str__(self) -> str:
         shapes = " or ".join(map(str, self.update))

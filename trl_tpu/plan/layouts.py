@@ -5,7 +5,7 @@ import re
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from math import ceil, prod
 from typing import Any
 
@@ -15,6 +15,7 @@ from ..config.reward_config import RewardConfig
 from ..data.length_stats import PAIR, has_row_format, length_stats
 from ..modeling.adapters import without_adapters
 from ..modeling.model_shape import ModelShape, needed_flops, read_model
+from ..modeling.tree_states import shared_chunk
 from ..packing.shapes import PairLengths, round_up
 from ..parallel.mesh import GiB, MeshShape, MiB, TpuSlice
 from ..runtime import Remat
@@ -74,14 +75,16 @@ class Layout:
         if args.packing == "false":
             rows = 1 if args.step_separator is not None else self.answers or 2  # a solution is one row
             return rows * self.pairs, int(self.lengths.longest_P.max())
+        chunk = shared_chunk(self.module)
         if self.tokens is None:
-            size = int(self.lengths.sizes_P[0])
+            size = int(self.lengths.in_chunks(chunk).sizes_P[0])
             length = args.row_length or int(round_up(size, 128))
             return ceil(self.pairs / (length // size) / shards) * shards, length
-        plan = plan_rows_of(self.tokens, self.model.hidden, self.pairs, shards, args)
+        plan_rows = partial(plan_rows_of, self.tokens, self.model.hidden, self.pairs, shards, args, chunk=chunk)
+        plan = plan_rows()
         is_long = args.packed_attention == "auto" and plan.longest >= LONG_ROW
         if self.answers is None and (is_long or args.packed_attention == "expanded"):
-            plan = plan_rows_of(self.tokens, self.model.hidden, self.pairs, shards, args, expands=True, multiple=256)
+            plan = plan_rows(expands=True, multiple=256)
         return max(((shape.rows, shape.length) for shape in plan.shapes), key=prod)
 
     @property

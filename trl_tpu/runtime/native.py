@@ -34,6 +34,7 @@ PartitionSpec = tuple[str | tuple[str, ...] | None, ...]
 PATIENCE = timedelta(hours=2)
 
 Value = TypeVar("Value")
+LoopStep = Callable[[list[torch.Tensor], list[torch.Tensor]], tuple[list[torch.Tensor], list[torch.Tensor]]]
 
 
 class Remat(StrEnum):
@@ -502,6 +503,26 @@ class Runtime:
     def scan(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Run layers that are alike as one compiled loop: see `layer_loop.scan_layers`."""
         raise NotImplementedError("Plain torch runs layers one by one: it compiles nothing that a loop would shorten.")
+
+    def loop(
+        self, step: LoopStep, carry: list[torch.Tensor], slices: list[torch.Tensor], *, reverse: bool = False
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Call ``step`` for each index of the first dimension of ``slices``; no gradient is recorded.
+
+        Args:
+            step: Takes what is carried and one slice of each tensor; returns what is carried on, and its results.
+            carry: What the first call is given.
+            slices: Tensors with the same first dimension.
+            reverse: Whether the last index comes first.
+
+        Returns:
+            What the last call carried on, and the results of all, stacked in the order of ``slices``.
+        """
+        results = list[list[torch.Tensor]]()
+        for index in range(len(slices[0]))[:: -1 if reverse else 1]:
+            carry, found = step(carry, [tensor[index] for tensor in slices])
+            results.append(found)
+        return carry, [torch.stack(each[:: -1 if reverse else 1]) for each in zip(*results, strict=True)]
 
     segment_attention = staticmethod(segment_attention)
     """Computes causal attention within segments by the device's best kernel."""

@@ -26,6 +26,7 @@ from torch.optim import Optimizer
 from torch_xla._internal import tpu
 from torch_xla.experimental.distributed_checkpoint import SPMDLoadPlanner, SPMDSavePlanner
 from torch_xla.experimental.distributed_checkpoint._helpers import _CpuShards, _sharded_cpu_state_dict
+from torch_xla.experimental.scan import _scan_impl_flat
 from transformers import BitsAndBytesConfig
 
 from ..errors import UserError
@@ -33,6 +34,7 @@ from . import device_choice as libtpu
 from .layer_loop import OnHost, recompute, scan_layers
 from .native import (
     PATIENCE,
+    LoopStep,
     PartitionSpec,
     Remat,
     Runtime,
@@ -381,6 +383,11 @@ class XlaRuntime(Runtime):
         return functools.partial(recompute, layer, policy)
 
     scan = scan_layers
+
+    def loop(self, step: LoopStep, carry: Any, slices: Any, *, reverse: bool = False) -> Any:
+        if slices[0].device.type == "cpu":  # on the host, before training
+            return super().loop(step, carry, slices, reverse=reverse)
+        return _scan_impl_flat(step, carry, slices, reverse)
 
     def upload(self, tensor: torch.Tensor, batch_axes: tuple[str, ...], device: torch.device) -> torch.Tensor:
         """Copy a tensor of a batch; rows that the axes do not divide go whole to each device.

@@ -23,6 +23,7 @@ from ..modeling.load import load_classifier, load_tokenizer
 from ..modeling.model_shape import learned_positions, position_groups
 from ..modeling.packability import make_packable
 from ..modeling.static_shapes import fit_to_device
+from ..modeling.tree_states import shared_chunk
 from ..packing.batch import Batch
 from ..packing.pack import in_order, pack_unpadded, pad
 from ..packing.planned import pack
@@ -60,6 +61,8 @@ class Batches:
     is_static: bool = False
     row_length: int | None = None
     """Length of planned rows; by default chosen from the first sequences."""
+    chunk: int = 1
+    """See `RowPlan`."""
 
     def unpadded(self, dialogues: Sequence[np.ndarray]) -> Iterator[Members]:
         """Yield batches of tight rows, for a device that computes any shape without compiling it."""
@@ -91,7 +94,7 @@ class Batches:
         most = round_up(_MAX_PACKED, self.shards)
         for length, members in sorted(by_length.items()):
             shape = RowShape(self.shards * max(1, self.tokens // length), length)
-            plan = RowPlan((shape,), (shape,), self.attention_crossover_length)
+            plan = RowPlan((shape,), (shape,), self.attention_crossover_length, chunk=self.chunk)
             for first in range(0, len(members), most):
                 yield self._batch(partial(pack, plan=plan), dialogues, members[first : first + most], most)
 
@@ -179,7 +182,8 @@ class Scorer:
         fit_to_device(self.model, is_static=is_static)
         crossover = attention_crossover_length(self.model.config.get_text_config().hidden_size)
         plans_lengths = is_static and not self._group_of(math.inf)
-        makers = Batches(self.pad_token_id, tokens_per_pass, crossover, self.mesh.batch_shards, plans_lengths)
+        shards, chunk = self.mesh.batch_shards, shared_chunk(self.model)
+        makers = Batches(self.pad_token_id, tokens_per_pass, crossover, shards, plans_lengths, chunk=chunk)
         self.padded = makers.padded
         self.batches: MakeBatches = makers.planned if is_static else makers.unpadded
         try:

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from ..modeling.adapters import without_adapters
 from ..modeling.model_shape import outgrows_positions
 from ..modeling.packability import own_code_of, reads_padding
 from ..modeling.static_shapes import ExpansionImpossible, use_expanded_attention
+from ..modeling.tree_states import shared_chunk
 from ..packing.shapes import PairLengths, RowPlan, attention_crossover_length, bucket_lengths, plan_rows, round_up
 from ..runtime import Runtime
 
@@ -35,6 +37,7 @@ def plan_rows_of(
     expands: bool = False,
     multiple: int = 32,
     sizes_N: np.ndarray | None = None,
+    chunk: int = 1,
 ) -> RowPlan:
     """Plan the rows in which batches of ``pairs`` pairs of ``dataset`` are packed.
 
@@ -42,20 +45,23 @@ def plan_rows_of(
         expands: Whether attention reads rows of whole sequences: then what all sequences share takes room in each.
         multiple: Lengths are multiples of this.
         sizes_N: From `sizes_by_prompt`, or those of a stream, instead of sizes that are the pairs' own.
+        chunk: See `RowPlan`.
 
     Raises:
         UserError: For too short a `row_length`.
     """
-    return plan_rows(
-        length_stats(dataset).lengths.sizes_P if sizes_N is None else sizes_N,
+    shared_prefix = length_stats(dataset).shared_prefix if isinstance(dataset, Dataset) and not expands else 0
+    plan = plan_rows(
+        length_stats(dataset).lengths.in_chunks(chunk).sizes_P if sizes_N is None else sizes_N,
         pairs,
         shards,
         max_shapes=args.max_shapes,
-        shared_prefix=length_stats(dataset).shared_prefix if isinstance(dataset, Dataset) and not expands else 0,
+        shared_prefix=shared_prefix // chunk * chunk,
         attention_crossover_length=attention_crossover_length(hidden_size),
-        multiple=multiple,
+        multiple=max(multiple, chunk),
         row_length=args.row_length,
     )
+    return replace(plan, chunk=chunk)
 
 
 class PlannedShapes:
@@ -148,28 +154,30 @@ class PlannedShapes:
         All streams have the same rows. They are planned from the first pairs of the first one, the training data's
         before others, and hold any pair of `max_length`; so a resumed run, and each process, plans the same ones.
         """
+        chunk = shared_chunk(self._model)
         if self._fixed_rows is not None:
-            return self._fixed_rows
+            return replace(self._fixed_rows, chunk=chunk)
         pairs = self._pairs_together(batch_size)
         key = getattr(dataset, "_fingerprint", "stream"), pairs
         if key not in self._plans:
             # kernels want lengths in large multiples
             multiple = 256 if self.expands and self._runtime.has_attention_kernel else 32
             is_training = dataset is self._train_dataset and batch_size == self._args.train_batch_size
-            sizes_N = self._sizes_N if is_training and not self.expands else None  # else sequences share no room
+            # in rows of whole sequences these share no room, and in chunks not all
+            sizes_N = self._sizes_N if is_training and not self.expands and chunk == 1 else None
             if not isinstance(dataset, Dataset):
-                sizes_N = self._sizes_of_stream(dataset, pairs)
+                sizes_N = self._sizes_of_stream(dataset, pairs, chunk)
             shards = self._args.mesh_shape.batch_shards
             self._plans[key] = plan_rows_of(
-                dataset, self._hidden_size, pairs, shards, self._args, self.expands, multiple, sizes_N
+                dataset, self._hidden_size, pairs, shards, self._args, self.expands, multiple, sizes_N, chunk
             )
         return self._plans[key]
 
-    def _sizes_of_stream(self, stream: Any, pairs: int) -> np.ndarray:
+    def _sizes_of_stream(self, stream: Any, pairs: int, chunk: int) -> np.ndarray:
         """Return the sizes of a sample, many times, and of a batch of the longest pairs, which share no token."""
         self._streamed = self._streamed or length_stats_of_stream(stream)
-        longest = 2 * (self._args.max_length or 0)
-        sizes_N = self._streamed.sizes_P if len(self._streamed) else np.array([longest])
+        longest = 2 * round_up(self._args.max_length or 0, chunk)
+        sizes_N = self._streamed.in_chunks(chunk).sizes_P if len(self._streamed) else np.array([longest])
         return np.append(np.resize(sizes_N, _BATCHES * pairs), [longest] * pairs)
 
     def _pairs_together(self, batch_size: int) -> int:
