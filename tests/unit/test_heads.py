@@ -4,17 +4,22 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import peft
 import pytest
 import subprocesses
+import tiny
 import torch
 from decoders import PAD
+from label_formats import NAMES, WEIGHTS, graded
 from recent_families import DECODERS, HYBRIDS, MULTIMODAL, tiny_config
 from safetensors.torch import load_file, save_file
+from training import QUIET
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForSequenceClassification
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
 
+from trl_tpu import RewardConfig, RewardTrainer, score
 from trl_tpu.errors import UserError
 from trl_tpu.modeling.forward import PackingImpossible
 from trl_tpu.modeling.head_spec import ONE_REWARD, HeadSpec
@@ -121,6 +126,21 @@ def test_adapters_load_over_a_new_head(saved: Path, tmp_path: Path) -> None:
             again(_IDS, attention_mask=torch.ones_like(_IDS)).logits,
             adapted(_IDS, attention_mask=torch.ones_like(_IDS)).logits,
         )
+
+
+def test_attributes_are_trained_over_a_new_head(tmp_path: Path) -> None:
+    rows = graded(8)
+    tokenizer = tiny.tiny_tokenizer(rows)
+    AutoModelForCausalLM.from_config(tiny_config("granite", vocab_size=len(tokenizer))).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    settings = QUIET | {"attributes": NAMES, "attribute_weights": WEIGHTS, "ties": "skip", "max_steps": 1}
+    trainer = RewardTrainer(str(tmp_path), RewardConfig(str(tmp_path / "out"), **settings), train_dataset=rows)
+    trainer.train()
+    trainer.save_model()
+    (scored,) = score(str(tmp_path / "out"), [rows[0]])
+    by_name = [[*rewards.values()] for rewards in scored["rewards_by_attribute"]]
+    assert scored["rewards"] == pytest.approx([np.dot(WEIGHTS, rewards) for rewards in by_name])
+    assert "trust_remote_code=True" in (tmp_path / "out" / "README.md").read_text()
 
 
 def test_checkpoint_missing_more_than_the_head_is_rejected(saved: Path) -> None:

@@ -20,7 +20,7 @@ _GENERIC = {
     "AutoModelForSequenceClassification": GenericForSequenceClassification,
     "AutoModelForTokenClassification": GenericForTokenClassification,
 }
-_CODE_FILE = "reward_head.py"
+CODE_FILE = "reward_head.py"
 _CODE = '''"""The class of this model, for transformers alone: pass `trust_remote_code=True` to `from_pretrained`."""
 
 from transformers.modeling_layers import {generic}
@@ -89,7 +89,7 @@ def classifier_of(config: PretrainedConfig, causal: Any, auto_class: Any) -> typ
         "save_pretrained": _save_pretrained,
         # a multimodal checkpoint of Llama 4 has its language model under the causal class's own prefix
         "names_in_checkpoint": {} if causal.base_model_prefix == prefix else {f"^{causal.base_model_prefix}\\.": ""},
-        "auto_map": {auto_class.__name__: f"{Path(_CODE_FILE).stem}.{name}"},
+        "auto_map": {auto_class.__name__: f"{Path(CODE_FILE).stem}.{name}"},
         "code_of_head": _CODE.format(**code, config=kind.__name__, config_module=kind.__module__),
     }
     return type(name, (generic, family), attributes)
@@ -110,4 +110,4 @@ def _save_pretrained(self: Any, save_directory: Any, *args: Any, **kwargs: Any) 
     self.config.auto_map = dict(self.auto_map)
     PreTrainedModel.save_pretrained(self, save_directory, *args, **kwargs)
     if kwargs.get("is_main_process", True):
-        Path(save_directory, _CODE_FILE).write_text(self.code_of_head, encoding="utf-8")
+        Path(save_directory, CODE_FILE).write_text(self.code_of_head, encoding="utf-8")

@@ -400,6 +400,7 @@ class EvaluatingTrainer(DeviceTrainer):
             args=self.args,
             columns=getattr(self.train_dataset, "column_names", None) or (),
             own_loss=not self._is_original("compute_loss"),
+            has_own_class=hasattr(self.model, "code_of_head"),
             evaluation=evaluation,
         )
         card.save(path)

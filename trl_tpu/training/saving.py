@@ -15,6 +15,7 @@ _load_rng_state                     accept checkpoints of TRL without the random
 
 import json
 import logging
+import shutil
 import signal
 from collections.abc import Callable, Mapping
 from dataclasses import fields
@@ -37,6 +38,7 @@ from ..config.reward_config import RewardConfig, is_url, private_folder
 from ..errors import UserError
 from ..modeling.adapters import complete_config, save_adapter_config
 from ..modeling.head_spec import saved_scale, set_reward_normalization
+from ..modeling.heads import CODE_FILE
 from ..modeling.losses import Loss, StepResult
 from ..parallel.shard import mesh_of, save_given_weights_only
 from ..report.pages import add_card
@@ -298,6 +300,8 @@ class SavingTrainer(Trainer):
             ours.checkpointer.wait()  # these read the checkpoint's folder
         if self.args.push_to_hub and any(final.glob("*.safetensors")):
             self._report_pushes()
+            if self.args.should_save and (final / CODE_FILE).is_file():  # transformers pushes known file names only
+                shutil.copyfile(final / CODE_FILE, contents.run.path / CODE_FILE)
             self._push_from_checkpoint(str(final))
         elif self.args.push_to_hub and self.args.hub_strategy != HubStrategy.END:
             logger.warning("%s is not pushed: it has no model files here. The final model is pushed.", contents.place)
