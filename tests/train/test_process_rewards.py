@@ -115,6 +115,7 @@ def test_labels_may_be_probabilities_or_neutral(make: Make, model: str, neutral:
                 count += 1
     for run in runs:
         assert losses(run) == pytest.approx([total / count], abs=1e-6)
+    assert 0.25 in runs[0].predict(Dataset.from_list(rows[:4])).label_ids
     with pytest.raises(UserError, match="neutral_steps"):
         make(Dataset.from_list(rows))
 

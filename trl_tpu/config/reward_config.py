@@ -123,7 +123,8 @@ class RewardConfig(RemovedArguments, TrainingArguments):
             Whether to recompute activations in the backward pass to save memory.
         bf16 (`bool`, *optional*):
             Whether to compute matrix products in bfloat16 over float32 weights. By default on, unless `fp16` is on. By
-            default off on a CPU with plain torch, since bfloat16 only adds cost there.
+            default off on a CPU with plain torch, since bfloat16 only adds cost there. `use_cpu` turns it on, as in
+            TRL.
         lr_scheduler_kwargs (`dict` or `str`, *optional*):
             Extra arguments for the learning rate scheduler, such as {'num_cycles': 1}.
         optim (`str`, *optional*, defaults to `"adamw_torch"`):

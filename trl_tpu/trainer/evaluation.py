@@ -119,11 +119,16 @@ def numbered(name: str, value: Any) -> Evaluated:
     return {f"{name} {number}": tensor.detach() for number, tensor in enumerate(tensors)}
 
 
-def prediction_of(columns: Evaluated, with_losses: bool) -> EvalPrediction | None:
-    """Return the argument of `compute_metrics`; None if predictions or labels are missing."""
+def prediction_of(columns: Evaluated, with_losses: bool, kind: str | None) -> EvalPrediction | None:
+    """Return the argument of `compute_metrics`; None if predictions or labels are missing.
+
+    Labels of steps are integers, as in TRL, unless one of them is a probability.
+    """
     predictions, labels = _arrays(columns, "predictions"), _arrays(columns, "labels")
     if predictions is None or labels is None:
         return None
+    if kind == "steps" and isinstance(labels, np.ndarray) and (labels == labels.round()).all():
+        labels = labels.astype(np.int64)
     losses = losses_of(columns).numpy() if with_losses else None
     return EvalPrediction(predictions=predictions, label_ids=labels, losses=losses)
 
@@ -220,7 +225,7 @@ class EvaluatingTrainer(DeviceTrainer):
         grade = table.grade_SA.unflatten(0, (-1, table.answers)).transpose(1, 2).reshape(rewards.shape)
         if table.kind == "steps":
             logits_PK2 = torch.stack([torch.zeros_like(rewards), rewards], dim=-1)
-            return logits_PK2, torch.where(grade.isnan(), NO_LABEL, grade.nan_to_num()).long()
+            return logits_PK2, torch.where(grade.isnan(), NO_LABEL, grade.nan_to_num())
         if table.kind == "rankings":
             return torch.where(grade.isnan(), torch.nan, rewards), grade.nan_to_num()
         labels_P = torch.zeros(len(rewards), dtype=torch.long, device=rewards.device)
@@ -249,7 +254,7 @@ class EvaluatingTrainer(DeviceTrainer):
 
         def metrics_of_last_batch(is_last: bool) -> Any:
             components.runtime.step_boundary()
-            prediction = prediction_of(pairs.fetch(first=-1), with_losses)
+            prediction = prediction_of(pairs.fetch(first=-1), with_losses, getattr(components.labels, "kind", None))
             return {} if prediction is None else compute_metrics(prediction, compute_result=is_last)
 
         has_batch_metrics = args.batch_eval_metrics and compute_metrics is not None
@@ -269,7 +274,7 @@ class EvaluatingTrainer(DeviceTrainer):
         components.runtime.step_boundary()
         components.recompiles.settle()
         columns = pairs.fetch()
-        prediction = prediction_of(columns, with_losses)
+        prediction = prediction_of(columns, with_losses, getattr(components.labels, "kind", None))
         if compute_metrics is not None and prediction is None and columns:
             logger.warning("compute_metrics is not called: the evaluation returned no predictions or no labels.")
         elif compute_metrics is not None and prediction is not None:
