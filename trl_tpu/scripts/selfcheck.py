@@ -115,7 +115,7 @@ def _train(folder: Path, settings: dict[str, Any], is_long: bool, kills: bool) -
             "pad_token_id": tokenizer.pad_token_id,
             "eos_token_id": tokenizer.eos_token_id,
         }
-        model = LlamaForSequenceClassification(LlamaConfig(**sizes, **tokens, num_key_value_heads=8, num_labels=1))
+        model = LlamaForSequenceClassification(LlamaConfig(**sizes, **tokens, num_key_value_heads=8))
         rows = rows.map(lambda row: {"prompt": row["prompt"] * 200})
     start = time.monotonic()
     trainer: Any = RewardTrainer(
