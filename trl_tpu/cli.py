@@ -19,6 +19,7 @@ COMMANDS = {
     "score": "score texts, conversations or pairs with a saved reward model",
     "report": "write a page with a model's verdict and training, in numbers and figures",
     "export": "write a checkpoint's model as safetensors",
+    "selfcheck": "check this machine: train a tiny model on its devices and compare with the CPU",
     "env": "print the versions and the runtime, for bug reports",
 }
 _PACKAGES = (
@@ -32,7 +33,7 @@ _PACKAGES = (
     "safetensors",
     "trl_tpu",
 )
-_COMMANDS_WITHOUT_CONFIG = ("export", "report")
+_COMMANDS_WITHOUT_CONFIG = ("export", "report", "selfcheck")
 
 
 def main(argv: list[str] | None = None) -> int:

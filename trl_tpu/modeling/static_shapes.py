@@ -222,6 +222,7 @@ def expanded_masks(plain: Any, batch: Batch[torch.Tensor], rule: MaskRule, *args
     return ExpandedMask(ExpandedRows(*batch.expansion), window_of(rule, batch.input_ids_RL.shape[1]))
 
 
+@torch.compiler.assume_constant_result  # otherwise TorchTPU would compile it
 def window_of(rule: MaskRule, length: int) -> int | None:
     """Return the sliding window of a causal mask rule, None if it has none that shows in ``length`` columns.
 

@@ -34,7 +34,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import PrinterCallback, ProgressCallback, get_scheduler
+from transformers import PrinterCallback, get_scheduler, trainer
 from transformers.trainer_utils import has_length
 
 from ..checkpoint.folders import RunFolder
@@ -83,7 +83,7 @@ class DeviceTrainer(SavingTrainer):
 
     def _make_parts(self, plan: BatchPlan, statistics: StepStatistics) -> None:
         """Make the components. Call this after transformers' constructor."""
-        shows_bar, is_json = self.pop_callback(ProgressCallback) is not None, self.args.progress == "json"
+        shows_bar, is_json = self.pop_callback(trainer.DEFAULT_PROGRESS_CALLBACK) is not None, self.args.progress == "json"
         if is_json:
             self.pop_callback(PrinterCallback)
         progress = JsonLines() if is_json else Progress() if shows_bar else None

@@ -1,0 +1,34 @@
+"""`trl-tpu selfcheck` passes on plain torch, and a wrong kernel on the device fails it."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from environment import ROOT
+
+#: A sitecustomize module: it makes attention in packed rows wrong, before anything else is imported.
+WRONG_KERNEL = """
+import trl_tpu.modeling.forward as forward
+attend = forward.attend_tree_by_tree
+def wrong(*args, **kwargs):
+    output, weights = attend(*args, **kwargs)
+    return output * 1.1, weights
+forward.attend_tree_by_tree = wrong
+"""
+
+
+@pytest.mark.parametrize("is_wrong", [False, True])
+def test_selfcheck_passes_and_fails_with_a_wrong_kernel(is_wrong: bool, tmp_path: Path) -> None:
+    if is_wrong:
+        (tmp_path / "sitecustomize.py").write_text(WRONG_KERNEL)
+    command = [sys.executable, "-m", "trl_tpu.cli", "selfcheck", "--output", str(tmp_path / "out.json")]
+    environment = {**os.environ, "USE_TORCH_XLA": "0", "PYTHONPATH": f"{tmp_path}:{ROOT}"}
+    process = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True)
+    assert process.returncode == int(is_wrong), process.stderr
+    report = json.loads((tmp_path / "out.json").read_text())
+    passed = {line["check"]: line["passed"] for line in report["lines"]}
+    assert passed["packed: losses"] is not is_wrong and passed["padded: losses"] and passed["resumed: losses"]
+    assert report["versions"]["torch"] and report["runs"]["packed"]["marks"]

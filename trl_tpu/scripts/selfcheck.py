@@ -1,0 +1,286 @@
+"""Check a machine: ``trl-tpu selfcheck`` trains a tiny model on the devices and compares its losses with the CPU's.
+
+Each group of runs is a child process: a TPU belongs to one process at a time, and platform and precision are chosen
+once per process. This process itself uses no device.
+"""
+
+import argparse
+import importlib.util
+import json
+import os
+import platform
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from trl_tpu.parallel.mesh import CHIPS
+
+_STEPS, _LOGGING_STEPS, _SAVED_STEP, _KILLED_STEP = 20, 5, 10, 13
+_TOLERANCES = {"float32": 1e-4, "bfloat16": 3e-2, "resumed": 1e-6}
+"""Largest difference of a logged loss. Between two CPU platforms, losses in float32 differ by less than 1e-6."""
+_CPU = {"USE_TORCH_XLA": "0", "ACCELERATE_USE_CPU": "1", "CUDA_VISIBLE_DEVICES": ""}
+_PACKAGES = ("torch", "torch_xla", "torch_tpu", "libtpu", "transformers", "accelerate", "trl_tpu")
+_EAGER: dict[str, Any] = {"model_init_kwargs": {"attn_implementation": "eager"}}
+_FLASH: dict[str, Any] = {"model_init_kwargs": {"attn_implementation": "flash_attention_2"}, "packing": False}
+
+
+@dataclass(frozen=True)
+class Line:
+    """One line of the table."""
+
+    check: str
+    result: str
+    passed: bool | None = None
+    """None for a measurement without a limit."""
+    guide: str = ""
+    """The page and heading that help if the check fails."""
+
+    def __str__(self) -> str:
+        verdict = {True: "ok", False: "FAILED", None: ""}[self.passed]
+        return f"{self.check:<48} {self.result:<24} {verdict}" + (f" -> {self.guide}" if self.passed is False else "")
+
+
+# ---- in a child process
+
+
+def train_group(file: Path) -> None:
+    """Train the runs that a JSON file describes, one after another, and write their results next to it."""
+    group, results = json.loads(file.read_text()), dict[str, Any]()
+    if group["precision"] == "float32":
+        _multiply_exactly()
+    for name, settings in group["runs"].items():
+        results[name] = _train(file.with_name(name), settings, group["is_long"], kills=group["kills"])
+        file.with_suffix(".out").write_text(json.dumps(results))
+
+
+def _multiply_exactly() -> None:
+    """Compute products of float32 matrices in full precision: GPUs and TPUs round their factors by default."""
+    import torch
+
+    from trl_tpu.runtime import current
+
+    torch.set_float32_matmul_precision("highest")
+    if current().is_spmd:
+        from torch_xla.backends import set_mat_mul_precision
+
+        set_mat_mul_precision("highest")
+
+
+def _train(folder: Path, settings: dict[str, Any], is_long: bool, kills: bool) -> dict[str, Any]:
+    """Train once, and return the logs, and the time and the counters after each step."""
+    from transformers import LlamaConfig, LlamaForSequenceClassification, TrainerCallback
+
+    from trl_tpu import RewardConfig, RewardTrainer
+    from trl_tpu.runtime import current
+    from trl_tpu.scripts import synthetic
+
+    marks, runtime = list[tuple[float, int | None, int | None]](), current()
+
+    class Marks(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if state.global_step == 1:
+                runtime.fetch([trainer.model.score.weight])  # waits for the first step
+            marks.append((time.monotonic(), runtime.compile_count(), _reads()))
+            if kills and state.global_step == _KILLED_STEP:
+                trainer.trl_tpu.checkpointer.wait()
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    defaults: dict[str, Any] = {
+        "max_steps": _STEPS,
+        "logging_steps": _LOGGING_STEPS,
+        "total_batch_size": 8,
+        "learning_rate": 1e-3,
+    }
+    defaults |= {"report_to": "none", "save_strategy": "no", "disable_tqdm": True, "bf16": False, "max_shapes": 1}
+    defaults |= {"use_cpu": runtime.device.type == "cpu"}  # transformers asks for it with bf16
+    args = RewardConfig(str(folder), **{**defaults, **settings})
+    rows, tokenizer = synthetic.load_dataset(synthetic.DATASET)["train"], synthetic.tiny_tokenizer()
+    model: Any = synthetic.resolve_model(synthetic.MODEL, str(folder.parent))
+    if is_long:  # 1.2 billion weights, and sequences of some 2,000 tokens
+        sizes: dict[str, Any] = {
+            "hidden_size": 2048,
+            "intermediate_size": 8192,
+            "num_hidden_layers": 16,
+            "num_attention_heads": 32,
+        }
+        tokens: dict[str, Any] = {
+            "vocab_size": 128256,
+            "pad_token_id": tokenizer.pad_token_id,
+            "eos_token_id": tokenizer.eos_token_id,
+        }
+        model = LlamaForSequenceClassification(LlamaConfig(**sizes, **tokens, num_key_value_heads=8))
+        rows = rows.map(lambda row: {"prompt": row["prompt"] * 200})
+    start = time.monotonic()
+    trainer: Any = RewardTrainer(
+        model, args, train_dataset=rows, processing_class=tokenizer if is_long else None, callbacks=[Marks()]
+    )
+    trainer.train()
+    topology = runtime.topology()
+    return {
+        **{"logs": [log for log in trainer.state.log_history if "loss" in log], "marks": marks, "start": start},
+        **{"batches": trainer.batch_plan.describe(), "device": topology.description, "devices": topology.devices},
+        **{"chip": runtime.chip(), "is_spmd": runtime.is_spmd, "processes": topology.process_count},
+    }
+
+
+def _reads() -> int | None:
+    """Return how many tensors were read from the device so far; None where nothing counts them."""
+    if "torch_xla" not in sys.modules:
+        return None
+    import torch_xla.debug.metrics as metrics
+
+    return (metrics.metric_data("TransferFromDeviceTime") or [0])[0]
+
+
+# ---- in the parent
+
+
+class Selfcheck:
+    """Runs groups of trainings in child processes, and collects their lines and results."""
+
+    def __init__(self, folder: Path, is_long: bool) -> None:
+        self._folder, self._is_long = folder, is_long
+        self.lines, self.runs = list[Line](), dict[str, Any]()
+
+    def train(
+        self,
+        precision: str,
+        runs: dict[str, dict[str, Any]],
+        environment: dict[str, str] | None = None,
+        status: int = 0,
+        is_long: bool = False,
+    ) -> dict[str, Any]:
+        """Train a group, and return the results that it wrote; a line reports an unexpected exit status."""
+        file = self._folder / f"{'-'.join(runs).replace(' ', '_')}.json"
+        kills = status == -signal.SIGKILL
+        file.write_text(json.dumps({"precision": precision, "runs": runs, "is_long": is_long, "kills": kills}))
+        command = [sys.executable, "-m", "trl_tpu.scripts.selfcheck", str(file)]
+        child = subprocess.run(command, env={**os.environ, **(environment or {})}, capture_output=True, text=True)
+        output = file.with_suffix(".out")
+        results = json.loads(output.read_text()) if output.exists() else {}
+        if child.returncode != status:
+            failed = next((name for name in runs if name not in results), precision)
+            reason = (child.stderr.strip().splitlines() or ["no output"])[-1]
+            self.lines.append(Line(f"{failed}: runs", reason, False, "troubleshooting.md"))
+        self.runs |= results
+        return results
+
+    def compare(self, results: dict[str, Any], reference: list[dict[str, Any]], precision: str, guide: str) -> None:
+        """Add a line per run: the largest difference of its losses from those of a reference's last logs."""
+        for name, result in results.items():
+            losses = [log["loss"] for log in result["logs"]]
+            expected = [log["loss"] for log in reference[-len(losses) :]]
+            difference = max(abs(loss - other) for loss, other in zip(losses, expected, strict=True))
+            passed = difference <= _TOLERANCES[precision]
+            self.lines.append(Line(f"{name}: losses", f"differ by {difference:.1e}", passed, guide))
+
+    def measure(self, name: str) -> None:
+        """Add the lines of a run's counters and rates."""
+        result = self.runs[name]
+        times, programs, reads = zip(*result["marks"], strict=True)
+        warm, last, log = _LOGGING_STEPS, 2 * _LOGGING_STEPS - 2, result["logs"][-1]
+        add = self.lines.append
+        if programs[0] is not None:
+            add(Line(f"{name}: programs of the first steps", str(programs[warm])))
+            late = programs[-1] - programs[warm]
+            add(Line(f"{name}: programs after {warm + 1} steps", str(late), not late, "packing.md#shapes"))
+        if reads[0] is not None:
+            between = reads[last] - reads[warm]
+            add(Line(f"{name}: reads between two logs", str(between), not between, "troubleshooting.md"))
+        add(Line(f"{name}: seconds to the first step", f"{times[0] - result['start']:.1f}"))
+        add(Line(f"{name}: seconds per step", f"{(times[-1] - times[warm]) / (len(times) - 1 - warm):.4f}"))
+        for key, title in (("tokens_per_second", "tokens per second"), ("mfu", "MFU"), ("memory_gib", "highest GiB")):
+            if key in log:
+                add(Line(f"{name}: {title}", f"{log[key]:.4g}"))
+
+    def plan(self, name: str, words: list[str]) -> None:
+        """Add what ``trl-tpu plan`` predicts for the chips of a run, to compare with its lines."""
+        result = self.runs[name]
+        chip = next((chip for chip in CHIPS.values() if result["chip"] in (chip.name, chip.rented_as)), None)
+        shape = next((shape for shape in chip.shapes if prod(shape) == result["devices"]), None) if chip else None
+        if chip is None or shape is None:
+            return
+        topology = f"{chip.name}:{'x'.join(map(str, shape))}"
+        command = [sys.executable, "-m", "trl_tpu.cli", "plan", "--report_to", "none", "--topology", topology, *words]
+        said = subprocess.run(command, capture_output=True, text=True).stdout
+        for line in said.splitlines():
+            if "FIT" in line or "At best" in line:
+                self.lines.append(Line(f"{name}: predicted by trl-tpu plan", line.strip()))
+
+    def run(self) -> None:
+        """Run all checks."""
+        reference = self.train("float32", {"padded on the CPU": {"packing": False}}, _CPU)
+        if not reference:
+            return
+        expected = reference["padded on the CPU"]["logs"]
+        checks = self.train("float32", {"packed": {}, "padded": {"packing": False}, "eager attention": _EAGER})
+        self.compare(checks, expected, "float32", "troubleshooting.md")
+        if "packed" not in checks:
+            return
+        packed = checks["packed"]
+        if packed["is_spmd"]:  # other platforms attend in packed rows through masks only
+            expanded = self.train("float32", {"expanded attention": {"packed_attention": "expanded"}})
+            self.compare(expanded, expected, "float32", "packing.md#attention")
+        half: dict[str, Any] = {"packed in bfloat16": {"bf16": True}}
+        half |= {"flash attention": _FLASH | {"bf16": True}} if importlib.util.find_spec("flash_attn") else {}
+        self.compare(self.train("bfloat16", half), expected, "bfloat16", "differences_from_trl.md")
+        if packed["devices"] > packed["processes"]:
+            meshes = ["data=-1", "fsdp=-1", *["tensor=2,fsdp=-1"] * (packed["devices"] % 2 == 0)]
+            found = self.train("float32", {f"mesh {mesh}": {"mesh": mesh} for mesh in meshes})
+            self.compare(found, expected, "float32", "sharding_and_slices.md")
+        saving = {"save_strategy": "steps", "save_steps": _SAVED_STEP, "resume_from_checkpoint": "auto"}
+        self.train("float32", {"resumed": saving}, status=-signal.SIGKILL)
+        resumed = self.train("float32", {"resumed": saving})
+        self.compare(resumed, packed["logs"], "resumed", "checkpoints_and_stops.md")
+        self.measure("packed")
+        if self._is_long:
+            long = {"long": {"bf16": True, "max_length": None, "gradient_checkpointing": True, "max_steps": 10}}
+            if self.train("bfloat16", long, is_long=True):
+                self.measure("long")
+                self.plan("long", ["--row_length", "4096", "--per_device_train_batch_size", "8"])
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Make the parser of the command's arguments."""
+    parser = argparse.ArgumentParser(
+        prog="trl-tpu selfcheck",
+        description="Train a tiny model on this machine's devices for some minutes, and compare it with the CPU. "
+        "Attach the file that it writes to issue reports.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--output", default="selfcheck.json", help="File of the results (default: %(default)s).")
+    parser.add_argument("--long", action="store_true", help="Also train a model of 1.2 billion random weights.")
+    return parser
+
+
+def run(argv: list[str]) -> int:
+    """Run the command ``trl-tpu selfcheck``; return the exit status, 1 if a check failed."""
+    args = make_parser().parse_args(argv)
+    with tempfile.TemporaryDirectory() as folder:
+        check = Selfcheck(Path(folder), args.long)
+        check.run()
+    versions = {"python": platform.python_version()}
+    for package in _PACKAGES:
+        try:
+            versions[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    device = next((result["device"] for name, result in check.runs.items() if name == "packed"), "unknown")
+    report = {"versions": versions, "device": device, "lines": [*map(asdict, check.lines)], "runs": check.runs}
+    Path(args.output).write_text(json.dumps(report, indent=1), encoding="utf-8")
+    failed = [line for line in check.lines if line.passed is False]
+    print(f"{device}; {', '.join(f'{name} {value}' for name, value in versions.items())}")
+    print("\n".join(map(str, check.lines)))
+    print(f"{len(failed)} of {len(check.lines)} lines failed. " if failed else "Passed. ", f"Results: {args.output}")
+    return bool(failed)
+
+
+if __name__ == "__main__":
+    train_group(Path(sys.argv[1]))
