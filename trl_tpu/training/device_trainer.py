@@ -83,7 +83,8 @@ class DeviceTrainer(SavingTrainer):
 
     def _make_parts(self, plan: BatchPlan, statistics: StepStatistics) -> None:
         """Make the components. Call this after transformers' constructor."""
-        shows_bar, is_json = self.pop_callback(trainer.DEFAULT_PROGRESS_CALLBACK) is not None, self.args.progress == "json"
+        is_json = self.args.progress == "json"
+        shows_bar = self.pop_callback(trainer.DEFAULT_PROGRESS_CALLBACK) is not None  # notebooks have their own
         if is_json:
             self.pop_callback(PrinterCallback)
         progress = JsonLines() if is_json else Progress() if shows_bar else None
