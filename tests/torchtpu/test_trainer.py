@@ -2,6 +2,11 @@
 
 import json
 import math
+import os
+import re
+import shutil
+import subprocess
+import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -55,6 +60,20 @@ def make(model: str, tmp_path: Path) -> Callable[..., RewardTrainer]:
 def run_on_cpu(*words: str) -> str:
     """Return the last word printed by a process that uses the CPU."""
     return subprocesses.run_without_server(*words, ACCELERATE_USE_CPU="1", PYTHONPATH=f"{ROOT}:{SUPPORT}").split()[-1]
+
+
+#: Trains 3 steps, or 3 more after those of an earlier run.
+RESUMES = """
+import sys, torchtpu_device, tiny
+from pathlib import Path
+from trl_tpu import RewardConfig, RewardTrainer
+model, folder = sys.argv[1:]
+steps = 6 if Path(folder, "checkpoint-3").exists() else 3
+args = RewardConfig(folder, max_steps=steps, save_steps=3, max_shapes=1, report_to="none")
+trainer = RewardTrainer(model, args, train_dataset=tiny.made_up_pairs(120))
+trainer.train(resume_from_checkpoint=steps == 6)
+assert trainer.state.global_step == steps
+"""
 
 
 def test_tpu_is_chosen_and_described(make: Callable[..., RewardTrainer]) -> None:
@@ -182,3 +201,19 @@ def test_bfloat16_adapters_train_with_recomputation(remat: str, make: Callable[.
     trainer = make(bf16=True, remat=remat, gradient_accumulation_steps=2, peft_config=LoraConfig(task_type="SEQ_CLS"))
     trainer.train()
     assert all(map(math.isfinite, losses(trainer)))
+
+
+def test_resumed_run_compiles_no_program_of_the_first_run(model: str, tmp_path: Path) -> None:
+    """With torch_tpu's own caches: each compiled program becomes a file, and the last lines of its log count them."""
+    cache = tmp_path / "cache"
+    cache.mkdir()
+    caches = {"TORCH_TPU_TIER2_COMPILATION_CACHE": tmp_path.name, "TORCH_TPU_TIER3_COMPILATION_CACHE_ROOT": str(cache)}
+    environment = {**os.environ, **caches, "PYTHONPATH": f"{ROOT}:{SUPPORT}", "TF_CPP_MIN_LOG_LEVEL": "0"}
+    words, programs, counts = [sys.executable, "-c", RESUMES, model, str(tmp_path / "run")], [0], list[int]()
+    for _ in range(2):
+        process = subprocess.run(words, env=environment, capture_output=True, text=True, check=True)
+        counts.append(int(re.findall(r"num_compilations=(\d+)", process.stderr)[-1]))
+        programs.append(len([*cache.rglob("*.bin")]))
+    shutil.rmtree(f"/dev/shm/torch_tpu_cache/{tmp_path.name}", ignore_errors=True)
+    assert counts == [programs[1], programs[2] - programs[1]]  # resuming itself needs a few new programs
+    assert counts[1] < counts[0] / 2
