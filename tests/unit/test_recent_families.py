@@ -23,7 +23,7 @@ _IDS = torch.randint(1, 64, (400,), generator=torch.Generator().manual_seed(5)).
 
 
 def pair_with_prefix(depth: int, one: int, other: int) -> tuple[list[int], list[int]]:
-    """Return a pair of sequences with ``common`` shared tokens and tails of these lengths that differ at once."""
+    """Return a pair of sequences with ``depth`` shared tokens and tails of these lengths that differ at once."""
     first = _IDS[depth]
     return _IDS[:depth] + _IDS[depth : depth + one], _IDS[:depth] + ([first % 63 + 1] + _IDS[200:])[:other]
 

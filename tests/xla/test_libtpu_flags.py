@@ -54,7 +54,7 @@ def test_libtpu_gets_only_flags_it_knows(monkeypatch: pytest.MonkeyPatch, tmp_pa
     """An unknown flag would end the process. Without libtpu no flag is set."""
     library = tmp_path / "libtpu.so"
     library.write_bytes(b"\0\xffxla_known\0xla_other\0")
-    assert libtpu.known({"xla_known": "1", "xla_unknown": "2"}, library) == {"xla_known": "1"}
+    assert libtpu.supported_flags({"xla_known": "1", "xla_unknown": "2"}, library) == {"xla_known": "1"}
     for name in ("TPU_LIBRARY_PATH", "PTXLA_TPU_LIBRARY_PATH", libtpu.VARIABLE):
         monkeypatch.delenv(name, raising=False)
     libtpu.set_flags()

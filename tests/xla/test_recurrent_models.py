@@ -1,4 +1,4 @@
-"""Models with recurrent layers on XLA: padded rows, computed on the device, with plain torch's losses."""
+"""Models with recurrent layers on XLA: packed rows, computed on the device, with plain torch's losses."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Adapters (PEFT) and quantized base models. The only module that imports peft, and only where it is needed."""
+"""Adapters (PEFT) and quantized base models. Only this module imports peft, and only inside functions."""
 
 import copy
 import logging
@@ -48,14 +48,14 @@ def get_peft_config(model_args: "ModelConfig") -> "LoraConfig | None":
 
 
 def read_peft_config(fields: Mapping[str, Any], task_type: str) -> "PeftConfig":
-    """Return peft's configuration of these fields: LoRA for `task_type` where they name no other.
+    """Make a peft configuration from its fields. Defaults: LoRA, and the given `task_type`.
 
     Raises:
-        UserError: They are no configuration of peft.
+        UserError: peft does not accept the fields.
     """
     import peft
 
-    with explaining(f"`peft_config` {dict(fields)} is no configuration of peft", "Correct its fields."):
+    with explaining(f"`peft_config` {dict(fields)} is not a peft configuration", "Correct its fields."):
         return peft.get_peft_config({"peft_type": "LORA", "task_type": task_type, **fields})
 
 
@@ -70,7 +70,7 @@ def get_quantization_config(model_args: "ModelConfig") -> BitsAndBytesConfig | N
         return BitsAndBytesConfig(load_in_8bit=True)
     return BitsAndBytesConfig(
         load_in_4bit=True,
-        bnb_4bit_compute_dtype=model_args.dtype,  # the type of the weights that are not quantized
+        bnb_4bit_compute_dtype=model_args.dtype,  # same dtype as the weights that are not quantized
         bnb_4bit_quant_type=model_args.bnb_4bit_quant_type,
         bnb_4bit_use_double_quant=model_args.use_bnb_nested_quant,
         bnb_4bit_quant_storage=model_args.bnb_4bit_quant_storage,
@@ -78,49 +78,50 @@ def get_quantization_config(model_args: "ModelConfig") -> BitsAndBytesConfig | N
 
 
 def get_kbit_device_map() -> dict[str, int] | None:
-    """Return where a quantized model goes: whole, on this process's GPU; None where there is none."""
+    """Return a device map that puts a whole quantized model on this process's GPU; None without a GPU."""
     return {"": PartialState().local_process_index} if torch.cuda.is_available() else None
 
 
 def reads_base_weights(peft_config: "PeftConfig") -> bool:
-    """Tell whether making the adapters computes with the base model's weights (PiSSA, OLoRA, LoftQ, DoRA, ...)."""
+    """Return whether initializing the adapters reads the base model's weights (PiSSA, OLoRA, LoftQ, DoRA, ...)."""
     starts_plain = getattr(peft_config, "init_lora_weights", True) in (True, False, "gaussian")
     return not starts_plain or getattr(peft_config, "use_dora", False)
 
 
 def is_peft_model(model: nn.Module) -> bool:
-    """Tell whether the model has adapters of peft; does not import peft, since then nothing can be made of it."""
+    """Return whether the model has peft adapters, without importing peft: no such model exists before its import."""
     peft = sys.modules.get("peft")
     return peft is not None and isinstance(model, peft.PeftModel)
 
 
 def without_adapters(model: nn.Module) -> Any:
-    """Return the transformers model itself, which adapters may be wrapped around."""
+    """Return the transformers model inside a peft model, or ``model`` itself without adapters."""
     return model.get_base_model() if is_peft_model(model) else model  # type: ignore[operator]
 
 
 def add_adapters(model: PreTrainedModel, peft_config: "PeftConfig", added_tokens: Sequence[int] = ()) -> "PeftModel":
-    """Freeze a model and give it the adapters of `peft_config`, which itself stays as it is.
+    """Freeze a model and add the adapters of `peft_config`. The config itself is not changed.
 
-    `prepare_adapters` has to follow before training.
+    Call `prepare_adapters` before training.
 
     Args:
         model: The model, without adapters.
-        peft_config: A configuration of peft.
+        peft_config: A peft configuration.
         added_tokens: Ids of tokens that are new to the vocabulary; the adapters train their embeddings.
 
     Returns:
         The model with its adapters.
 
     Raises:
-        UserError: The model has adapters already, or cannot have these.
+        UserError: The model already has adapters, or peft cannot add these.
     """
     from peft import get_peft_model
 
     if is_peft_model(model):
         raise UserError(
-            "The model has adapters, and `peft_config` (`--use_peft`) asks for others. Either leave it out to train "
-            "those, or merge them first (`model.merge_and_unload()`) and pass the merged model."
+            "The model already has adapters, and `peft_config` (`--use_peft`) would add others. Leave `peft_config` "
+            "out to train the existing adapters, or merge them first (`model.merge_and_unload()`) and pass the merged "
+            "model."
         )
     peft_config = copy.deepcopy(peft_config)
     if added_tokens:
@@ -130,18 +131,18 @@ def add_adapters(model: PreTrainedModel, peft_config: "PeftConfig", added_tokens
         adapted: Any = get_peft_model(model, peft_config)
     for name, parameter in [*adapted.named_parameters()]:
         if "modules_to_save" in name and isinstance(shard := parameter.detach(), DTensor):
-            module, _, leaf = name.rpartition(".")  # peft's copy of a module, which FSDP2 does not know
+            module, _, leaf = name.rpartition(".")  # FSDP2 does not manage peft's copy of a module: unshard it
             whole = nn.Parameter(shard.full_tensor(), parameter.requires_grad)
             adapted.get_submodule(module)._parameters[leaf] = whole
     return adapted
 
 
 def prepare_adapters(model: "PeftModel", *, gradient_checkpointing: bool) -> None:
-    """Make a model with adapters, ours or the user's, ready for training.
+    """Prepare a model with adapters for training.
 
-    Recomputing activations cuts the graph at a frozen embedding, so its output must require gradients. On a quantized
-    base the adapters are bfloat16, as QLoRA has it (https://arxiv.org/abs/2305.14314, section 3), but for DoRA's
-    magnitudes, whose updates are smaller than bfloat16 resolves.
+    With gradient checkpointing, the output of the frozen embedding must require gradients: otherwise recomputed
+    layers get none. On a quantized base, adapters are cast to bfloat16 as in QLoRA (https://arxiv.org/abs/2305.14314,
+    section 3). DoRA's magnitudes keep their dtype, since their updates are smaller than bfloat16 resolves.
     """
     if gradient_checkpointing:
         model.enable_input_require_grads()
@@ -152,45 +153,46 @@ def prepare_adapters(model: "PeftModel", *, gradient_checkpointing: bool) -> Non
 
 
 def load_adapted_model(folder: str, step_separator: str | None = None, **kwargs: Any) -> Any:
-    """Load the classifier with the adapters saved in `folder`, which names its base model.
+    """Load a classifier with the adapters saved in `folder`. Their config names the base model.
 
     Args:
         folder: Folder or Hub id of saved adapters.
         step_separator: The text after each step of process rewards; None for rewards of conversations.
-        **kwargs: For ``from_pretrained`` of peft and of the base model.
+        **kwargs: Arguments of ``from_pretrained`` of peft and of the base model.
 
     Raises:
-        UserError: A file is broken, or names what is not there.
+        UserError: A file is broken, or names a missing file or model.
     """
     import peft
 
     task = "Sequence" if step_separator is None else "Token"
     with explaining(f"{folder} cannot be loaded as a reward model"):
         base = peft.PeftConfig.from_pretrained(folder, **hub_settings(kwargs)).base_model_name_or_path
-        if base is not None:  # peft loads it by the auto class
+        if base is not None:  # peft loads the base by the auto class, so the class must be registered
             config = AutoConfig.from_pretrained(base, trust_remote_code=kwargs.get("trust_remote_code", False))
             auto_class_of(config, HeadSpec(step_separator=step_separator))
         return getattr(peft, f"AutoPeftModelFor{task}Classification").from_pretrained(folder, **kwargs)
 
 
 def noted_attributes(model: Any) -> dict[str, float]:
-    """Return the weights of attributes by name that `note_attributes` has noted of a model's adapters, if any."""
+    """Return the attribute weights, by name, that `note_attributes` wrote into the adapters' config; empty if none."""
     configs = model.peft_config.values() if is_peft_model(model) else ()
     noted = (config.auto_mapping[_ATTRIBUTES] for config in configs if _ATTRIBUTES in (config.auto_mapping or ()))
     return dict(next(noted, ()))
 
 
 def note_attributes(model: Any, attributes: Mapping[str, float]) -> None:
-    """Note the weights of attributes in the config of a model's adapters, which peft saves and loads with them.
+    """Write attribute weights into the config of a model's adapters; peft saves and loads them with the adapters.
 
-    It knows no key of ours; of those that it knows, `auto_mapping` is a dict that adapters with a `task_type` leave.
+    peft drops unknown keys. Its `auto_mapping` can hold the weights: it is a dict, and unused by adapters with a
+    `task_type`.
     """
     for config in model.peft_config.values() if is_peft_model(model) and attributes else ():
         config.auto_mapping = {_ATTRIBUTES: [*map(list, attributes.items())]}
 
 
 def _train_added_tokens(peft_config: Any, added_tokens: Sequence[int], model: PreTrainedModel) -> None:
-    """Add the tokens to those whose embeddings the adapters train (changes `peft_config`)."""
+    """Let the adapters also train the embeddings of ``added_tokens`` (changes `peft_config`)."""
     embedding = model.get_input_embeddings()
     name = next(name for name, module in model.named_modules() if module is embedding).rpartition(".")[2]
     if name in (getattr(peft_config, "modules_to_save", None) or []):
@@ -204,8 +206,8 @@ def _train_added_tokens(peft_config: Any, added_tokens: Sequence[int], model: Pr
 def warn_if_head_is_frozen(model: nn.Module) -> None:
     """Warn when adapters leave the score head frozen, or train on top of a head that they do not save.
 
-    A head that was just created is random. Frozen, it stays so; and an adapter saves neither a frozen head nor the
-    frozen weight below an adapted one, so that the reward of the reloaded model is another random function.
+    A new head is random, and a frozen head stays random. An adapter saves neither a frozen head nor the frozen weight
+    under an adapted head, so the reloaded model would compute rewards by another random head.
     """
     if not is_peft_model(model):
         return
@@ -213,13 +215,13 @@ def warn_if_head_is_frozen(model: nn.Module) -> None:
     for name, module in base.named_children():
         parameters = dict(module.named_parameters())
         if name == base.base_model_prefix or not parameters:
-            continue  # a head is what a sequence classifier has beside its backbone
+            continue  # modules next to the backbone are heads
         trained = [key for key, parameter in parameters.items() if parameter.requires_grad]
         is_saved = any("modules_to_save" in key for key in trained)
         if not is_saved and (not trained or "base_layer.weight" in parameters):
             logger.warning(
                 f"The weight of the score head `{name}` is frozen, and the adapter does not save it: a new head stays "
-                "random, and is another one after reloading. Unless it was trained before, add "
+                "random, and reloading creates another random head. Unless the head was trained before, add "
                 f"modules_to_save=['{name}'] or task_type='SEQ_CLS' to the peft_config."
             )
 
@@ -233,9 +235,9 @@ def save_adapter_config(model: Any, processing_class: Any, folder: str) -> None:
 
 
 def complete_config(model: nn.Module, folder: str | Path) -> None:
-    """Add what other programs read to the folder of a saved model or of adapters.
+    """Add configs for other programs to the folder of a saved model or of saved adapters.
 
-    Adapters get the config of the model that they make of their base, which ``from_pretrained`` takes as ``config``.
+    For adapters, write the config of the whole reward model; pass it to ``from_pretrained`` as ``config``.
     """
     if is_peft_model(model):
         base = without_adapters(model)
@@ -246,37 +248,37 @@ def complete_config(model: nn.Module, folder: str | Path) -> None:
 
 
 def adapter_names(model: nn.Module, state: Mapping[str, torch.Tensor]) -> set[str]:
-    """Return the names in a state dict of `model` that a checkpoint keeps: adapters, prompts and modules to save."""
+    """Return the names in a state dict that a checkpoint stores: adapters, prompts and PEFT's `modules_to_save`."""
     adapters: Any = getattr(model, "peft_config", {})
-    kept = {name for adapter in adapters for name in names_in_file(model, state, adapter).values()}
-    # of a prompt encoder peft's file has the output, and a checkpoint needs the weights
-    return kept | {name for name in state if name.startswith("prompt_encoder.")}
+    saved = {name for adapter in adapters for name in names_in_file(model, state, adapter).values()}
+    # peft saves the output of a prompt encoder, but resuming needs its weights
+    return saved | {name for name in state if name.startswith("prompt_encoder.")}
 
 
 def names_in_file(model: nn.Module, state: Mapping[str, torch.Tensor], adapter: str) -> dict[str, str]:
-    """Map names in the file that ``save_pretrained`` writes of an adapter to names in a state dict."""
+    """Map tensor names in the file that ``save_pretrained`` writes for an adapter to names in a state dict."""
     from peft import get_peft_model_state_dict
 
     order = list(state)
-    marks = {name: torch.tensor(index) for index, name in enumerate(order)}  # which peft may copy
-    kept = get_peft_model_state_dict(model, state_dict=marks, adapter_name=adapter)
-    return {name: order[int(mark)] for name, mark in kept.items() if mark.dim() == 0}
+    marks = {name: torch.tensor(index) for index, name in enumerate(order)}  # peft may copy tensors, so mark by value
+    saved = get_peft_model_state_dict(model, state_dict=marks, adapter_name=adapter)
+    return {name: order[int(mark)] for name, mark in saved.items() if mark.dim() == 0}
 
 
 def adapter_weights(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return what ``save_pretrained`` of a model with adapters writes, under the names in the file."""
+    """Return the tensors that ``save_pretrained`` writes for a model with adapters, by their names in the file."""
     from peft import get_peft_model_state_dict
 
     return get_peft_model_state_dict(model)
 
 
 def empty_adapters(model: PreTrainedModel, folder: str, dtype: torch.dtype) -> "PeftModel":
-    """Return the adapters that ``adapter_config.json`` in `folder` describes, in memory but without values.
+    """Make uninitialized adapters on the CPU, as ``adapter_config.json`` in `folder` describes them.
 
     Args:
-        model: Their base model, which stays on its device; it may be the meta device.
+        model: The base model. It stays on its device, possibly the meta device.
         folder: A checkpoint.
-        dtype: Of the adapters.
+        dtype: Data type of the adapters.
     """
     from peft import PeftConfig, get_peft_model
 
@@ -293,8 +295,8 @@ def merge_adapters(model: PreTrainedModel, folder: str) -> PreTrainedModel:
     """Return a model with the adapters saved in `folder` merged into its weights.
 
     Raises:
-        RuntimeError: The adapters have other shapes.
-        UserWarning: They lack weights.
+        RuntimeError: The adapters' shapes do not fit the model.
+        UserWarning: Adapter weights are missing from the file.
     """
     from peft import PeftModel
 

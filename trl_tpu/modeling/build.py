@@ -1,4 +1,4 @@
-"""Finished objects for the trainer: a reward model with its tokenizer, and datasets of token pairs."""
+"""Build the trainer's inputs: a reward model with its tokenizer, and datasets of token pairs."""
 
 import copy
 import logging
@@ -46,9 +46,9 @@ from .model_shape import learned_positions
 
 logger = logging.getLogger(__name__)
 
-_OF_SOLUTIONS = ("step_separator", "max_length", "max_completion_length", "train_on_last_step_only")
-_OF_RANKINGS = ("ranking_top_k", "margin_scale", "ties", "tie_threshold", "average_over")
-_LOOKED_AT = 100  # dialogues, before training, for how they end
+_SOLUTION_SETTINGS = ("step_separator", "max_length", "max_completion_length", "train_on_last_step_only")
+_RANKING_SETTINGS = ("ranking_top_k", "margin_scale", "ties", "tie_threshold", "average_over")
+_SAMPLED_ANSWERS = 100  # answers whose last tokens are checked before training
 
 
 def default_folder(model: Any) -> str:
@@ -61,8 +61,8 @@ def check_arguments(model: Any, model_init: Any, train_dataset: Any, max_steps: 
     """Reject trainer arguments that are missing or exclude each other.
 
     Raises:
-        UserTypeError: `train_dataset` is no dataset; the message names the splits when it holds some.
-        UserError: Anything else.
+        UserTypeError: `train_dataset` is not a dataset. The message lists the splits of a `DatasetDict`.
+        UserError: Any other argument is missing or conflicts with another.
     """
     if (model is None) == (model_init is None):
         raise UserError("The trainer needs either `model` or `model_init`, and not both.")
@@ -83,37 +83,37 @@ def build_reward_model(
     quantization_config: Any | None = None,
     peft_config: Any | None = None,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Load or check the model, settle its special tokens and chat template, and add adapters.
+    """Load or check the model, set its special tokens and chat template, and add adapters.
 
-    Each part reads what the one before wrote: seed (the caller's), model, tokenizer, adapters, dropout.
+    The order matters: the caller sets the seed; then come model, tokenizer, adapters, frozen parameters and dropout.
 
     Returns:
-        The model, with its outputs in its config, and a tokenizer with the same special tokens.
+        The model, with its head specification in its config, and a tokenizer with the same special tokens.
 
     Raises:
-        UserError, ImportError: From the parts, with what to do.
+        UserError, ImportError: A step failed. The message says what to do.
     """
     outputs = HeadSpec(dict.fromkeys(args.attributes or (), 1.0), args.step_separator)
     files: dict[str, Any] = {"trust_remote_code": args.trust_remote_code}
     name, in_files = model, False
-    known: Mapping[str, float] = noted_attributes(model)
+    attribute_weights: Mapping[str, float] = noted_attributes(model)
     if isinstance(peft_config, Mapping):
         peft_config = read_peft_config(peft_config, "TOKEN_CLS" if outputs.step_separator else "SEQ_CLS")
     if isinstance(name, str):
-        given: Any = args.model_init_kwargs or {}  # the config has parsed text
-        kwargs = files | given
+        init_kwargs: Any = args.model_init_kwargs or {}  # a dict: the config has parsed text
+        kwargs = files | init_kwargs
         files = hub_settings(kwargs) | {"trust_remote_code": kwargs["trust_remote_code"]}
         if quantization_config is not None:
             if "quantization_config" in kwargs:
-                raise UserError("`quantization_config` is an argument, and in `model_init_kwargs` too. Set it once.")
+                raise UserError("`quantization_config` is set twice, as an argument and in `model_init_kwargs`.")
             kwargs["quantization_config"] = quantization_config
-        # on a mesh each weight goes from its file to its shards, unless adapters have to read it on the host
+        # On an SPMD mesh, weights go straight from their files to their shards, unless adapters need them on the host.
         in_files = runtime.current().is_spmd and not (peft_config is not None and reads_base_weights(peft_config))
         if _loads_in_parts(args, peft_config):
             kwargs.setdefault("distributed_config", distributed_config(args.mesh_shape))
         model = load_model(name, outputs, in_files=in_files, **kwargs)
-        if is_peft_model(model):  # the name of saved adapters; their folder may have a tokenizer
-            in_files, known = False, noted_attributes(model) or HeadSpec.saved(name).attributes
+        if is_peft_model(model):  # `name` is a folder of saved adapters, possibly with a tokenizer
+            in_files, attribute_weights = False, noted_attributes(model) or HeadSpec.saved(name).attributes
             where = {**hub_settings(kwargs), "_raise_exceptions_for_missing_entries": False}
             if processing_class is None and cached_file(name, "tokenizer_config.json", **where) is not None:
                 processing_class = load_tokenizer(name, **files)
@@ -121,21 +121,22 @@ def build_reward_model(
         ignored = {"model_init_kwargs": args.model_init_kwargs, "quantization_config": quantization_config}
         for setting, value in ignored.items():
             if value is not None:
-                logger.warning(f"`{setting}` is ignored, since the model is already instantiated.")
+                logger.warning(f"`{setting}` is ignored, since `model` is already instantiated.")
         if getattr(model, "_hf_peft_config_loaded", False):
             raise UserError(
-                "The model's adapters are transformers' (`add_adapter`, or `from_pretrained` of their folder), which "
-                "checkpoints cannot hold. Pass `peft_config`, or load them by `AutoPeftModelForSequenceClassification."
-                "from_pretrained(..., is_trainable=True)`, or pass their folder's name as the model."
+                "transformers added the model's adapters (`add_adapter`, or `from_pretrained` of their folder), and "
+                "checkpoints do not support such adapters. Pass `peft_config`, load the adapters by "
+                "`AutoPeftModelForSequenceClassification.from_pretrained(..., is_trainable=True)`, or pass the name "
+                "of their folder as `model`."
             )
     base = without_adapters(model)
     check_num_labels(base, outputs)
-    if known:
-        write_head_spec(base.config, [*known], [*known.values()], None)
+    if attribute_weights:
+        write_head_spec(base.config, [*attribute_weights], [*attribute_weights.values()], None)
     write_head_spec(base.config, args.attributes or (), args.attribute_weights, outputs.step_separator)
     tokenizer = load_processing_class(model, processing_class, **files)
     tokenizer, added_tokens = settle_tokenizer(model, tokenizer, args)
-    if in_files:  # before adapters, which are made where their weights are
+    if in_files:  # before the adapters: peft puts them on the device of the base weights
         place_model(model, plan_model(model, args.mesh_shape, args.sharding_rules), runtime.current(), args.device)
         forget_files(model)
     if peft_config is not None:
@@ -152,10 +153,10 @@ def build_reward_model(
 
 
 def _loads_in_parts(args: RewardConfig, peft_config: Any) -> bool:
-    """Tell whether transformers loads only this process's shards; otherwise each process loads all, then shards.
+    """Return whether transformers loads only this process's shards. Otherwise each process loads all, then shards.
 
-    New tokens need a whole embedding table. With weights whose rows `fsdp` and `tensor` both split, transformers 5.23
-    with torch 2.9 reads the wrong rows.
+    Adding tokens needs an unsharded embedding table. If `fsdp` and `tensor` both shard the rows of a weight,
+    transformers 5.23 with torch 2.9 reads the wrong rows.
     """
     adds_tokens = args.chat_template_path or getattr(peft_config, "trainable_token_indices", None)
     if not args.shards_over_processes or args.mesh_shape.tensor > 1 or adds_tokens:
@@ -164,7 +165,7 @@ def _loads_in_parts(args: RewardConfig, peft_config: Any) -> bool:
 
 
 def in_order_of(model: Any, args: RewardConfig) -> RewardConfig:
-    """Return settings whose attributes are in the order of the model's outputs."""
+    """Return ``args`` with attributes in the order of the model's outputs."""
     order = [*HeadSpec.of(without_adapters(model).config).attributes]
     if order != (args.attributes or []):
         args, places = copy.copy(args), [(args.attributes or []).index(name) for name in order]
@@ -183,41 +184,41 @@ def build_dataset(
     old_columns: bool = False,
     tokenize_solution: Any = tokenize_solution,
 ) -> Any:
-    """Convert a dataset in any accepted form to prepared rows that ``model`` can read.
+    """Convert a dataset in any accepted format to prepared rows for ``model``.
 
     Raises:
-        UserError: For data that cannot be trained on; the message names the dataset, the row and the fix.
+        UserError: The data cannot be trained on. The message names the dataset, the row and the fix.
     """
     embeddings: Any = model.get_input_embeddings()
     how: Any = {"num_embeddings": embeddings.weight.shape[0], "num_proc": args.dataset_num_proc, "name": name}
     if args.step_separator is not None:
-        settings = {key: getattr(args, key) for key in _OF_SOLUTIONS}
+        settings = {key: getattr(args, key) for key in _SOLUTION_SETTINGS}
         settings |= {"tokenizer": processing_class, "is_eval": name != "train"}
         how["neutral"] = getattr(args, "neutral_steps", None)
         return _within_positions(prepare_solutions(dataset, tokenize_solution, settings, **how), model, name)
     need_rankings = ["loss_type"] * (args.loss_type in LISTWISE_LOSSES)
-    need_rankings += [key for key in _OF_RANKINGS if getattr(args, key) != getattr(RewardConfig, key)]
-    of_scores = args.loss_type == "regression"
+    need_rankings += [key for key in _RANKING_SETTINGS if getattr(args, key) != getattr(RewardConfig, key)]
+    is_regression = args.loss_type == "regression"
     rankings = RankingKind(
-        may_tie=of_scores or args.ties is not None,
-        may_all_tie=of_scores or args.ties in TIES,
-        needs_scores=of_scores,
+        may_tie=is_regression or args.ties is not None,
+        may_all_tie=is_regression or args.ties in TIES,
+        needs_scores=is_regression,
         attributes=tuple(args.attributes or ()),
         settings=tuple(f"{key}={getattr(args, key)!r}" for key in need_rankings),
     )
     how |= {"max_length": args.max_length, "truncation_mode": args.truncation_mode}
-    are_old = old_columns and not args.attributes  # whose grades are in no old column
+    are_old = old_columns and not args.attributes  # TRL's old columns hold no attribute grades
     prepared = prepare_preference_dataset(dataset, processing_class, rankings=rankings, are_old=are_old, **how)
     return _within_positions(prepared, model, name)
 
 
 def first_answers(rows: Any) -> list[list[int]] | None:
-    """Return the token ids of the first answers of the first rows; None for a stream."""
-    return [answers_of(row)[0] for row in islice(rows, _LOOKED_AT)] if is_prepared(rows) else None
+    """Return the token ids of the first answer in each of the first rows; None for a stream."""
+    return [answers_of(row)[0] for row in islice(rows, _SAMPLED_ANSWERS)] if is_prepared(rows) else None
 
 
 def first_chat(dataset: Any) -> Iterator[tuple[Any, Mapping[str, Any]]]:
-    """Yield the first row's chosen dialogue and the row, where that is messages; it is read only then."""
+    """Yield the first row's chosen conversation and the row, if the row holds messages. Reads at most one row."""
     for row, _ in map(convert_row, islice(dataset, 1)):
         prompt, answer = row.get("prompt") or [], row.get("chosen")
         if isinstance(answer, list) and isinstance(prompt, list):
@@ -225,7 +226,7 @@ def first_chat(dataset: Any) -> Iterator[tuple[Any, Mapping[str, Any]]]:
 
 
 def _within_positions(dataset: Any, model: PreTrainedModel, name: str) -> Any:
-    """Reject a sequence longer than the model's learned positions; in a stream, when it is read."""
+    """Reject sequences longer than the model's learned positions. A stream is checked while it is read."""
     limit = learned_positions(model)
     if limit is None:
         return dataset
@@ -240,7 +241,7 @@ def _check_length(row: dict[str, Any], index: int, limit: int, name: str) -> dic
     length = max(map(len, answers_of(row)))
     if length > limit:
         raise UserError(
-            f"The {name} dataset has a dialogue of {length} tokens (row {index} of those kept), but the model was "
-            f"made for {limit} (`max_position_embeddings`). Set max_length={limit} to leave such pairs out."
+            f"The {name} dataset has a sequence of {length} tokens (row {index} of the kept rows), but the model has "
+            f"{limit} positions (`max_position_embeddings`). Set max_length={limit} to drop such pairs."
         )
     return row

@@ -1,13 +1,13 @@
-"""Recurrent layers over rows of planned shapes: one chunk of tokens at a time, each from the state of its parent.
+"""Recurrent layers over rows of planned shapes: chunk by chunk, each chunk from the state of its parent chunk.
 
-A device that compiles each shape cannot cut rows where sequences branch. Here every row is cut into chunks of `CHUNK`
-tokens instead, and sequences share whole chunks only (`Sequences.chunk`), so a chunk continues exactly one other chunk
-of its row, or none. The layer's own forward is called once, with the chunks of all rows as its batch:
+A device that compiles once per shape cannot split rows at data-dependent branches. Instead every row is split into
+chunks of `CHUNK` tokens, and sequences share whole chunks only (`Sequences.chunk`). A chunk then continues exactly one
+other chunk of its row, or none. The layer's own forward is called once, with the chunks of all rows as its batch:
 
-- A convolution takes its last inputs from the parent chunk, through the cache that the layer is given.
-- The rule that carries the recurrent state runs as a loop over the chunks of a row, and all rows advance together.
+- A convolution takes its last inputs from the parent chunk, through the layer's cache.
+- The rule that carries the recurrent state runs as a loop over the chunks of a row. All rows advance together.
 
-Letters: R rows, M chunks of a row, C tokens of a chunk.
+Letters: R rows, M chunks per row, C tokens per chunk.
 """
 
 import inspect
@@ -24,13 +24,13 @@ from ..packing.shapes import CHUNK
 from ..runtime import current
 from .forward import PackingImpossible, batch_being_read
 
-# parameters of the functions in transformers that carry a recurrent state over a sequence
+# parameter of transformers' functions that carry a recurrent state over a sequence, by its two names
 _INITIAL_STATES = ("initial_state", "initial_states")
 
 
 def parents_of_chunks(batch: Batch[torch.Tensor]) -> torch.Tensor:
-    """Return the number of the chunk that each chunk of a row continues, [R, M]; -1 for none."""
-    assert batch.subtree_end_RL is not None  # of packed rows
+    """Return the number of each chunk's parent chunk in its row, [R, M]; -1 for none."""
+    assert batch.subtree_end_RL is not None  # packed rows have it
     end_R1M = batch.subtree_end_RL[:, None, ::CHUNK]
     number_M = torch.arange(end_R1M.shape[-1], device=end_R1M.device)
     is_ancestor_RMM = (end_R1M > number_M[:, None] * CHUNK) & (number_M < number_M[:, None])
@@ -47,14 +47,14 @@ def call_by_chunks(
     """Call a recurrent layer's own ``forward`` with the chunks of all rows as its batch.
 
     Args:
-        forward: The bound method.
+        forward: The layer's bound forward.
         batch: Packed rows whose sequences share whole chunks.
-        cache: The name of the parameter that takes the states.
-        tokens: Arguments with a value per token, [R, L, ...].
-        others: Other arguments, by name.
+        cache: Name of the layer's cache parameter.
+        tokens: Arguments with a value per token, [R, L, ...], by name.
+        others: All other arguments, by name.
 
     Raises:
-        PackingImpossible: If rows are no multiple of `CHUNK`, or a convolution hands over its own state.
+        PackingImpossible: If the row length is not a multiple of `CHUNK`, or a convolution computes its state itself.
     """
     rows, length = batch.input_ids_RL.shape
     if length % CHUNK:
@@ -76,7 +76,7 @@ class _ConvStates:
         return None
 
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> None:
-        return None  # the loop over chunks gives each its state
+        return None  # the loop over chunks passes the recurrent states
 
     def is_recording_past(self, layer_idx: int) -> bool:
         return True
@@ -84,9 +84,9 @@ class _ConvStates:
     def update_conv_state(
         self, inputs: torch.Tensor, layer_idx: int, state_idx: int = 0, conv_kernel_size: int | None = None, **_: Any
     ) -> torch.Tensor:
-        """Return the inputs [R M, channels, C] after the last ones of each chunk's parent."""
+        """Return the inputs, [R M, channels, C], with the last inputs of each chunk's parent before them."""
         if conv_kernel_size is None:
-            raise PackingImpossible("the convolution hands over its own state, which planned rows cannot give it")
+            raise PackingImpossible("the convolution computes its state itself; planned rows do not support that")
         rows, count = self._parent_RM.shape
         last_RM = inputs[..., -conv_kernel_size:].unflatten(0, (rows, count))
         row_R1 = torch.arange(rows, device=inputs.device)[:, None]
@@ -95,26 +95,26 @@ class _ConvStates:
         return torch.cat([before_RM.flatten(0, 1), inputs], dim=-1)
 
     def update_recurrent_state(
-        self, state: torch.Tensor, layer_idx: int, state_idx: int = 0, **_: Any
+        self, state_parameter: torch.Tensor, layer_idx: int, state_idx: int = 0, **_: Any
     ) -> torch.Tensor:
-        return state
+        return state_parameter
 
 
 def _with_chunked_rules(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a layer's forward with `_scan_rule` in the place of the functions that carry recurrent states.
+    """Return a layer's forward that calls `_scan_rule` instead of the functions that carry recurrent states.
 
-    They are globals of the family's module. A copy of the function object sees other globals, so the module, and every
-    other model, stays as it is.
+    These functions are globals of the family's module. The returned forward is a copy with other globals, so the
+    module and all other models are unchanged.
     """
-    return MethodType(_chunked(inspect.unwrap(forward.__func__)), forward.__self__)  # type: ignore[attr-defined]
+    return MethodType(_copy_with_chunked_rules(inspect.unwrap(forward.__func__)), forward.__self__)  # type: ignore[attr-defined]
 
 
 @lru_cache
-def _chunked(function: FunctionType) -> FunctionType:
+def _copy_with_chunked_rules(function: FunctionType) -> FunctionType:
     rules = dict[str, Any]()
     for name in function.__code__.co_names:
         rule = function.__globals__.get(name)
-        if inspect.isfunction(rule) and any(each in inspect.signature(rule).parameters for each in _INITIAL_STATES):
+        if inspect.isfunction(rule) and any(name in inspect.signature(rule).parameters for name in _INITIAL_STATES):
             rules[name] = wraps(rule)(partial(_scan_rule, rule))
     copy = FunctionType(
         function.__code__, function.__globals__ | rules, function.__name__, function.__defaults__, function.__closure__
@@ -124,32 +124,32 @@ def _chunked(function: FunctionType) -> FunctionType:
 
 
 def _scan_rule(rule: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Call ``rule``, which takes an initial state and returns outputs and the last state, chunk by chunk."""
+    """Call ``rule`` chunk by chunk. A rule takes an initial state, and returns outputs and the last state."""
     batch = batch_being_read()
     assert batch is not None
     parent_RM = parents_of_chunks(batch)
     rows, count = parent_RM.shape
     arguments = inspect.signature(rule).bind(*args, **kwargs).arguments
     arguments |= arguments.pop("kwargs", {})
-    state = next(name for name in _INITIAL_STATES if name in inspect.signature(rule).parameters)
-    arguments.pop(state, None)
+    state_parameter = next(name for name in _INITIAL_STATES if name in inspect.signature(rule).parameters)
+    arguments.pop(state_parameter, None)
     names = [name for name, value in arguments.items() if isinstance(value, torch.Tensor)]
     others = {name: value for name, value in arguments.items() if name not in names}
 
     def by_chunk(value: torch.Tensor) -> torch.Tensor:
         if value.shape[:2] == (rows * count, CHUNK):
             return value.unflatten(0, (rows, count)).transpose(0, 1)
-        return value.expand(count, *value.shape)  # a weight of the rule, whose gradients add up
+        return value.expand(count, *value.shape)  # a weight of the rule: the gradients of all chunks add up
 
     def on_chunk(initial: torch.Tensor | None, *tensors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return rule(**dict(zip(names, tensors, strict=True)), **others, **{state: initial})
+        return rule(**dict(zip(names, tensors, strict=True)), **others, **{state_parameter: initial})
 
     outputs_MR: torch.Tensor = _ChunkScan.apply(on_chunk, parent_RM, *(by_chunk(arguments[name]) for name in names))
     return outputs_MR.transpose(0, 1).flatten(0, 1), outputs_MR.new_zeros(())
 
 
 class _ChunkScan(torch.autograd.Function):
-    """A loop over chunks that keeps the state after each, and computes each chunk again in the backward."""
+    """Loops over chunks. Saves the state after each chunk, and recomputes each chunk in the backward."""
 
     @staticmethod
     def forward(  # type: ignore[override]
@@ -161,7 +161,7 @@ class _ChunkScan(torch.autograd.Function):
         row_R, parent_MR = torch.arange(rows, device=parent_RM.device), parent_RM.T + 1
         number_M = torch.arange(1, count + 1, device=parent_RM.device)
         first = on_chunk(None, *(tensor[0] for tensor in tensors))[1]
-        states = first.new_zeros(count + 1, *first.shape)  # number 0 is that of chunks without a parent
+        states = first.new_zeros(count + 1, *first.shape)  # index 0 holds zeros, for chunks without a parent
 
         def step(carry: list[Any], chunk: list[Any]) -> tuple[list[Any], list[Any]]:
             (states, row_R), (number, parent_R, *tensors) = carry, chunk
@@ -177,21 +177,26 @@ class _ChunkScan(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
         states, row_R, number_M, parent_MR, *tensors = ctx.saved_tensors
-        is_wanted = ctx.needs_input_grad[2:]
+        needs_gradient = ctx.needs_input_grad[2:]
 
         def step(carry: list[Any], chunk: list[Any]) -> tuple[list[Any], list[Any]]:
-            (of_states, states, row_R), (number, parent_R, gradient, *tensors) = carry, chunk
+            (state_gradients, states, row_R), (number, parent_R, gradient, *tensors) = carry, chunk
             before = states[parent_R, row_R].detach().requires_grad_()
-            tensors = [each.detach().requires_grad_(wanted) for each, wanted in zip(tensors, is_wanted, strict=True)]
+            tensors = [
+                tensor.detach().requires_grad_(needed) for tensor, needed in zip(tensors, needs_gradient, strict=True)
+            ]
             with torch.enable_grad(), ctx.autocast():
                 output, after = ctx.on_chunk(before, *tensors)
             inputs = [before, *(tensor for tensor in tensors if tensor.requires_grad)]
-            of_after = of_states.index_select(0, number[None])[0]  # a number as an index would be read by the host
-            found = torch.autograd.grad((output, after), inputs, (gradient, of_after), materialize_grads=True)
-            of_states = of_states.index_put((parent_R, row_R), found[0], accumulate=True)
-            return [of_states, states, row_R], [*found[1:]]
+            # not `of_states[number]`: the host would read the index from the device
+            after_gradient = state_gradients.index_select(0, number[None])[0]
+            gradients = torch.autograd.grad(
+                (output, after), inputs, (gradient, after_gradient), materialize_grads=True
+            )
+            state_gradients = state_gradients.index_put((parent_R, row_R), gradients[0], accumulate=True)
+            return [state_gradients, states, row_R], [*gradients[1:]]
 
         carry = [torch.zeros_like(states), states, row_R]
-        _, found = current().loop(step, carry, [number_M, parent_MR, gradient, *tensors], reverse=True)
-        gradients = iter(found)
-        return (None, None, *(next(gradients) if wanted else None for wanted in is_wanted))
+        _, results = current().loop(step, carry, [number_M, parent_MR, gradient, *tensors], reverse=True)
+        gradients = iter(results)
+        return (None, None, *(next(gradients) if needed else None for needed in needs_gradient))

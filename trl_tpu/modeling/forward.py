@@ -1,4 +1,4 @@
-"""The rewards of a batch in one forward over all of its sequences, and attention over packed rows."""
+"""Rewards of a batch by one forward over all of its sequences, and attention over packed rows."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -23,15 +23,15 @@ class PackingImpossible(UserError):
 
 @dataclass(frozen=True, eq=False)
 class TreeMasks:
-    """The masks of an unpadded row, tree by tree."""
+    """The masks of an unpadded row, one per tree."""
 
     trees: tuple[tuple[Tree, torch.Tensor | None], ...]
-    """Each tree and its mask [1, 1, S, S], or None where the model's own rule is plainly causal."""
+    """Each tree with its mask [1, 1, S, S]; None if the model's rule is plain causal attention."""
     tail_masks: dict[Tail, torch.Tensor]
-    """Additive masks [1, 1, T, K] for the later tails of trees without a mask: T own tokens see K, path included."""
+    """Additive masks [1, 1, T, K] of later tails in trees without a mask: T tail tokens, K keys of path and tail."""
 
     def __getitem__(self, part: Any) -> "TreeMasks":
-        """Return the masks themselves: models that cut masks to the keys of a cache, as Gemma 4 does, take all."""
+        """Return all masks: models such as Gemma 4 slice masks to the keys of a cache, and training has no cache."""
         return self
 
 
@@ -45,14 +45,14 @@ def attend_tree_by_tree(
     *args: Any,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, Any]:
-    """Attend in an unpadded row one tree at a time; in any other batch as ``plain`` does.
+    """Attend in an unpadded row one tree at a time, and in any other batch as ``plain`` does.
 
-    Without a mask for the whole tree, its tails are computed one by one, each after the keys of its path.
+    In a tree without a mask, attention is computed tail by tail; the keys of a tail's path come before its own keys.
     """
     if not isinstance(attention_mask, TreeMasks):
         return plain(module, query_BNLD, key_BNLD, value_BNLD, attention_mask, *args, **kwargs)
     outputs: list[torch.Tensor] = []
-    # split at once: the backward of slices would write a row of zeros for each
+    # One split of the whole row: the backward of separate slices would write a row of zeros per slice.
     sizes = [tree.stop - tree.start for tree, _ in attention_mask.trees]
     trees = (states.split(sizes, dim=2) for states in (query_BNLD, key_BNLD, value_BNLD))
     for (tree, mask), *states in zip(attention_mask.trees, *trees, strict=True):
@@ -60,9 +60,9 @@ def attend_tree_by_tree(
             outputs.append(plain(module, *states, mask, *args, **kwargs)[0])
             continue
         sizes = [tail.stop - tail.start for tail in tree.tails]
-        for tail, query, key, value in zip(tree.tails, *(each.split(sizes, dim=2) for each in states), strict=True):
+        for tail, query, key, value in zip(tree.tails, *(state.split(sizes, dim=2) for state in states), strict=True):
             if tail.path:
-                before = [[each[:, :, start:stop] for start, stop in tail.path] for each in states[1:]]
+                before = [[state[:, :, start:stop] for start, stop in tail.path] for state in states[1:]]
                 key, value = torch.cat([*before[0], key], dim=2), torch.cat([*before[1], value], dim=2)
             mask = attention_mask.tail_masks.get(tail)
             outputs.append(plain(module, query, key, value, mask, *args, **kwargs)[0])
@@ -70,16 +70,16 @@ def attend_tree_by_tree(
 
 
 OURS = "trl_tpu_"
-"""Prefix of our implementations' names in transformers' registries, and in a config's `_attn_implementation`."""
+"""Prefix of this package's implementations in transformers' registries and in a config's `_attn_implementation`."""
 
-#: ``(batch, head, query, key) -> bool``, of indices; transformers' type of mask.
+#: transformers' type of mask: a function of indices, ``(batch, head, query, key) -> bool``.
 MaskRule = Callable[..., Any]
 
 
 def tree_rule(
     subtree_end_RL: torch.Tensor, position_ids_RL: torch.Tensor, rule: MaskRule = causal_mask_function
 ) -> MaskRule:
-    """Turn a model's mask rule, over the positions of one sequence, into a rule over the columns of packed rows."""
+    """Turn a model's mask rule over positions in one sequence into a rule over columns of packed rows."""
 
     def on_path(row: torch.Tensor, head: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
         path = (key <= query) & (query < subtree_end_RL[row, key])
@@ -89,24 +89,24 @@ def tree_rule(
 
 
 class PackedOutputs(NamedTuple):
-    """What a model does while it reads packed rows: the mask rules that it uses, and what its score head returns."""
+    """Mask rules that a model asked for, and outputs of its score head, recorded while it reads packed rows."""
 
     rules: list[MaskRule]
     scores: list[torch.Tensor]
 
 
-# of this thread, if any; torch.compile cannot trace torch's own kind of variable
+# values of this thread, or None; torch.compile cannot trace Python's `ContextVar`
 _BATCH, _PACKED_OUTPUTS = CompileableContextVar("batch"), CompileableContextVar("noted")
 
 
 def batch_being_read() -> Batch[torch.Tensor] | None:
-    """Return the packed batch that a model reads in this thread; None for any other batch."""
+    """Return the packed batch that a model is reading in this thread; None for a padded batch."""
     return _BATCH.get()
 
 
 @contextmanager
 def reading(batch: Batch[torch.Tensor] | None) -> Iterator[None]:
-    """Let models of this thread read a packed batch, or none, while the context is open."""
+    """Set the packed batch that models of this thread read while the context is open; None for a padded batch."""
     outside = _BATCH.set(batch)
     try:
         yield
@@ -115,7 +115,7 @@ def reading(batch: Batch[torch.Tensor] | None) -> Iterator[None]:
 
 
 def masks_while_read(plain: Callable[..., Any], build: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Build masks with ``build`` while packed rows are read, and with ``plain`` for any other batch."""
+    """Build masks with ``build`` while a model reads packed rows, and with ``plain`` for any other batch."""
     if (batch := _BATCH.get()) is None:
         return plain(*args, **kwargs)
     rule = kwargs.get("mask_function", causal_mask_function)
@@ -124,7 +124,7 @@ def masks_while_read(plain: Callable[..., Any], build: Callable[..., Any], *args
 
 
 def tree_masks(plain: Callable[..., Any], batch: Batch[Any], rule: MaskRule, *args: Any, **kwargs: Any) -> Any:
-    """Build the masks of packed rows by a model's own rule, in the form that its attention function takes."""
+    """Build the masks of packed rows from a model's rule, in the format of its attention function."""
     subtree_end_RL: Any = batch.subtree_end_RL
     position_ids_RL: Any = batch.position_ids_RL
     in_trees = tree_rule(subtree_end_RL, position_ids_RL, rule)
@@ -140,9 +140,9 @@ def tree_masks(plain: Callable[..., Any], batch: Batch[Any], rule: MaskRule, *ar
             mask = plain(*args, **tree_wise | alone | {"q_offset": tree.start, "kv_offset": tree.start})
         masks.append((tree, mask))
         for tail in tree.tails[1:] if mask is None else ():
-            before, own = sum(stop - start for start, stop in tail.path), tail.stop - tail.start
+            before, size = sum(stop - start for start, stop in tail.path), tail.stop - tail.start
             # additive: sdpa would convert a boolean mask in each layer
-            hidden = subtree_end_RL.new_full((1, 1, own, before + own), -torch.inf, dtype=kwargs["dtype"])
+            hidden = subtree_end_RL.new_full((1, 1, size, before + size), -torch.inf, dtype=kwargs["dtype"])
             tail_masks[tail] = hidden.triu(before + 1)
     return TreeMasks(tuple(masks), tail_masks)
 
@@ -154,16 +154,16 @@ def attend_by(
     attention: Callable[..., Any],
     build: Callable[..., Any] = tree_masks,
 ) -> None:
-    """Select an attention implementation of ours for ``model``, and for no other: its config names it.
+    """Register an attention implementation, and select it in the config of ``model`` only.
 
-    A saved config has no such name, so the model loads anywhere with the default of its class. A model whose own
-    code attends stays as it is, and transformers warns.
+    A saved config does not contain the name, so the model loads anywhere with the default of its class. A model that
+    attends by its own code is unchanged, and transformers warns.
 
     Args:
         model: The model.
-        name: The implementation's name in transformers' registries, after `OURS`.
-        masks: Builds the masks of ordinary batches.
-        attention: Attends by a mask.
+        name: The implementation's name in transformers' registries, without the prefix `OURS`.
+        masks: Builds the masks of padded batches.
+        attention: Computes attention with a mask.
         build: Builds the masks of packed rows.
     """
     AttentionMaskInterface.register(f"{OURS}{name}", partial(masks_while_read, masks, build))
@@ -172,81 +172,80 @@ def attend_by(
 
 
 def packed_scores(model: nn.Module, batch: Batch[torch.Tensor], **kwargs: Any) -> torch.Tensor:
-    """Compute what the score head says of each token of packed rows, [R, L, outputs].
+    """Compute the score head's outputs for each token of packed rows, [R, L, outputs].
 
-    The model is called as a whole, so whatever wraps it (LoRA, data parallelism, autocast) takes part.
+    The whole model is called, so its wrappers (LoRA, data parallelism, autocast) take effect.
 
     Args:
-        model: A decoder with a `score` head over its hidden states, as transformers' classifiers, after
-            `use_tree_masks`.
-        batch: Its expansion is used after `use_expanded_attention`.
-        kwargs: Passed on to the model.
+        model: A decoder with a `score` head over its hidden states, such as transformers' classifiers.
+            `use_tree_masks` must have been called.
+        batch: Packed rows. Their expansion is used if `use_expanded_attention` was called.
+        kwargs: Further arguments of the model.
 
     Raises:
         UserError: If the model has no `score` head, or did not ask for a mask.
     """
-    with run_packed(model, batch, **kwargs) as noted:
-        return noted.scores[0]
+    with run_packed(model, batch, **kwargs) as recorded:
+        return recorded.scores[0]
 
 
 @contextmanager
 def run_packed(model: nn.Module, batch: Batch[torch.Tensor], **kwargs: Any) -> Iterator[PackedOutputs]:
-    """Call ``model`` with packed rows, and yield what it has done.
+    """Call ``model`` with packed rows, and yield its recorded mask rules and scores.
 
-    The rows are read until the context is closed: a program that is traced cannot ask for a reading that is over.
+    Use the results within the context: a traced program cannot read the recorded values after it is closed.
 
     Raises:
         UserError: If the model has no `score` head, or did not ask for a mask.
     """
-    noted, ids_RL = PackedOutputs([], []), batch.input_ids_RL
-    # A mask without padding: models that found none would search the positions for sequences, and stop the device.
-    everything = {"attention_mask": torch.ones_like(ids_RL), "position_ids": batch.position_ids_RL}
+    recorded, ids_RL = PackedOutputs([], []), batch.input_ids_RL
+    # A mask without padding: without any mask, models search position ids for sequence starts, a read from the device.
+    mask_and_positions = {"attention_mask": torch.ones_like(ids_RL), "position_ids": batch.position_ids_RL}
     record_scores(model)
-    noted_outside = _PACKED_OUTPUTS.set(noted)
+    recorded_outside = _PACKED_OUTPUTS.set(recorded)
     try:
         with reading(batch):
-            # the scores that the model itself picks, one a row, mean nothing here
-            model(input_ids=ids_RL, **everything, **kwargs)
-            if not noted.rules:
+            # The model's own outputs pool one score per row; they have no meaning for packed rows.
+            model(input_ids=ids_RL, **mask_and_positions, **kwargs)
+            if not recorded.rules:
                 raise UserError(
-                    f"{type(model).__name__} did not ask for the masks of packed rows: it makes its own, or "
+                    f"{type(model).__name__} did not ask for the masks of packed rows: it makes its own masks, or "
                     "`use_tree_masks` was not called. Train it on padded rows."
                 )
-            yield noted
+            yield recorded
     finally:
-        _PACKED_OUTPUTS.reset(noted_outside)
+        _PACKED_OUTPUTS.reset(recorded_outside)
 
 
 def record_scores(model: nn.Module) -> None:
-    """Let the score head of ``model`` note what it returns while packed rows are read, for as long as it lives.
+    """Install a hook that records the outputs of the model's score head while it reads packed rows.
 
     Raises:
         UserError: The model has no `score` head.
     """
     if (head := find_score_head(model)) is None:
-        raise UserError(f"{type(model).__name__} has no `score` head whose rewards could be read from packed rows.")
-    if _record_scores not in head._forward_hooks.values():  # a traced program must not be changed by a second hook
+        raise UserError(f"{type(model).__name__} has no `score` head to read the rewards of packed rows from.")
+    if _record_scores not in head._forward_hooks.values():  # a second hook would change a traced program
         head.register_forward_hook(_record_scores)
 
 
 def _record_scores(_head: nn.Module, _args: tuple[torch.Tensor, ...], scores: torch.Tensor) -> None:
-    if (noted := _PACKED_OUTPUTS.get()) is not None:
-        noted.scores.append(scores)
+    if (recorded := _PACKED_OUTPUTS.get()) is not None:
+        recorded.scores.append(scores)
 
 
 def rewards_of(model: nn.Module, batch: Batch[torch.Tensor], **extras: Any) -> tuple[torch.Tensor, Any]:
-    """Compute the rewards of a micro-batch, and the model's outputs where rows are padded.
+    """Compute the rewards of a micro-batch, and for padded rows the model's outputs.
 
     Args:
-        model: Called as a whole, so whatever wraps it takes part.
-        batch: On the model's device.
-        extras: Passed on to the model, with those of the batch.
+        model: The whole model, with its wrappers.
+        batch: A micro-batch on the model's device.
+        extras: Further arguments of the model. They override the batch's own extras.
 
     Returns:
-        Rewards [S, A], float32 or wider; those of padding mean nothing. The outputs are None for packed rows, whose
-        own pooling means nothing.
+        Rewards [S, A], float32 or wider, arbitrary for padding; and the model's outputs, None for packed rows.
     """
-    assert not batch.earlier  # a micro-batch, not all of a batch
+    assert not batch.earlier  # one micro-batch, not a whole batch
     extras = {**batch.extras, **extras}
     if batch.is_packed:
         return read_scores(packed_scores(model, batch, **extras), batch), None
@@ -255,9 +254,9 @@ def rewards_of(model: nn.Module, batch: Batch[torch.Tensor], **extras: Any) -> t
 
 
 def read_scores(scores: torch.Tensor, batch: Batch[torch.Tensor]) -> torch.Tensor:
-    """Read rewards [S, A] from a model's scores: of each token, or of each row by its own pooling.
+    """Read rewards [S, A] from a model's scores: one score per token, or per row after the model's own pooling.
 
-    A step's reward is the log-odds that it is right.
+    A step's reward is the log-odds that the step is correct.
     """
     row_S, column_S = batch.score_row_S, batch.score_column_S
     scores = scores.unsqueeze(-1) if scores.dim() == 1 else scores

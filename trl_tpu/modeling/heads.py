@@ -1,8 +1,8 @@
-"""Classifiers for causal language models of which transformers has none, made of transformers' own parts.
+"""Classifier classes for causal language models that have none in transformers.
 
-A classifier is transformers' `GenericForSequenceClassification` (of process rewards `GenericForTokenClassification`)
-over the family's pre-trained class, as transformers itself makes it for Llama and many others. It is registered with
-transformers' auto class, so that everything that loads by that class finds it.
+A classifier combines transformers' `GenericForSequenceClassification` (for process rewards
+`GenericForTokenClassification`) with the family's pre-trained class, as transformers does for Llama and many others.
+It is registered with transformers' auto class: all code that loads by the auto class finds it.
 """
 
 from pathlib import Path
@@ -14,14 +14,14 @@ from transformers.modeling_layers import GenericForSequenceClassification, Gener
 from ..errors import UserError
 from .head_spec import HeadSpec
 
-_CAUSAL = (AutoModelForCausalLM, AutoModelForImageTextToText)
-_ENDINGS = ("ForCausalLM", "ForConditionalGeneration", "LMHeadModel")
+_CAUSAL_AUTO_CLASSES = (AutoModelForCausalLM, AutoModelForImageTextToText)
+_CAUSAL_ENDINGS = ("ForCausalLM", "ForConditionalGeneration", "LMHeadModel")
 _GENERIC = {
     "AutoModelForSequenceClassification": GenericForSequenceClassification,
     "AutoModelForTokenClassification": GenericForTokenClassification,
 }
 CODE_FILE = "reward_head.py"
-_CODE = '''"""The class of this model, for transformers alone: pass `trust_remote_code=True` to `from_pretrained`."""
+_CODE = '''"""The class of this model, for use without trl_tpu: pass `trust_remote_code=True` to `from_pretrained`."""
 
 from transformers.modeling_layers import {generic}
 from {config_module} import {config}
@@ -35,20 +35,20 @@ class {name}({generic}, {family}):
 
     @classmethod
     def is_custom_code(cls) -> bool:
-        return False  # of custom code transformers leaves buffers that are in no checkpoint uninitialized
+        return False  # for custom code, transformers leaves buffers that are missing in the checkpoint uninitialized
 '''
 
 
 def auto_class_of(config: PretrainedConfig, outputs: HeadSpec) -> Any:
-    """Return transformers' auto class for a reward model of ``config``, which has a class for it from now on.
+    """Return transformers' auto class for a reward model of ``config``, and register a missing classifier class.
 
     Raises:
-        UserError: The model is an encoder-decoder, or without attention.
+        UserError: The model is an encoder-decoder, or has no attention.
     """
     auto_class, kind = outputs.auto_class, type(config)
-    causal = next((each._model_mapping[kind] for each in _CAUSAL if kind in each._model_mapping), None)
+    causal = next((auto._model_mapping[kind] for auto in _CAUSAL_AUTO_CLASSES if kind in auto._model_mapping), None)
     if kind not in auto_class._model_mapping and causal is not None:
-        # not by `auto_class.register`, which refuses the class of a multimodal config's text model
+        # `auto_class.register` would reject the text model's class for a multimodal config
         classifier = classifier_of(config, causal, auto_class)
         auto_class._model_mapping.register(kind, classifier, exist_ok=True)
     return auto_class
@@ -58,36 +58,37 @@ def classifier_of(config: PretrainedConfig, causal: Any, auto_class: Any) -> typ
     """Make the classifier of a causal language model's family.
 
     Args:
-        config: Of a causal language model of transformers.
-        causal: Its class there.
-        auto_class: transformers' auto class of sequence or of token classifiers.
+        config: Config of a transformers causal language model.
+        causal: The model's causal class in transformers.
+        auto_class: transformers' auto class for sequence or token classifiers.
 
     Raises:
-        UserError: The model is an encoder-decoder, or without attention.
+        UserError: The model is an encoder-decoder, or has no attention.
     """
     text: Any = config.get_text_config()
     if config.is_encoder_decoder or getattr(text, "num_attention_heads", None) is None:
         reason = "is the decoder of an encoder-decoder" if config.is_encoder_decoder else "has no attention heads"
         raise UserError(f"{causal.__name__} cannot be a reward model, since it {reason}. Choose another model.")
     generic = _GENERIC[auto_class.__name__]
-    parents = [each for each in causal.__mro__ if issubclass(each, PreTrainedModel)]
+    parents = [base for base in causal.__mro__ if issubclass(base, PreTrainedModel)]
     family = parents[parents.index(PreTrainedModel) - 1]
     name = causal.__name__
-    for ending in _ENDINGS:
+    for ending in _CAUSAL_ENDINGS:
         name = name.removesuffix(ending)
     name = f"{name}{generic.__name__.removeprefix('Generic')}"
     prefix, module = family.base_model_prefix or "model", family.__module__
-    text_kind = config.sub_configs.get("text_config")  # of a multimodal model, of whose text model transformers takes
+    text_kind = config.sub_configs.get("text_config")  # the causal class of a multimodal model may take this config
     kind = text_kind if text_kind is causal.config_class else type(config)
     code = {"generic": generic.__name__, "module": module, "family": family.__name__, "name": name, "prefix": prefix}
     attributes = {
         "config_class": kind,
         "base_model_prefix": prefix,
         "input_modalities": ("text",),
-        # else transformers takes the class for a user's, and leaves buffers that are in no checkpoint uninitialized
+        # transformers takes classes of other modules for custom code, and leaves their non-persistent buffers
+        # uninitialized.
         "__module__": module,
         "save_pretrained": _save_pretrained,
-        # a multimodal checkpoint of Llama 4 has its language model under the causal class's own prefix
+        # Llama 4's multimodal checkpoints store the language model under the prefix of the causal class.
         "names_in_checkpoint": {} if causal.base_model_prefix == prefix else {f"^{causal.base_model_prefix}\\.": ""},
         "auto_map": {auto_class.__name__: f"{Path(CODE_FILE).stem}.{name}"},
         "code_of_head": _CODE.format(**code, config=kind.__name__, config_module=kind.__module__),
@@ -96,17 +97,17 @@ def classifier_of(config: PretrainedConfig, causal: Any, auto_class: Any) -> typ
 
 
 def check_only_head_is_missing(name: str, model: PreTrainedModel, missing: set[str]) -> None:
-    """Raise UserError if a checkpoint lacks other weights of a model of `classifier_of` than those of its head."""
-    lost = sorted(key for key in missing if not key.startswith("score."))
-    if lost and hasattr(model, "code_of_head"):
+    """Raise UserError if a checkpoint for a class of `classifier_of` lacks weights other than the head's."""
+    missing_weights = sorted(key for key in missing if not key.startswith("score."))
+    if missing_weights and hasattr(model, "code_of_head"):
         raise UserError(
-            f"{name} lacks {len(lost)} weights of {type(model).__name__}, such as {lost[0]}, and random ones would "
-            "take their place. Give the folder of a whole model."
+            f"{name} lacks {len(missing_weights)} weights of {type(model).__name__}, such as {missing_weights[0]}; "
+            "they would be random. Pass the folder of a complete model."
         )
 
 
 def _save_pretrained(self: Any, save_directory: Any, *args: Any, **kwargs: Any) -> None:
-    """Save as transformers does, and beside it the class, for programs that have no trl_tpu."""
+    """Save as transformers does, and write the class into a file for programs without trl_tpu."""
     self.config.auto_map = dict(self.auto_map)
     PreTrainedModel.save_pretrained(self, save_directory, *args, **kwargs)
     if kwargs.get("is_main_process", True):

@@ -1,4 +1,4 @@
-"""Load a model and its tokenizer, leave weights in their files until they are placed, and settle special tokens."""
+"""Load a model and its tokenizer, read weights from their files when they are placed, and set special tokens."""
 
 import copy
 import json
@@ -33,8 +33,8 @@ from .model_shape import model_without_weights
 logger = logging.getLogger(__name__)
 
 _NEW_PAD_TOKEN = "<|pad|>"
-# of Llama 3.1, Qwen 2 and 3, BERT, ...; then of Llama 3, Gemma, Phi 3, Mistral, T5
-_RESERVED = tuple(
+# padding tokens of Llama 3.1, Qwen 2 and 3, BERT, ...; then reserved tokens of Llama 3, Gemma, Phi 3, Mistral, T5
+_PADDING_NAMES = tuple(
     re.compile(rf"[<\[]\|?{name}\|?[>\]]", re.IGNORECASE)
     for name in (r"(\w+_)?pad(_\w+)?", r"(reserved|unused|placeholder|control|extra_id)\w*")
 )
@@ -43,24 +43,26 @@ _RESERVED = tuple(
 def settle_tokenizer(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, args: RewardConfig
 ) -> tuple[PreTrainedTokenizerBase, list[int]]:
-    """Settle the eos token, the chat template and the pad token, and write both tokens to the model's config.
+    """Set the eos token, the chat template and the pad token, and write both tokens to the model's config.
 
-    transformers reads a reward at the rightmost token that is not the pad token, so the config must know it. The pad
-    token is the one of ``args``, else the tokenizer's, else its eos token, or with ``own_pad_token`` another: one that
-    texts do not contain, else a new one, for which the embedding table has to have an unused row.
+    transformers reads a reward at the rightmost token that is not the pad token, so the config must have the pad
+    token. The first of these is used: ``pad_token`` of ``args``, the tokenizer's pad token, the eos token. With
+    ``own_pad_token``, the eos token is replaced: by a token that texts do not contain, or by a new token. A new token
+    needs an unused row of the embedding table.
 
     Args:
-        model: Has input embeddings. Those of tokens that another tokenizer's template needs are added to it.
-        tokenizer: The model's, which stays as it is.
-        args: ``chat_template_path`` is a ``.jinja`` or ``.j2`` file, or see `clone_chat_template`.
+        model: A model with input embeddings. Embeddings of tokens for a cloned chat template are added to it.
+        tokenizer: The model's tokenizer. It is not changed.
+        args: Settings. ``chat_template_path`` is a ``.jinja`` or ``.j2`` file, or a tokenizer to clone the template
+            of: see `clone_chat_template`.
 
     Returns:
-        The tokenizer, a copy where it had to change, and the ids of the tokens that the template added.
+        The tokenizer, copied if it had to change, and the ids of the tokens that the template added.
 
     Raises:
-        FileNotFoundError: There is no such template file.
-        UserError: A token is not in the vocabulary, there is no pad token, the model has no embedding for it, or a
-            tokenizer cannot be loaded.
+        FileNotFoundError: The template file does not exist.
+        UserError: A token is not in the vocabulary, the pad token is missing or has no embedding, or a tokenizer
+            cannot be loaded.
     """
     config, path, added = model.config.get_text_config(), args.chat_template_path, list[int]()
     if args.eos_token is not None:
@@ -93,36 +95,38 @@ def settle_tokenizer(
 
 
 def _reserved_token(tokenizer: PreTrainedTokenizerBase) -> str | None:
-    """Return a token that texts do not contain: by its name one to pad with or a reserved one, else a special one.
+    """Return a token that texts do not contain; None if there is none.
 
-    That is the last of those that were added and that the chat template does not name.
+    Tokens named for padding come first, then reserved tokens, then the last special token that the chat template does
+    not contain.
     """
     in_use = {tokenizer.bos_token, tokenizer.eos_token, tokenizer.unk_token}
     by_id = sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
     free = [token for token, _ in by_id if token not in in_use]
-    named = (token for name in _RESERVED for token in free if name.fullmatch(token))
+    named = (token for name in _PADDING_NAMES for token in free if name.fullmatch(token))
     special = [str(token) for _, token in sorted(tokenizer.added_tokens_decoder.items()) if token.special]
     unnamed = (token for token in special[::-1] if token in free and token not in str(tokenizer.chat_template))
     return next(named, next(unnamed, None))
 
 
 def warn_of_unscored_eos(tokenizer: PreTrainedTokenizerBase, dialogues: Iterable[Sequence[int]] | None) -> None:
-    """Warn where padding is the eos token and some of ``dialogues`` (None: unknown ones) end in it."""
+    """Warn if the pad token is the eos token and some of ``dialogues`` end in it; None means unknown sequences."""
     eos = tokenizer.eos_token_id
     if tokenizer.pad_token_id == eos and (dialogues is None or any(list(ids[-1:]) == [eos] for ids in dialogues)):
         logger.warning(
-            f"The pad token is the eos token ({tokenizer.eos_token!r}), and dialogues end in it: training scores the "
-            "token before it, as TRL and transformers do, while servers that score the very last token (vLLM, SGLang) "
+            f"The pad token is the eos token ({tokenizer.eos_token!r}), and sequences end in it: training scores the "
+            "token before it, as TRL and transformers do. Servers that score the very last token (vLLM, SGLang) "
             "give other rewards. Set own_pad_token=True to pad with another token."
         )
 
 
 def _with_token(processing_class: PreTrainedTokenizerBase, kind: str, token: str) -> PreTrainedTokenizerBase:
-    """Return the tokenizer with ``token`` as its token of a ``kind``, a copy where it had another."""
+    """Return a tokenizer whose ``kind`` ("eos_token", "pad_token") is ``token``: a copy if it had another token."""
     if token not in processing_class.get_vocab():
         raise UserError(
             f"The specified `{kind}` ({token!r}) is not found in the vocabulary of the given `processing_class` "
-            f"({type(processing_class).__name__}). Choose a token of it, or add this one and resize the embeddings."
+            f"({type(processing_class).__name__}). Choose a token of the vocabulary, or add {token!r} to it and "
+            "resize the embeddings."
         )
     if getattr(processing_class, kind) != token:
         processing_class = copy.deepcopy(processing_class)
@@ -148,19 +152,19 @@ def setup_chat_format(
     format: str = "chatml",
     resize_to_multiple_of: int | None = None,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Give a model and its tokenizer, in place, the ChatML template and its two tokens, as TRL up to 0.23 did.
+    """Add the ChatML template and its two tokens to a model and its tokenizer, in place, as TRL up to 0.23 did.
 
     Args:
-        model: has input embeddings that can be resized.
-        tokenizer: the model's; `<|im_start|>` becomes its bos token, `<|im_end|>` its eos and pad token.
-        format: only ``"chatml"``.
-        resize_to_multiple_of: what the number of embedding rows is rounded up to.
+        model: A model with resizable input embeddings.
+        tokenizer: The model's tokenizer. `<|im_start|>` becomes the bos token, `<|im_end|>` the eos and pad token.
+        format: Must be ``"chatml"``.
+        resize_to_multiple_of: Round the number of embedding rows up to a multiple of this. None does not round.
 
     Raises:
-        UserError: another format.
+        UserError: ``format`` is not ``"chatml"``.
     """
     if format != "chatml":
-        raise UserError(f"`format={format!r}` is not known: it is 'chatml', or set `tokenizer.chat_template`.")
+        raise UserError(f"`format={format!r}` is not known: use 'chatml', or set `tokenizer.chat_template`.")
     tokenizer.add_special_tokens(
         {"bos_token": _START, "eos_token": _END, "pad_token": _END, "additional_special_tokens": [_START, _END]}
     )
@@ -180,25 +184,25 @@ def clone_chat_template(
     source_tokenizer_path: str,
     resize_to_multiple_of: int | None = 64,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, list[int]]:
-    """Give a model and its tokenizer the chat template of another tokenizer, with the tokens that it needs.
+    """Copy the chat template of another tokenizer to a model and its tokenizer, with the template's tokens.
 
-    As in TRL, both are changed in place: the tokenizer gets the source's template, eos token and those of its added
-    tokens that it lacks; the embeddings get a row for each, and are rounded up to a multiple of
-    ``resize_to_multiple_of`` rows (None: not rounded), with as many tokens ``<extra_id_i>`` added to fill them.
+    As in TRL, both are changed in place. The tokenizer gets the source's template, eos token and missing added tokens.
+    The embeddings get one row per new token. If the number of rows is rounded up, tokens ``<extra_id_i>`` are added
+    for the extra rows.
 
     Args:
-        model: has input embeddings that can be resized.
-        tokenizer: the model's.
-        source_tokenizer_path: hub id or folder of the tokenizer whose template is taken.
-        resize_to_multiple_of: what the number of embedding rows is rounded up to.
+        model: A model with resizable input embeddings.
+        tokenizer: The model's tokenizer.
+        source_tokenizer_path: Hub id or folder of the tokenizer to copy from.
+        resize_to_multiple_of: Round the number of embedding rows up to a multiple of this. None does not round.
 
     Returns:
-        The model, the tokenizer, and the ids of the tokens that were added.
+        The model, the tokenizer, and the ids of the added tokens.
     """
     source = load_tokenizer(source_tokenizer_path)
     tokenizer.chat_template = source.get_chat_template()
-    known = tokenizer.get_vocab()
-    added = [token for token in source.added_tokens_decoder.values() if token.content not in known]
+    vocabulary = tokenizer.get_vocab()
+    added = [token for token in source.added_tokens_decoder.values() if token.content not in vocabulary]
     tokenizer.add_tokens(added)
     tokenizer.eos_token = source.eos_token
     model.config.get_text_config().eos_token_id = tokenizer.eos_token_id
@@ -206,7 +210,7 @@ def clone_chat_template(
         model.generation_config.eos_token_id = tokenizer.eos_token_id
 
     # `tokenizer.vocab_size` leaves out added tokens for some tokenizers; the vocabulary itself does not.
-    has_weights = model.device.type != "meta"  # as a model that is planned has not
+    has_weights = model.device.type != "meta"  # `trl-tpu plan` has models on the meta device
     model.resize_token_embeddings(
         len(tokenizer.get_vocab()), pad_to_multiple_of=resize_to_multiple_of, mean_resizing=has_weights
     )
@@ -222,21 +226,21 @@ def clone_chat_template(
 
 
 def load_model(name: str, outputs: HeadSpec = ONE_REWARD, *, in_files: bool = False, **kwargs: Any) -> PreTrainedModel:
-    """Load a checkpoint as a reward model with ``outputs``, or saved adapters, to be trained further, with theirs.
+    """Load a checkpoint as a reward model with ``outputs``, or load saved adapters with their model for training.
 
-    A causal language model's checkpoint has no reward head; the new head is random, so the caller sets the seed first.
-    The model stays on the CPU for the trainer to place (TRL defaults to ``device_map="auto"`` on accelerators).
+    A causal language model's checkpoint has no reward head. The new head is random, so set the seed first. The model
+    stays on the CPU; the trainer places it (TRL defaults to ``device_map="auto"`` on accelerators).
 
     Args:
         name: A Hub id or folder.
-        outputs: The outputs of the model.
-        in_files: As in `load_classifier`.
-        **kwargs: For ``from_pretrained``. ``dtype`` defaults to float32.
+        outputs: The head specification of the model.
+        in_files: See `load_classifier`.
+        **kwargs: Arguments of ``from_pretrained``. ``dtype`` defaults to float32.
 
     Raises:
-        UserError: ``quantization_config`` on XLA, or a name or folder that holds no whole model.
+        UserError: ``quantization_config`` is set on XLA, or the name or folder does not hold a complete model.
     """
-    if "torch_dtype" in kwargs:  # its name before transformers 4.56, which TRL overrules with float32
+    if "torch_dtype" in kwargs:  # the name of `dtype` before transformers 4.56; TRL ignores it and loads float32
         kwargs.setdefault("dtype", kwargs.pop("torch_dtype"))
     kwargs.setdefault("dtype", torch.float32)
     if kwargs.get("num_labels", num_labels := len(outputs.weights)) != num_labels:
@@ -246,7 +250,7 @@ def load_model(name: str, outputs: HeadSpec = ONE_REWARD, *, in_files: bool = Fa
     with explaining(f"{name} cannot be loaded as a reward model"):
         adapters = find_adapter_config_file(name, **hub_settings(kwargs))
     if adapters is not None:
-        kwargs.pop("distributed_config", None)  # peft would read the head's whole weight into a part
+        kwargs.pop("distributed_config", None)  # peft would read the head's full weight into a shard
         return load_adapted_model(name, outputs.step_separator, is_trainable=True, **kwargs)
     return load_classifier(name, outputs, in_files=in_files, **kwargs)[0]
 
@@ -254,30 +258,33 @@ def load_model(name: str, outputs: HeadSpec = ONE_REWARD, *, in_files: bool = Fa
 def load_classifier(
     name: str, outputs: HeadSpec, *, in_files: bool = False, **kwargs: Any
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
-    """Load a model with ``outputs``, and transformers' loading info: missing and unexpected weights.
+    """Load a model with ``outputs``, and return it with transformers' loading info: missing and unexpected weights.
 
     Args:
         name: A Hub id or folder.
-        in_files: Leave the weights of the backbone, but for the input embeddings, in the checkpoint's files, for
-            `place_model` to read one module after the other; `forget_files` has to follow. Weights that transformers
-            has to make of those in the files (as experts, of separate ones) are on the host none the less.
-        **kwargs: For ``from_pretrained``.
+        outputs: The head specification of the model.
+        in_files: Leave the backbone's weights, except the input embeddings, in the checkpoint's files. `place_model`
+            then reads module by module; call `forget_files` after it. Weights that transformers converts while
+            loading (such as experts stored one by one) are loaded to the host anyway.
+        **kwargs: Arguments of ``from_pretrained``.
 
     Raises:
-        UserError: There is none, or a file is broken.
+        UserError: The checkpoint does not exist, or a file is broken.
     """
     with explaining(f"{name} cannot be loaded as a reward model"):
         _check_shards(Path(name))
-        located = hub_settings(kwargs) | {"trust_remote_code": kwargs.get("trust_remote_code", False)}
-        config = AutoConfig.from_pretrained(name, **located)
+        hub_kwargs = hub_settings(kwargs) | {"trust_remote_code": kwargs.get("trust_remote_code", False)}
+        config = AutoConfig.from_pretrained(name, **hub_kwargs)
         auto_class = auto_class_of(config, outputs)
         if mapping := getattr(auto_class._model_mapping.get(type(config), None), "names_in_checkpoint", None):
             kwargs.setdefault("key_mapping", mapping)
         random_state, loaded = torch.get_rng_state(), None
         in_files = in_files and not kwargs.keys() & {"quantization_config", "ignore_mismatched_sizes"}
         if in_files and (loaded := _load_in_files(name, outputs, kwargs)) is None:
-            torch.set_rng_state(random_state)  # the new head is the one that it would have been
-            logger.warning(f"{name} is read into the host's memory as a whole: its files have other weights than it.")
+            torch.set_rng_state(random_state)  # draw the same new head as without this attempt
+            logger.warning(
+                f"{name} is loaded into host memory as a whole: its files do not match the model's weights."
+            )
         model, info = loaded or auto_class.from_pretrained(name, output_loading_info=True, **kwargs)
         check_only_head_is_missing(name, model, info["missing_keys"])
         if renamed := _head_by_another_name(name, model, info, kwargs):
@@ -292,10 +299,10 @@ def load_classifier(
 def _head_by_another_name(
     name: str, model: PreTrainedModel, info: dict[str, Any], kwargs: dict[str, Any]
 ) -> dict[str, str]:
-    """Return the key mapping for a score head that has another name in the checkpoint; empty otherwise.
+    """Return the key mapping for a score head with another name in the checkpoint; empty if not needed.
 
     Raises:
-        UserError: The checkpoint has a head, but its tensors are ambiguous: a new head would be random.
+        UserError: The checkpoint has a head, but its tensors are ambiguous; a new head would be random.
     """
     missing = sorted(key for key in info["missing_keys"] if not key.startswith(f"{model.base_model_prefix}."))
     if not missing or "key_mapping" in kwargs:
@@ -303,9 +310,9 @@ def _head_by_another_name(
     config = Path(str(cached_file(name, CONFIG_NAME, **hub_settings(kwargs))))
     unexpected = sorted(key for key in info["unexpected_keys"] if not key.startswith(("lm_head.", "cls.")))
     stored: Any = {}
-    if unexpected:  # else no head has another name, and the files of a large model are many
+    if unexpected:  # reading the metadata of a large model's many files takes time
         stored = HuggingFaceStorageReader(str(config.parent)).read_metadata().state_dict_metadata
-    shapes = [each.shape for key, each in model.named_parameters() if key in missing and each.dim() == 2]
+    shapes = [weight.shape for key, weight in model.named_parameters() if key in missing and weight.dim() == 2]
     heads = [key for key in unexpected if key in stored and stored[key].size in shapes]
     alongside = [key for key in unexpected if heads and key.partition(".")[0] == heads[0].partition(".")[0]]
     if len(missing) == len(heads) == len(alongside) == 1:
@@ -315,8 +322,8 @@ def _head_by_another_name(
     if heads or re.search("SequenceClassification|TokenClassification|Reward", kinds):
         raise UserError(
             f"{name} (architectures {kinds}) is a reward model or classifier without {', '.join(missing)}, and a new "
-            f"head would be random. Its other tensors: {unexpected}. Save it with its head by that name and without "
-            "a bias, or begin from the causal language model that it was made of."
+            f"head would be random. Its other tensors: {unexpected}. Save it with its head under that name and "
+            "without a bias, or start from the causal language model that it was trained from."
         )
     return {}
 
@@ -324,7 +331,7 @@ def _head_by_another_name(
 def _draw_whole(
     model: Any, outputs: HeadSpec, new: Set[str], random_state: torch.Tensor, trust_remote_code: bool
 ) -> None:
-    """Draw a sharded model's new weights as one process would: whole, from the random state before loading."""
+    """Draw a sharded model's new weights unsharded, from the random state before loading, as one process would."""
     with torch.device("meta"):
         settings: dict[str, Any] = {"dtype": model.dtype, "trust_remote_code": trust_remote_code}
         whole = auto_class_of(model.config, outputs).from_config(copy.deepcopy(model.config), **settings)
@@ -334,21 +341,21 @@ def _draw_whole(
         parameter._is_hf_initialized = name not in new
     torch.set_rng_state(random_state)
     whole.initialize_weights()
-    for name, own in model.named_parameters():
+    for name, sharded in model.named_parameters():
         if name in new:
-            drawn = whole.get_parameter(name).detach().to(own.device)
-            if isinstance(own, DTensor):
-                drawn = distribute_tensor(drawn, own.device_mesh, own.placements, src_data_rank=None)
-            own.data.copy_(drawn)
+            drawn = whole.get_parameter(name).detach().to(sharded.device)
+            if isinstance(sharded, DTensor):
+                drawn = distribute_tensor(drawn, sharded.device_mesh, sharded.placements, src_data_rank=None)
+            sharded.data.copy_(drawn)
 
 
 def _load_in_files(
     name: str, outputs: HeadSpec, kwargs: dict[str, Any]
 ) -> tuple[PreTrainedModel, dict[str, Any]] | None:
-    """Load a model whose backbone, but for its input embeddings, is "offloaded to disk"; None where it cannot be."""
-    of_offloading = logging.getLogger("accelerate.big_modeling")
-    level = of_offloading.level
-    of_offloading.setLevel(logging.ERROR)  # it warns of what was asked for
+    """Load a model with its backbone, except the input embeddings, "offloaded to disk"; None if that is impossible."""
+    offloading_logger = logging.getLogger("accelerate.big_modeling")
+    level = offloading_logger.level
+    offloading_logger.setLevel(logging.ERROR)  # hide warnings about offloading: it is intended here
     try:
         config = AutoConfig.from_pretrained(name, **kwargs)
         write_head_spec(config, (), None, outputs.step_separator)
@@ -361,12 +368,12 @@ def _load_in_files(
         }
         settings = kwargs | {"device_map": device_map, "output_loading_info": True}
         model, info = auto_class_of(config, outputs).from_pretrained(name, **settings)
-    except (OSError, ValueError):  # weights that are in no file as they are, or an error that the host meets as well
+    except (OSError, ValueError):  # converted weights cannot be offloaded; other errors recur in the full load
         return None
     finally:
-        of_offloading.setLevel(level)
+        offloading_logger.setLevel(level)
     is_lost = any(device_map.get(key.rpartition(".")[0]) == "disk" for key in info["missing_keys"])
-    # of a model in another type these stay float32, but would be read in that type
+    # these weights must stay float32, but reading them from the files would cast them to the model's dtype
     is_mixed = model.dtype != torch.float32 and (model._keep_in_fp32_modules or model._keep_in_fp32_modules_strict)
     return None if is_lost or is_mixed else (model, info)
 
@@ -375,22 +382,28 @@ def forget_files(model: PreTrainedModel) -> None:
     """Remove accelerate's offloading hooks from a model whose weights are placed."""
     remove_hook_from_submodules(model)
     for module in model.modules():
-        vars(module).pop("forward", None)  # what accelerate puts back is bound, and would not be copied with the model
+        vars(module).pop("forward", None)  # accelerate restores a bound method; a copied model would call the original
     vars(model).pop("hf_device_map", None)
 
 
 def _check_shards(folder: Path) -> None:
-    """Reject an index that names files outside its folder: transformers would read them."""
+    """Reject an index that lists files outside its folder: transformers would read them."""
     for index in folder.glob("*.index.json"):
         for file in json.loads(index.read_text(encoding="utf-8"))["weight_map"].values():
             if Path(file).name != file:
-                raise UserError(f"{index} names {file!r}, a file elsewhere. Correct it, or copy it anew.")
+                raise UserError(
+                    f"{index} lists {file!r}, a file outside its folder. Correct or re-download the index."
+                )
 
 
 def check_num_labels(model: Any, outputs: HeadSpec = ONE_REWARD) -> None:
-    """Raise UserError unless the model has one output for each attribute, or one without attributes.
+    """Check that the model has one output per attribute, or one output without attributes.
 
-    Process rewards need a token classifier with two labels. A module without a config raises UserTypeError.
+    Process rewards need a token classifier with two labels.
+
+    Raises:
+        UserError: The model has another number or kind of outputs.
+        UserTypeError: The model has no config.
     """
     if getattr(model, "config", None) is None:
         raise UserTypeError(
@@ -398,12 +411,12 @@ def check_num_labels(model: Any, outputs: HeadSpec = ONE_REWARD) -> None:
             "`AutoModelForSequenceClassification.from_pretrained(..., num_labels=1)`. A module of your own must be a "
             "`PreTrainedModel` that takes `input_ids` and `attention_mask` and returns `logits` [rows, 1]."
         )
-    of_steps, needed = outputs.step_separator is not None, len(outputs.weights)
+    is_process_reward, needed = outputs.step_separator is not None, len(outputs.weights)
     num_labels, kind = getattr(getattr(model, "config", None), "num_labels", None), type(model).__name__
-    if of_steps and (num_labels != 2 or "TokenClassification" not in kind):
+    if is_process_reward and (num_labels != 2 or "TokenClassification" not in kind):
         auto = "`AutoModelForTokenClassification.from_pretrained(..., num_labels=2)`"
         raise UserError(f"Process rewards need a token classifier with two labels, not a {kind}: load it with {auto}.")
-    if not of_steps and num_labels != needed:
+    if not is_process_reward and num_labels != needed:
         raise UserError(
             f"The model has `num_labels={num_labels}`, but reward models require `num_labels={needed}`. Load it with "
             f"`AutoModelForSequenceClassification.from_pretrained(..., num_labels={needed})`, or pass its name."
@@ -411,7 +424,7 @@ def check_num_labels(model: Any, outputs: HeadSpec = ONE_REWARD) -> None:
 
 
 def get_config_model_id(config: Any) -> str:
-    """Return the name or folder that a model was loaded from; empty if it was not loaded."""
+    """Return the name or folder that a model was loaded from; an empty string if it was not loaded."""
     return getattr(config, "_name_or_path", "")
 
 
@@ -420,10 +433,15 @@ def load_processing_class(
     processing_class: PreTrainedTokenizerBase | ProcessorMixin | None = None,
     **kwargs: Any,
 ) -> PreTrainedTokenizerBase:
-    """Return the given tokenizer, or a processor's, or load that of the model's checkpoint with ``kwargs``.
+    """Return the given tokenizer or the given processor's, or load the tokenizer of the model's checkpoint.
+
+    Args:
+        model: Its config names its checkpoint.
+        processing_class: A tokenizer or processor; None loads the checkpoint's tokenizer.
+        **kwargs: Arguments of ``from_pretrained``.
 
     Raises:
-        UserError: None is given, and the model was not loaded from a checkpoint, or from one without a tokenizer.
+        UserError: None is given, and the model was not loaded from a checkpoint with a tokenizer.
     """
     if processing_class is not None:
         return processing_class.tokenizer if isinstance(processing_class, ProcessorMixin) else processing_class
@@ -437,7 +455,7 @@ def load_tokenizer(name: str, **kwargs: Any) -> PreTrainedTokenizerBase:
     """Load a tokenizer by `AutoTokenizer.from_pretrained`.
 
     Raises:
-        UserError: There is no tokenizer of that name, or it cannot be loaded.
+        UserError: The tokenizer does not exist, or it cannot be loaded.
     """
     with explaining(f"{name} cannot be loaded as a tokenizer"):
         return AutoTokenizer.from_pretrained(name, **kwargs)

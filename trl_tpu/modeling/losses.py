@@ -1,6 +1,6 @@
-"""Losses of reward modeling: of a batch by a model, and of rewards by a table of comparisons.
+"""Losses of reward modeling: from rewards and a table of comparisons, and from a model and a batch.
 
-Letters as in `trl_tpu.packing.batch`.
+Letters in names of tensors: see `trl_tpu.packing.batch`.
 """
 
 import math
@@ -19,22 +19,22 @@ from .forward import rewards_of
 
 TIES = ("rao_kupper", "davidson")
 LISTWISE_LOSSES = ("plackett_luce", "regression")
-"""Values of `loss_type` that read whole rankings. All others compare two rewards."""
+"""Values of `loss_type` that read whole rankings. "sigmoid" compares two rewards."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Loss:
-    """The loss of a batch, with the settings of `RewardConfig` that bear these names.
+    """The loss of a batch. The arguments are settings of `RewardConfig` with the same names.
 
     Args:
-        center_rewards_coefficient: Adds this times the squared sum of two compared rewards, which pulls rewards
-            towards mean zero (https://arxiv.org/abs/2312.09244, eq. 2).
+        center_rewards_coefficient: Coefficient of a penalty, the squared sum of two compared rewards. It pulls rewards
+            towards mean zero (https://arxiv.org/abs/2312.09244, eq. 2). None adds no penalty.
         loss_type: "sigmoid" compares two rewards; "plackett_luce" and "regression" read whole rankings.
         ranking_top_k: The `top_k` of `plackett_luce_losses`.
-        label_smoothing: Probability that a label is wrong (https://arxiv.org/abs/2305.18290 in its later, conservative
-            form).
-        ties: "rao_kupper" or "davidson" take comparisons with probability 0.5 as ties: see `tie_losses`.
-        tie_threshold: Of these.
+        label_smoothing: Probability that a label is wrong (conservative DPO, see https://arxiv.org/abs/2305.18290).
+        ties: "rao_kupper" or "davidson": comparisons with probability 0.5 are ties, see `tie_losses`. With None they
+            are comparisons.
+        tie_threshold: The `threshold` of `tie_losses`.
     """
 
     center_rewards_coefficient: float | None = None
@@ -50,27 +50,27 @@ class Loss:
         return cls(**{field.name: getattr(settings, field.name) for field in fields(cls)})
 
     def per_row(self, rewards_SA: torch.Tensor, table: Comparisons[torch.Tensor]) -> torch.Tensor:
-        """Compute the weighted loss of each row of the batch, [P]: their sum, divided by `weight_sum_1`, is the loss.
+        """Compute the weighted loss of each data row, [P]. The batch's loss is the sum divided by `weight_sum_1`.
 
         Args:
-            rewards_SA: Float32 or wider; what padding holds does not matter.
-            table: On the same device.
+            rewards_SA: Rewards, float32 or wider; values of padding have no effect.
+            table: Comparisons of the rewards, on the same device.
         """
         better_C, worse_C = table.compared(rewards_SA)
         rows = len(rewards_SA) // table.answers
         losses_C: Any = 0.0
         if self.loss_type not in LISTWISE_LOSSES:
-            losses_C = self._of_comparisons(better_C - worse_C - table.margin_C, table.probability_C)
+            losses_C = self._comparison_losses(better_C - worse_C - table.margin_C, table.probability_C)
         if self.center_rewards_coefficient is not None:
             losses_C = losses_C + self.center_rewards_coefficient * (better_C + worse_C) ** 2
         losses_P = (losses_C * table.weight_C).masked_fill(table.weight_C == 0, 0.0).unflatten(0, (rows, -1)).sum(-1)
         if self.loss_type not in LISTWISE_LOSSES:
             return losses_P
-        losses_G = self._of_rankings(*map(table.by_ranking, (rewards_SA, table.grade_SA)))
+        losses_G = self._ranking_losses(*map(table.by_ranking, (rewards_SA, table.grade_SA)))
         weight_G = table.ranking_weight_G
         return losses_P + (losses_G * weight_G).masked_fill(weight_G == 0, 0.0).unflatten(0, (rows, -1)).sum(-1)
 
-    def _of_comparisons(self, difference_C: torch.Tensor, probability_C: torch.Tensor) -> torch.Tensor:
+    def _comparison_losses(self, difference_C: torch.Tensor, probability_C: torch.Tensor) -> torch.Tensor:
         if self.loss_type != "sigmoid":
             raise UserError(f"loss_type must be 'sigmoid', 'plackett_luce' or 'regression', got {self.loss_type!r}.")
         if self.ties in TIES:
@@ -78,9 +78,9 @@ class Loss:
             return torch.where(probability_C == 0.5, tied_C, won_C)
         return comparison_losses(difference_C, probability_C, self.label_smoothing)
 
-    def _of_rankings(self, reward_GK: torch.Tensor, grade_GK: torch.Tensor) -> torch.Tensor:
+    def _ranking_losses(self, reward_GK: torch.Tensor, grade_GK: torch.Tensor) -> torch.Tensor:
         graded_GK = ~grade_GK.isnan()
-        reward_GK = torch.where(graded_GK, reward_GK, 0.0)  # padding may hold what would become NaN in a gradient
+        reward_GK = torch.where(graded_GK, reward_GK, 0.0)  # padding may hold values that become NaN in a gradient
         if self.loss_type == "plackett_luce":
             return plackett_luce_losses(reward_GK, grade_GK, self.ranking_top_k)
         squares_GK = (reward_GK - torch.where(graded_GK, grade_GK, 0.0)) ** 2
@@ -90,15 +90,15 @@ class Loss:
 def comparison_losses(
     difference_C: torch.Tensor, probability_C: torch.Tensor, label_smoothing: float = 0.0
 ) -> torch.Tensor:
-    """Compute the cross-entropy of ``sigmoid(difference)`` with the probability that the better answer is better, [C].
+    """Compute the cross-entropy between each label's probability and ``sigmoid(difference)``, [C].
 
-    With probability 1 it is the loss of Bradley and Terry, ``-logsigmoid(difference)``.
+    For probability 1 this is the Bradley-Terry loss, ``-logsigmoid(difference)``.
 
     Args:
-        difference_C: Reward of the better answer, minus that of the worse one, minus the target margin (Llama 2,
-            https://arxiv.org/abs/2307.09288, eq. 2).
-        probability_C: Of each comparison.
-        label_smoothing: Moves each probability by this share towards its opposite.
+        difference_C: Reward of the better answer, minus the reward of the worse answer, minus the target margin
+            (Llama 2, https://arxiv.org/abs/2307.09288, eq. 2).
+        probability_C: Probability that the better answer is better.
+        label_smoothing: Probability that a label is wrong: p becomes ``p (1 - s) + (1 - p) s``.
     """
     wrong_C = (1 - probability_C) * (1 - 2 * label_smoothing) + label_smoothing
     return wrong_C * difference_C - logsigmoid(difference_C)  # -logsigmoid(-d) is d - logsigmoid(d)
@@ -107,35 +107,39 @@ def comparison_losses(
 def tie_losses(difference_C: torch.Tensor, ties: str | None, threshold: float) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute the negative log-likelihoods that the first of two answers wins, and that they tie, [C] each.
 
-    With d the difference of their rewards and t the threshold, by Rao and Kupper (1967,
-    https://doi.org/10.1080/01621459.1967.10482901) the first wins with probability ``sigmoid(d - t)``, and a tie has
-    the remaining probability; by Davidson (1970, https://doi.org/10.1080/01621459.1970.10481082) a win, a defeat and
-    a tie have probabilities proportional to ``exp(d / 2)``, ``exp(-d / 2)`` and ``t``.
+    Let d be the difference of the rewards and t the threshold. In the model of Rao and Kupper (1967,
+    https://doi.org/10.1080/01621459.1967.10482901), the first answer wins with probability ``sigmoid(d - t)``, the
+    second with ``sigmoid(-d - t)``, and a tie has the remaining probability. In the model of Davidson (1970,
+    https://doi.org/10.1080/01621459.1970.10481082), a win, a loss and a tie have probabilities proportional to
+    ``exp(d / 2)``, ``exp(-d / 2)`` and ``t``.
 
     Args:
-        difference_C: d.
+        difference_C: d, the reward of the first answer minus the reward of the second.
         ties: "rao_kupper" or "davidson".
-        threshold: t > 0. A larger one makes ties more probable.
+        threshold: t > 0. A larger threshold makes ties more probable.
     """
     if ties == "rao_kupper":
         won_C, lost_C = -logsigmoid(difference_C - threshold), -logsigmoid(-difference_C - threshold)
-        return won_C, won_C + lost_C - math.log(math.expm1(2 * threshold))  # 1 - sigmoid - sigmoid, without canceling
+        return won_C, won_C + lost_C - math.log(
+            math.expm1(2 * threshold)
+        )  # log(1 - sigmoid - sigmoid), without cancellation
     tied_C = torch.full_like(difference_C, math.log(threshold))
     total_C = torch.stack([difference_C / 2, -difference_C / 2, tied_C]).logsumexp(0)
     return total_C - difference_C / 2, total_C - tied_C
 
 
 def plackett_luce_losses(reward_GK: torch.Tensor, grade_GK: torch.Tensor, top_k: int | None = None) -> torch.Tensor:
-    """Compute the negative log-likelihood of each ranking, [G], by Plackett and Luce.
+    """Compute the negative log-likelihood of each ranking under the Plackett-Luce model, [G].
 
-    The best answer is drawn by the softmax of all rewards, the next one by that of the remaining answers, and so on
-    (Luce 1959; Plackett 1975, https://doi.org/10.2307/2346567; ListMLE, https://doi.org/10.1145/1390156.1390306).
-    Answers with equal grades are not compared: each is drawn from itself and those below.
+    The best answer is drawn by the softmax of all rewards, the next answer by the softmax of the remaining rewards,
+    and so on (Luce 1959; Plackett 1975, https://doi.org/10.2307/2346567; ListMLE,
+    https://doi.org/10.1145/1390156.1390306). Answers with equal grades are not compared: each is drawn from itself
+    and the answers with lower grades.
 
     Args:
         reward_GK: Rewards of the answers.
-        grade_GK: NaN where there is no answer.
-        top_k: Count only the first k draws; by default all.
+        grade_GK: Grades of the answers; NaN for missing answers.
+        top_k: Count only the first k draws; None counts all.
     """
     above_GKK = grade_GK[:, :, None] > grade_GK[:, None, :]  # false for NaN
     left_GKK = above_GKK | torch.eye(reward_GK.shape[1], dtype=torch.bool, device=reward_GK.device)
@@ -154,30 +158,30 @@ class StepResult:
     """Loss and rewards of a batch, on the device."""
 
     loss: torch.Tensor
-    """The loss of the batch; of a micro-batch its share, so that the shares add up to it."""
+    """The loss of the batch, or a micro-batch's share of it. The shares add up to the batch's loss."""
     losses_P: torch.Tensor
-    """The weighted loss of each row of the data; 0 for padding."""
+    """The weighted loss of each data row; 0 for padding."""
     rewards_SA: torch.Tensor
     """Rewards, float32 or wider; arbitrary for padding."""
     tokens_S: torch.Tensor
-    """Tokens that each reward adds, as if no prompt were shared; 0 for padding."""
+    """Tokens that each reward adds if shared prompts are counted every time; 0 for padding."""
     table: Comparisons[torch.Tensor]
     outputs: Any = None
-    """The model's own outputs, of padded rows."""
+    """The model's outputs for padded rows; None for packed rows."""
 
     @property
     def present_P(self) -> torch.Tensor:
-        """Mask of the real rows of the data, [P]."""
+        """Mask of the real (non-padding) data rows, [P]."""
         return self.tokens_S.unflatten(0, (-1, self.table.answers)).sum(-1) > 0
 
     @property
     def rewards_by_row(self) -> torch.Tensor:
-        """The rewards by row of the data: [P, K], or [P, A, K] of several attributes."""
+        """The rewards by data row: [P, K], or [P, A, K] for several attributes."""
         rewards_PAK = self.rewards_SA.unflatten(0, (-1, self.table.answers)).transpose(1, 2)
         return rewards_PAK.squeeze(1) if rewards_PAK.shape[1] == 1 else rewards_PAK
 
     def detach(self) -> "StepResult":
-        """Return a copy that keeps no graph alive."""
+        """Return a copy without autograd graph and model outputs."""
         loss, losses_P, rewards_SA = self.loss.detach(), self.losses_P.detach(), self.rewards_SA.detach()
         return StepResult(loss, losses_P, rewards_SA, self.tokens_S, self.table)
 
@@ -185,20 +189,21 @@ class StepResult:
 def batch_loss(model: nn.Module, batches: Sequence[Batch[torch.Tensor]], loss: Loss, **extras: Any) -> StepResult:
     """Compute the loss and the rewards of a batch, or of one of its micro-batches.
 
-    Without gradients each of several micro-batches is executed on its own: the same program wherever it comes.
+    Without gradients, several micro-batches run as separate executions: the compiled program of a micro-batch then
+    does not depend on its position in the batch.
 
     Args:
-        model: Called as a whole, so whatever wraps it takes part.
+        model: The whole model, with its wrappers.
         batches: The micro-batches, on the model's device.
         loss: The loss, with its settings.
-        extras: Passed on to the model.
+        extras: Further arguments of the model.
     """
     compute, parts = current().compiled(_compute), []
     for batch in batches:
         parts.append(compute(model, batch, loss, extras))
         if len(batches) > 1 and not torch.is_grad_enabled():
             current().step_boundary()
-    return parts[0] if len(parts) == 1 else _joined(parts)
+    return parts[0] if len(parts) == 1 else _join(parts)
 
 
 def _compute(model: nn.Module, batch: Batch[torch.Tensor], loss: Loss, extras: dict[str, Any]) -> StepResult:
@@ -208,8 +213,8 @@ def _compute(model: nn.Module, batch: Batch[torch.Tensor], loss: Loss, extras: d
     return StepResult(total, losses_P, rewards_SA, batch.tokens_S, batch.table, outputs)
 
 
-def _joined(parts: Sequence[StepResult]) -> StepResult:
-    """Join the results of micro-batches, which have some of the batch's rows each."""
+def _join(parts: Sequence[StepResult]) -> StepResult:
+    """Merge the results of micro-batches; each micro-batch has some of the batch's rows."""
     tables = [part.table for part in parts]
     whole: dict[str, Any] = {name: torch.stack([getattr(table, name) for table in tables]).sum(0) for name in WEIGHTS}
     rewards = [torch.where(part.tokens_S[:, None] > 0, part.rewards_SA, 0.0) for part in parts]

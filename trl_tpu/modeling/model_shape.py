@@ -19,10 +19,10 @@ from .heads import auto_class_of
 
 
 def learned_positions(model: PreTrainedModel) -> int | None:
-    """Return the number of positions in a model's table of learned positions; None where it computes them.
+    """Return the number of usable rows in a model's table of learned positions; None if the model has no such table.
 
-    Beyond the table, the CPU and CUDA stop with an error, and XLA silently reads the last row.
-    A table with a padding row, as RoBERTa's, is used from the row after that one on.
+    For positions beyond the table, the CPU and CUDA raise an error, and XLA silently reads the last row.
+    A table with a padding row, such as RoBERTa's, is used from the row after the padding row on.
     """
     config: Any = model.config.get_text_config()
     if any(getattr(config, way, None) for way in ("rope_parameters", "relative_attention", "alibi")):
@@ -36,23 +36,23 @@ def learned_positions(model: PreTrainedModel) -> int | None:
         and table.num_embeddings == count
         and table.padding_idx is not None
     )
-    # XLNet's -1 says that it computes them
+    # XLNet has -1: it computes positions
     return count - next(unused, 0) if count and count > 0 else None
 
 
 def position_groups(model: PreTrainedModel) -> Callable[[float], float]:
-    """Return a function that numbers lengths: equal numbers have equal rotary frequencies, 0 the usual ones.
+    """Return a function that maps a length to a group: lengths of one group have the same rotary frequencies.
 
-    transformers chooses the frequencies of ``longrope`` and ``dynamic`` for a whole forward, by its longest sequence:
-    beyond a limit ``longrope`` has one set, and ``dynamic`` one for each length, which later forwards keep until one
-    is below the limit.
+    Group 0 has the usual frequencies. For ``longrope`` and ``dynamic``, transformers chooses the frequencies of a
+    whole forward by its longest sequence. Beyond a limit, ``longrope`` has one other set of frequencies, and
+    ``dynamic`` has one set per length. Later forwards keep that set until one is below the limit.
     """
     config: Any = model.config.get_text_config()
     parameters = getattr(config, "rope_parameters", None) or {}
-    for each in (parameters, *parameters.values()):  # of all layers, or of each kind of layers
-        kind = each.get("rope_type") if isinstance(each, dict) else None
+    for rope in (parameters, *parameters.values()):  # settings of all layers, or of each kind of layers
+        kind = rope.get("rope_type") if isinstance(rope, dict) else None
         if kind == "longrope":
-            limit = each["original_max_position_embeddings"]
+            limit = rope["original_max_position_embeddings"]
             return lambda length: int(length > limit)
         if kind == "dynamic":
             return lambda length: length if length > config.max_position_embeddings else 0
@@ -60,22 +60,22 @@ def position_groups(model: PreTrainedModel) -> Callable[[float], float]:
 
 
 def outgrows_positions(model: PreTrainedModel, max_length: int | None) -> bool:
-    """Tell whether sequences may be so long that they change the positions of others in their batch."""
+    """Return whether a sequence may be long enough to change the positions of shorter sequences in its batch."""
     return position_groups(model)(max_length or math.inf) > 0
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """The sizes of a model that decide its costs.
+    """The sizes of a model that determine its memory and operations.
 
     Args:
-        parameters: Numbers in all parameters, tied ones once.
-        trained_parameters: Those that get a gradient.
-        hidden: Features of a token between layers.
-        products: Weights that multiply a token; of experts those that it is routed to.
-        trained_products: Those that get a gradient.
-        attention: Products of a query with a key and of its weight with a value, in one layer.
-        windows: For each layer how many tokens a token sees; None: all before it.
+        parameters: Number of parameters; tied parameters count once.
+        trained_parameters: Number of parameters with a gradient.
+        hidden: Hidden size.
+        products: Number of weights that multiply a token. Of experts, only the routed ones count.
+        trained_products: Number of such weights with a gradient.
+        attention: Multiplications per pair of query and key in one layer: query with key, and weight with value.
+        windows: Number of tokens that a token sees in each layer; None for all earlier tokens.
     """
 
     parameters: int
@@ -91,8 +91,9 @@ def model_without_weights(config: PretrainedConfig, dtype: Any, trust_remote_cod
     """Return the reward model of a config, on torch's meta device.
 
     Args:
-        dtype: The weights', by torch's name or itself; None for torch's default.
-        trust_remote_code: Whether the model may bring its own code.
+        config: The model's config.
+        dtype: Data type of the weights, as a torch dtype or its name; None for torch's default.
+        trust_remote_code: Whether the model may run custom code from the Hub.
     """
     outputs = HeadSpec.of(config)
     config.num_labels = len(outputs.weights)
@@ -101,7 +102,7 @@ def model_without_weights(config: PretrainedConfig, dtype: Any, trust_remote_cod
 
 
 def read_model(model: Any) -> ModelShape:
-    """Return the shapes of a reward model, which may be on torch's meta device and have adapters."""
+    """Return the sizes of a reward model. It may be on torch's meta device, and may have adapters."""
     config = model.config.get_text_config()
     routed = getattr(config, "num_experts_per_tok", None) or getattr(config, "top_k_experts", None) or 1
     names = ("num_local_experts", "num_experts", "n_routed_experts")
@@ -110,7 +111,7 @@ def read_model(model: Any) -> ModelShape:
     sizes, products = Counter[bool](), {True: 0.0, False: 0.0}
     for name, parameter in model.named_parameters():
         sizes[parameter.requires_grad] += parameter.numel()
-        # vectors and tables multiply nothing; nor does the original of a module that PEFT trains a copy of
+        # Vectors and embedding tables multiply no token, nor does an original module that PEFT trains a copy of.
         if parameter.dim() > 1 and id(parameter) not in tables and ".original_module." not in name:
             is_routed = "experts" in bare_name(name).split(".")
             products[parameter.requires_grad] += parameter.numel() * (share if is_routed else 1.0)
@@ -130,12 +131,12 @@ def read_model(model: Any) -> ModelShape:
 
 
 def needed_flops(model: ModelShape, pairs: PairLengths) -> float:
-    """Return the operations that ``pairs`` need, forward and backward: each unique token once, without padding.
+    """Return the operations of a forward and backward over ``pairs``: each unique token once, without padding.
 
-    Counted as for model FLOPs utilization (https://arxiv.org/abs/2204.02311, appendix B): 2 N per token in the
-    forward of N weights, twice that in the backward; attention by the tokens that are attended to. Embedding lookups,
-    norms and activations are not counted. No weight gradient is counted for frozen weights. Input gradients are
-    counted for every layer, an overestimate below the first trainable weight.
+    Counted as for model FLOPs utilization (https://arxiv.org/abs/2204.02311, appendix B): N weights take 2 N
+    operations per token in the forward and twice that in the backward; attention takes operations per attended token.
+    Embedding lookups, norms and activations are not counted. No weight gradient is counted for frozen weights. Input
+    gradients are counted for every layer, an overestimate below the first trainable weight.
     """
     attended = {window: pairs.attended(window) for window in set(model.windows)}
     attention = 2 * model.attention * sum(attended[window] for window in model.windows)
@@ -143,10 +144,10 @@ def needed_flops(model: ModelShape, pairs: PairLengths) -> float:
 
 
 def work_of_a_pair(model: nn.Module, dataset: Any) -> float | None:
-    """Return the operations that an average pair of ``dataset`` needs, forward and backward.
+    """Return the operations of a forward and backward over an average pair of ``dataset``.
 
-    None if unknown: for a stream, a quantized model, or a model that is no causal decoder of transformers, with
-    attention to all earlier tokens, or to a window of them, in every layer.
+    None if unknown: for a stream, a quantized model, or a model other than a causal transformers decoder whose layers
+    all attend to all earlier tokens or to a window of them.
     """
     if not isinstance(dataset, Dataset) or getattr(model, "is_quantized", False):
         return None
@@ -154,10 +155,10 @@ def work_of_a_pair(model: nn.Module, dataset: Any) -> float | None:
         shape, config = read_model(model), model.config.get_text_config()  # type: ignore[union-attr, operator]
         causal = sum(bool(getattr(module, "is_causal", False)) for module in model.modules())
         kinds = set(getattr(config, "layer_types", None) or ())
-        both_ways = getattr(config, "use_bidirectional_attention", False)
-        if causal != len(shape.windows) or not kinds <= {"full_attention", "sliding_attention"} or both_ways:
+        is_bidirectional = getattr(config, "use_bidirectional_attention", False)
+        if causal != len(shape.windows) or not kinds <= {"full_attention", "sliding_attention"} or is_bidirectional:
             return None
         pairs = length_stats(dataset).lengths
-    except (AttributeError, TypeError, ValueError):  # a user's own config or columns
+    except (AttributeError, TypeError, ValueError):  # a custom config, or other columns
         return None
     return needed_flops(shape, pairs) / len(pairs) if len(pairs) else None

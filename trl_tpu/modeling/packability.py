@@ -1,4 +1,4 @@
-"""Lets a model read packed rows, if they give its own rewards: which a trial before training shows."""
+"""Let a model read packed rows, after a trial has shown that packed and padded rewards are equal."""
 
 import copy
 import sys
@@ -24,47 +24,47 @@ from .forward import OURS, MaskRule, PackingImpossible, attend_by, record_scores
 from .head_spec import find_score_head
 from .tree_states import States, call_with_states, carries_states, forget_tree_states, use_tree_states
 
-# relative, between float32 sums in two orders
+# relative difference of float32 sums that are added in two orders
 _ROUNDING = 2e-5
 
-# whose code a model may be made of: known not to look across the tokens of a row but through attention
+# Packages whose modules are known to look at other tokens of a row through attention only.
 _LIBRARIES = (
     *("builtins", "torch", "transformers", "peft", "accelerate", "trl_tpu"),
     *("bitsandbytes", "deepspeed", "liger_kernel", "torch_xla", "torchao"),
 )
-# adapters that change each token's activations by themselves, whatever row it is in
+# adapters that change the activations of each token independently of all other tokens
 _TOKEN_WISE_ADAPTERS = frozenset({"LORA", "ADALORA", "IA3", "LOHA", "LOKR", "OFT", "VERA", "LN_TUNING"})
 
-# transformers' own models of these types gave equal rewards and gradients in float64: see test_tree_attention.py
+# transformers' models of these types gave equal rewards and gradients in float64: see test_tree_attention.py
 PROVEN_TYPES = frozenset(
     {"gemma2", "gemma3_text", "gpt2", "gpt_neox", "llama", "mistral", "olmo2", "phi3", "qwen2", "qwen3", "qwen3_moe"}
 )
 
 
 def check_unmodified(model: nn.Module) -> None:
-    """Make sure that ``model`` computes rewards by its libraries' own code, with a linear head.
+    """Check that ``model`` computes rewards by library code only, with a linear head.
 
-    Asked before training, and whenever batches are.
+    Called before training and whenever a collator is made.
 
     Args:
         model: A sequence classifier, possibly with adapters.
 
     Raises:
-        PackingImpossible: If a forward on the class or the instance is a user's, a hook is, the head is more than a
-            linear layer, or adapters do more than change each token's activations.
+        PackingImpossible: If a forward or a hook is user code, the head is more than a linear layer, or adapters do
+            more than change the activations of each token.
     """
     for config in getattr(model, "peft_config", {}).values():
         if config.peft_type not in _TOKEN_WISE_ADAPTERS:
             kind = config.peft_type.value
-            raise PackingImpossible(f"adapters of the kind {kind} may do more than change each token by itself")
+            raise PackingImpossible(f"adapters of the kind {kind} may do more than change each token independently")
     for name, module in model.named_modules():
         where = f"{type(module).__name__} ({name})" if name else type(module).__name__
-        if not _is_of_a_library(module.forward):
-            raise PackingImpossible(f"the forward of {where} is not a library's own, and packed rows would bypass it")
+        if not _is_library_code(module.forward):
+            raise PackingImpossible(f"the forward of {where} is not library code, and packed rows would bypass it")
         hooks = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
-        if not all(map(_is_of_a_library, hooks)):
+        if not all(map(_is_library_code, hooks)):
             raise PackingImpossible(
-                f"{where} has a forward hook of yours, which may read or change what is in padded rows"
+                f"{where} has a forward hook that is not library code: it may read or change padded rows"
             )
     base = without_adapters(model)
     head = find_score_head(base)
@@ -78,34 +78,33 @@ def check_unmodified(model: nn.Module) -> None:
 
 
 def own_code_of(model: PreTrainedModel) -> str | None:
-    """Name the part of ``model`` that computes rewards by a user's own code; None if there is none."""
+    """Return a description of user code that computes rewards in ``model``; None if there is none."""
     try:
         check_unmodified(model)
-    except PackingImpossible as found:
-        return str(found)
+    except PackingImpossible as obstacle:
+        return str(obstacle)
     return None
 
 
-def _is_of_a_library(function: Any) -> bool:
-    """Tell whether a function, and every function that it wraps, is a library's code."""
+def _is_library_code(function: Any) -> bool:
+    """Return whether a function, and every function that it wraps, is library code."""
     if isinstance(function, partial):
-        is_own = _is_of_a_library(function.func)
+        is_library = _is_library_code(function.func)
     else:
-        # the globals are where it was defined; `__module__` may be copied from a function that it wraps
+        # globals belong to the defining module; `__module__` may be copied from a wrapped function
         function = getattr(function, "__func__", function)
         defined_in = getattr(function, "__globals__", {"__name__": type(function).__module__})
-        is_own = defined_in.get("__name__", "").partition(".")[0] in _LIBRARIES
+        is_library = defined_in.get("__name__", "").partition(".")[0] in _LIBRARIES
     wrapped = getattr(function, "__wrapped__", None)
-    return is_own and (wrapped is None or _is_of_a_library(wrapped))
+    return is_library and (wrapped is None or _is_library_code(wrapped))
 
 
 @torch.no_grad()
 def reads_padding(model: nn.Module, pad_token_id: int) -> bool:
-    """Return whether a tiny batch gets other rewards when it is padded further.
+    """Return whether the rewards of a tiny batch change with more padding.
 
-    A forward that averages over all columns does, and one that reads the last column, as transformers' does after
-    prompt tuning. Also true where it is unknown: weights on the meta device or coarser than float32, or a forward
-    that fails.
+    They change if a forward averages over all columns or reads the last column, as transformers' does after prompt
+    tuning. True also if unknown: for weights on the meta device or coarser than float32, and for a forward that fails.
     """
     parameter = next(model.parameters())
     if parameter.is_meta or parameter.dtype not in (torch.float32, torch.float64):
@@ -119,7 +118,7 @@ def reads_padding(model: nn.Module, pad_token_id: int) -> bool:
                 batch = DataCollatorForPreference(pad_token_id, multiple)(examples)
                 rows = {name: tensor.to(parameter.device) for name, tensor in batch.items()}
                 rewards.append(model(**rows).logits.squeeze(-1))
-    except Exception:  # whatever a user's code does with inputs that it does not expect
+    except Exception:  # user code may raise anything for inputs that it does not expect
         return True
     return not _are_close(*rewards)
 
@@ -135,29 +134,29 @@ def _in_eval_mode(model: nn.Module) -> Iterator[None]:
 
 
 def _are_close(values: torch.Tensor, expected: torch.Tensor) -> bool:
-    """Tell whether values differ by no more than float32 rounds; false for NaN."""
+    """Return whether values differ by float32 rounding at most; False for NaN."""
     return bool((values - expected).abs().max() <= _ROUNDING * expected.abs().max())
 
 
 def make_packable(model: nn.Module, pad_token_id: int, *, is_unpadded: bool = True) -> None:
-    """Let ``model`` read packed rows, and make sure that they are exact.
+    """Let ``model`` read packed rows, and check that its packed rewards are exact.
 
     Args:
         model: A sequence classifier, possibly with adapters.
-        pad_token_id: Its pad token.
-        is_unpadded: Whether rows are those of `pack_unpadded`, not of planned shapes.
+        pad_token_id: Id of the model's pad token.
+        is_unpadded: True for the unpadded rows of `pack_unpadded`, False for rows of planned shapes.
 
     Raises:
-        PackingImpossible: If the model has no `score` head, is modified, makes its own masks, or computes other
-            rewards.
+        PackingImpossible: If the model has no `score` head, runs user code, makes its own masks, or computes other
+            rewards in packed rows.
     """
     check_unmodified(model)
     base = without_adapters(model)
     config: Any = base.config.get_text_config()
     from_transformers = type(base).__module__.startswith("transformers.models.")
-    looks_both_ways = getattr(config, "use_bidirectional_attention", False) or not getattr(config, "is_causal", True)
-    is_planned = next(model.parameters()).is_meta  # by `trl-tpu plan`: training tries packing, with weights
-    if is_planned or (from_transformers and config.model_type in PROVEN_TYPES and not looks_both_ways):
+    is_bidirectional = getattr(config, "use_bidirectional_attention", False) or not getattr(config, "is_causal", True)
+    is_planned = next(model.parameters()).is_meta  # `trl-tpu plan` has no weights for a trial; training makes it
+    if is_planned or (from_transformers and config.model_type in PROVEN_TYPES and not is_bidirectional):
         use_tree_masks(base)
         use_tree_states(base)
     else:
@@ -166,12 +165,12 @@ def make_packable(model: nn.Module, pad_token_id: int, *, is_unpadded: bool = Tr
 
 
 def use_tree_masks(model: PreTrainedModel) -> None:
-    """Let ``model`` build masks for packed rows, and attend in them as its attention implementation does.
+    """Let ``model`` build masks for packed rows and attend by them, with the same attention implementation.
 
-    Ordinary batches get the same masks as before.
+    Padded batches get the same masks as before.
 
     Raises:
-        PackingImpossible: If the implementation takes no mask for each query and key, as flash and flex attention, or
+        PackingImpossible: If the implementation takes no mask per query and key, such as flash and flex attention, or
             the model's own code attends.
     """
     name = model.config._attn_implementation
@@ -189,27 +188,27 @@ def use_tree_masks(model: PreTrainedModel) -> None:
 
 
 def _eager_attention(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """Attend by the function that a model's module has beside it, transformers' "eager"."""
-    beside = (sys.modules[kind.__module__] for kind in type(module).__mro__)
-    own = next(own for each in beside if (own := getattr(each, "eager_attention_forward", None)))
-    return own(module, *args, **kwargs)
+    """Attend by transformers' "eager" function, defined in the same file as the model."""
+    files = (sys.modules[kind.__module__] for kind in type(module).__mro__)
+    eager = next(eager for file in files if (eager := getattr(file, "eager_attention_forward", None)))
+    return eager(module, *args, **kwargs)
 
 
 @torch.no_grad()
 def check_packing_is_exact(model: nn.Module, pad_token_id: int, *, is_unpadded: bool = True) -> None:
-    """Let ``model`` read packed rows, and compare the rewards of a tiny batch with those in padded rows before.
+    """Let ``model`` read packed rows, and compare packed with padded rewards on a tiny batch.
 
-    A rejected model attends as before. Arguments are those of `make_packable`.
+    A rejected model attends as before. See `make_packable` for the arguments.
 
     Raises:
-        PackingImpossible: If they differ by more than float32 rounds, the weights are too coarse to tell, the model
-            fails on either, or it has a window that no mask showed and a tiny batch cannot.
+        PackingImpossible: If the rewards differ by more than float32 rounding, the weights are too coarse to compare,
+            the model fails on packed or padded rows, or its config has a window that no mask rule contains.
     """
     name, parameter = type(model).__name__, next(model.parameters())
     if parameter.dtype not in (torch.float32, torch.float64):
         raise PackingImpossible(
-            f"{name} is of a family for which packing is tried out first, and {parameter.dtype} would hide a "
-            "difference: load it in float32, over which bf16=True computes"
+            f"packing {name} needs a trial first, and {parameter.dtype} weights would hide a difference: load it in "
+            "float32; bf16=True still computes in bfloat16"
         )
     base: Any = without_adapters(model)
     attention, examples = base.config._attn_implementation, _tiny_batch(pad_token_id)
@@ -217,16 +216,16 @@ def check_packing_is_exact(model: nn.Module, pad_token_id: int, *, is_unpadded: 
     unpadded = partial(pack_unpadded, attention_crossover_length=100)
     layouts: list[LayOut] = [pad, planned, unpadded]
     if use_tree_states(base):
-        # each layout has a way of its own to hand states on, and the other way is not used
+        # unpadded and planned rows pass states on in different ways; a run uses only one of them
         examples += _branches_of_chunks(base, pad_token_id)
         layouts = [pad, unpadded if is_unpadded else partial(pack, plan=RowPlan((RowShape(2, 2048),), chunk=CHUNK))]
     padded: dict[str, torch.Tensor] = {}
     try:
         with _in_eval_mode(model):
             use_tree_masks(base)  # raises before anything is computed
-            for layer in {type(each): each for each in base.modules() if carries_states(each)}.values():
-                _check_it_goes_on(layer, base.config.get_text_config().hidden_size)
-            base.set_attn_implementation(attention)  # a model's own code may ask for that name in padded rows
+            for layer in {type(part): part for part in base.modules() if carries_states(part)}.values():
+                _check_state_resumes(layer, base.config.get_text_config().hidden_size)
+            base.set_attn_implementation(attention)  # the model's code may check this name while it reads padded rows
             for lay_out in layouts:
                 (batch,) = BatchCollator(lay_out, pad_token_id)(examples).parts
                 values, rules = _read(model, batch.map_tensors(lambda tensor: tensor.to(parameter.device)))
@@ -235,15 +234,15 @@ def check_packing_is_exact(model: nn.Module, pad_token_id: int, *, is_unpadded: 
                     use_tree_masks(base)
                     continue
                 _reject_hidden_windows(base, rules)
-                for what, in_packed_rows in values.items():
-                    if not _are_close(in_packed_rows, padded[what]):
-                        difference = (in_packed_rows - padded[what]).abs().max()
+                for quantity, in_packed_rows in values.items():
+                    if not _are_close(in_packed_rows, padded[quantity]):
+                        difference = (in_packed_rows - padded[quantity]).abs().max()
                         raise PackingImpossible(
-                            f"packed and padded {what} of {name} differ by {difference:.2g}, which {parameter.dtype} "
-                            "does not explain: its attention or positions do not follow the mask and position ids "
-                            "that it is given, or its scores are not of the last token"
+                            f"packed and padded {quantity} of {name} differ by {difference:.2g}, more than "
+                            f"{parameter.dtype} rounding: its attention or positions ignore the given mask or "
+                            "position ids, or it does not score the last token"
                         )
-    except Exception as error:  # whatever a model's own code does with inputs that it does not expect
+    except Exception as error:  # the model's code may raise anything for inputs that it does not expect
         base.set_attn_implementation(attention)
         forget_tree_states(base)
         if isinstance(error, PackingImpossible):
@@ -252,7 +251,7 @@ def check_packing_is_exact(model: nn.Module, pad_token_id: int, *, is_unpadded: 
 
 
 def _tiny_batch(pad_token_id: int) -> list[dict[str, Any]]:
-    """Make pairs that share prefixes of different lengths, nothing, and one sequence that is a prefix of the other."""
+    """Make pairs whose answers share a long, a short or no prefix, and one whose rejected answer is a prefix."""
     ids = [token for token in range(1, 42) if token != pad_token_id]
     pairs = [
         *((ids[:9], [*ids[:5], *ids[10:14]]), (ids[20:24], [*ids[20:22], *ids[30:33]])),
@@ -261,10 +260,10 @@ def _tiny_batch(pad_token_id: int) -> list[dict[str, Any]]:
     return [{"answers": list(pair)} for pair in pairs]
 
 
-def _check_it_goes_on(layer: nn.Module, hidden_size: int) -> None:
-    """Raise PackingImpossible unless a recurrent layer, given its state, goes on as within a sequence.
+def _check_state_resumes(layer: nn.Module, hidden_size: int) -> None:
+    """Raise PackingImpossible unless a recurrent layer that resumes from a state computes the same as in one call.
 
-    Tried with larger weights than new layers have, in which a state that is lost may be too small to see.
+    The check enlarges the weights: with the small weights of a new layer, a lost state could be too small to notice.
     """
     layer, generator = copy.deepcopy(layer).float(), torch.Generator().manual_seed(0)
 
@@ -277,17 +276,17 @@ def _check_it_goes_on(layer: nn.Module, hidden_size: int) -> None:
     tokens, states = random(1, 140, hidden_size), States()
     parts = [call_with_states(layer, part, states) for part in (tokens[:, :70], tokens[:, 70:])]
     at_once = call_with_states(layer, tokens, States())
-    whole, found = (each[0] if isinstance(each, tuple) else each for each in (at_once, parts[1]))
-    if not _are_close(found, whole[:, 70:]):
-        difference = (found - whole[:, 70:]).abs().max()
+    whole, resumed = (output[0] if isinstance(output, tuple) else output for output in (at_once, parts[1]))
+    if not _are_close(resumed, whole[:, 70:]):
+        difference = (resumed - whole[:, 70:]).abs().max()
         raise PackingImpossible(
-            f"{type(layer).__name__} does not go on from the state that it is given: its outputs differ by "
+            f"{type(layer).__name__} does not go on from the state in its cache: its outputs differ by "
             f"{difference:.2g}"
         )
 
 
 def _branches_of_chunks(model: PreTrainedModel, pad_token_id: int) -> list[dict[str, Any]]:
-    """Make pairs that branch on either side of the chunks in which recurrent layers scan, some into one token."""
+    """Make pairs that branch just before and after chunk boundaries of recurrent scans, some into a lone token."""
     config = model.config.get_text_config().to_dict()
     sizes = (size for name, size in config.items() if name.endswith("chunk_size") and isinstance(size, int))
     chunk, ids = min(max([64, *sizes]), 256), [token for token in range(1, 42) if token != pad_token_id]
@@ -298,31 +297,31 @@ def _branches_of_chunks(model: PreTrainedModel, pad_token_id: int) -> list[dict[
 
 
 def _read(model: nn.Module, batch: Batch[torch.Tensor]) -> tuple[dict[str, torch.Tensor], list[MaskRule]]:
-    """Return the scores at the scored tokens, and the hidden states that they are computed from; and the mask rules.
+    """Return the scores and hidden states of the scored tokens, and the mask rules that the model used.
 
-    Hidden states are compared too, since a small head hides how they differ. The scores of padded rows are the
-    model's own.
+    Hidden states are compared too, since a head with small weights hides their differences. Scores of padded rows
+    come from the model's own pooling.
     """
-    rules, seen, at = list[MaskRule](), list[torch.Tensor](), (batch.score_row_S, batch.score_column_S)
+    rules, hidden_states, scored = list[MaskRule](), list[torch.Tensor](), (batch.score_row_S, batch.score_column_S)
     head: Any = find_score_head(model)
-    with head.register_forward_pre_hook(lambda _, args: seen.append(args[0])):
+    with head.register_forward_pre_hook(lambda _, args: hidden_states.append(args[0])):
         if batch.is_packed:
-            with run_packed(model, batch) as noted:
-                scores, rules = noted.scores[0][at], noted.rules
+            with run_packed(model, batch) as recorded:
+                scores, rules = recorded.scores[0][scored], recorded.rules
         else:
             logits = model(input_ids=batch.input_ids_RL, attention_mask=batch.attention_mask_RL).logits
-            scores = logits[at] if logits.dim() == 3 else logits[batch.score_row_S]
-    return {"hidden states": seen[0][at], "rewards": scores}, rules
+            scores = logits[scored] if logits.dim() == 3 else logits[batch.score_row_S]
+    return {"hidden states": hidden_states[0][scored], "rewards": scores}, rules
 
 
 def _reject_hidden_windows(model: PreTrainedModel, rules: list[MaskRule]) -> None:
-    """Reject a window that is no part of a mask rule: it counts columns, which only rows longer than it would show."""
+    """Reject a window that no mask rule contains: it may count columns, and a tiny batch cannot reveal that."""
     config = model.config.get_text_config().to_dict()
     sizes = {name: size for name, size in config.items() if name.endswith(("window", "window_size"))}
     windows = {name: size for name, size in sizes.items() if isinstance(size, int) and size > 1}
     if windows and all(rule is causal_mask_function for rule in rules):
         listed = ", ".join(f"{name}={size}" for name, size in windows.items())
         raise PackingImpossible(
-            f"the config of {type(model).__name__} has {listed}, but it asked for causal masks only: its window may "
-            "count columns of a row"
+            f"the config of {type(model).__name__} has {listed}, but the model asked for causal masks only: its "
+            "window may count columns of a row"
         )

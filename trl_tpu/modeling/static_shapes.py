@@ -1,4 +1,4 @@
-"""Attention and experts in shapes that no data change, and attention over long packed rows: for compiled devices."""
+"""Attention and experts with static shapes, and attention over long packed rows, for devices that compile."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ from .tree_states import carries_states
 
 
 def static_sdpa_mask(*args: Any, **kwargs: Any) -> torch.Tensor | None:
-    """Build transformers' boolean mask, never skipped. A position that would see nothing sees itself."""
+    """Build transformers' boolean mask, and never skip it. A position that would see no key sees itself."""
     mask_BHQK = sdpa_mask(*args, **(kwargs | {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}))
     if mask_BHQK is None or mask_BHQK.shape[-1] != mask_BHQK.shape[-2]:
         return mask_BHQK
@@ -44,11 +44,11 @@ def static_sdpa_attention(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attend from N query heads to G key heads, [B, Q, N, D], with batch and heads as dimensions of their own.
+    """Attend from N query heads to G key heads, [B, Q, N, D], and keep batch and heads as separate dimensions.
 
-    torch's sdpa joins the two into one, which no sharding over both can follow: each device would compute every head.
-    Rotary embeddings leave query and key in float32 under autocast; products are in the values' type, softmax in
-    float32 or wider.
+    torch's sdpa merges batch and heads. A merged dimension cannot be sharded over both, so each device would compute
+    every head. Products use the dtype of the values, since rotary embeddings leave query and key in float32 under
+    autocast. The softmax is in float32 or wider.
     """
     query_BNQD, key_BGKD = query_BNQD.to(value_BGKD.dtype), key_BGKD.to(value_BGKD.dtype)
     if attention_mask is None or kwargs.get("position_bias") is not None:
@@ -60,8 +60,8 @@ def static_sdpa_attention(
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     scores = einsum("bghqd,bgkd->bghqk", query * scale, key_BGKD)
     wide = scores.to(torch.promote_types(scores.dtype, torch.float32))
-    is_rule = mask.dtype == torch.bool
-    masked = wide.masked_fill(~mask, torch.finfo(wide.dtype).min) if is_rule else wide + mask
+    is_boolean = mask.dtype == torch.bool
+    masked = wide.masked_fill(~mask, torch.finfo(wide.dtype).min) if is_boolean else wide + mask
     weights = F.dropout(masked.softmax(-1), dropout).to(value_BGKD.dtype)
     outputs = einsum("bghqk,bgkd->bghqd", weights, value_BGKD)
     return outputs.flatten(1, 2).transpose(1, 2).contiguous(), None
@@ -73,39 +73,39 @@ STATIC_EXPERTS = "trl_tpu_static"
 def static_experts(
     experts: Any, hidden_TH: torch.Tensor, expert_TK: torch.Tensor, weight_TK: torch.Tensor
 ) -> torch.Tensor:
-    """Return the weighted sum, [T, H], of the experts that each token is routed to.
+    """Compute every expert for every token, and return the weighted sum of each token's routed experts, [T, H].
 
     Args:
-        experts: transformers' module of E experts' weights.
-        hidden_TH: The tokens' hidden states.
-        expert_TK: The K experts of each token.
-        weight_TK: Their weights.
+        experts: transformers' module with the weights of E experts.
+        hidden_TH: Hidden states of the tokens.
+        expert_TK: The K experts that each token is routed to.
+        weight_TK: Routing weights of these experts.
     """
     inner = "gate_up_proj" if experts.has_gate else "up_proj"
     every_E = torch.arange(len(getattr(experts, inner)), device=hidden_TH.device)
     weight_TE = (weight_TK.unsqueeze(-1) * (expert_TK.unsqueeze(-1) == every_E)).sum(1)
-    inner_ETI = _each(experts, hidden_TH.expand(len(every_E), -1, -1), inner)
+    inner_ETI = _all_experts(experts, hidden_TH.expand(len(every_E), -1, -1), inner)
     inner_ETI = experts._apply_gate(inner_ETI) if experts.has_gate else experts.act_fn(inner_ETI)
-    outer_ETH = _each(experts, inner_ETI, "down_proj")
+    outer_ETH = _all_experts(experts, inner_ETI, "down_proj")
     if experts.has_post_expert_norm:
         outer_ETH = experts.post_expert_norm(outer_ETH)
     return torch.einsum("eth,te->th", outer_ETH, weight_TE.to(outer_ETH.dtype)).to(hidden_TH.dtype)
 
 
-def _each(experts: Any, input_ETI: torch.Tensor, name: str) -> torch.Tensor:
+def _all_experts(experts: Any, input_ETI: torch.Tensor, name: str) -> torch.Tensor:
     weight = getattr(experts, name)
     weight_EIO = weight if experts.is_transposed else weight.transpose(1, 2)
     output_ETO = torch.bmm(input_ETI.to(weight.dtype), weight_EIO)
-    # on a mesh: whole experts over `tensor`, tokens where they are
+    # on a mesh: each expert whole on one shard of `tensor`, tokens sharded as before
     output_ETO = runtime.current().constrain(output_ETO, ("tensor", BATCH_AXES, None))
     return output_ETO + getattr(experts, f"{name}_bias").unsqueeze(1) if experts.has_bias else output_ETO
 
 
 def fit_to_device(model: nn.Module, *, is_static: bool) -> None:
-    """Let ``model`` compute rewards in float32 and, where ``is_static``, in shapes that no data change.
+    """Let ``model`` compute rewards in float32 and, if ``is_static``, with shapes that do not depend on the data.
 
-    Static shapes replace sdpa, but no other attention, and the experts of a mixture. Recurrent layers always get their
-    mask of padding, as the device would be read whether there is any.
+    Static shapes replace sdpa attention and mixtures of experts; other attention implementations stay. Recurrent
+    layers then always get a padding mask: checking whether a batch has padding would read a value from the device.
     """
     keep_heads_in_float32(model)
     if is_static:
@@ -119,12 +119,12 @@ def fit_to_device(model: nn.Module, *, is_static: bool) -> None:
 
 
 def _with_all_masks(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    with _NothingIsAll():
+    with _AllIsFalse():
         return forward(*args, **kwargs)
 
 
-class _NothingIsAll(TorchFunctionMode):
-    """Answers `torch.all` of a whole tensor with no: transformers would skip a mask that is 1 everywhere."""
+class _AllIsFalse(TorchFunctionMode):
+    """Lets `torch.all` of a whole tensor return False: transformers would skip a mask that is 1 everywhere."""
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function is torch.all and len(args) == 1 and not kwargs:
@@ -133,15 +133,20 @@ class _NothingIsAll(TorchFunctionMode):
 
 
 class ExpandedRows(Expansion[torch.Tensor]):
-    """An expansion on the device, and the moves by it."""
+    """An expansion on the device, with methods that move tensors into and out of expanded rows."""
 
     def copies(self, x_RHLD: torch.Tensor, inverse_RL: torch.Tensor | None = None) -> torch.Tensor:
-        """Return a copy for each place, [2R, H, L, D]; with ``inverse_RL`` only those places pass a gradient back."""
+        """Copy tokens into expanded rows, [2R, H, L, D].
+
+        Args:
+            x_RHLD: Queries, keys or values in packed rows.
+            inverse_RL: The one copy of each token that passes its gradient back. None sums the gradients of all.
+        """
         x_RNHD = _Gather.apply(x_RHLD.transpose(1, 2), self.gather_R2L.flatten(1), inverse_RL)
         return x_RNHD.unflatten(1, (2, -1)).flatten(0, 1).transpose(1, 2)
 
     def outputs(self, x_2RHLD: torch.Tensor) -> torch.Tensor:
-        """Return each token's output, in the order that transformers wants: [R, L, H, D]."""
+        """Return the attention output of each packed token, in transformers' dimension order [R, L, H, D]."""
         x_RNHD = x_2RHLD.transpose(1, 2).unflatten(0, (-1, 2)).flatten(1, 2)
         return _Gather.apply(x_RNHD, self.inverse_RL, self.scatter_R2L.flatten(1))
 
@@ -150,9 +155,10 @@ class _Gather(torch.autograd.Function):
     """Gathers ``x[r, index[r, m]]``, and zeros where the index is -1.
 
     Args:
-        x_RN: Any number of dimensions may follow.
-        index_RM: Where to take from.
-        inverse_RN: For each n, the one m whose gradient it gets, or -1. None to sum over all m that took it.
+        x_RN: Values; any number of dimensions may follow.
+        index_RM: The column n that each place m takes its value from; -1 for zeros.
+        inverse_RN: The one place m from which column n gets its gradient; -1 for none. If None, the gradients of all
+            places that took column n are summed.
     """
 
     @staticmethod
@@ -166,47 +172,50 @@ class _Gather(torch.autograd.Function):
         index_RM, inverse_RN = ctx.saved_tensors
         if inverse_RN is not None:
             return _take(gradient_RM, inverse_RN), None, None
-        # sums of many copies need more than bfloat16's 8 bits
-        wide = _blank(gradient_RM, index_RM).to(torch.promote_types(gradient_RM.dtype, torch.float32))
+        # a sum over many copies needs more than bfloat16's 8 bits
+        wide = _zero_padding(gradient_RM, index_RM).to(torch.promote_types(gradient_RM.dtype, torch.float32))
         total = wide.new_zeros((len(wide) * ctx.columns, *wide.shape[2:]))
-        total = total.index_add(0, _places(index_RM, ctx.columns), wide.flatten(0, 1))
+        total = total.index_add(0, _flat_indices(index_RM, ctx.columns), wide.flatten(0, 1))
         return total.unflatten(0, (len(wide), ctx.columns)).to(gradient_RM.dtype), None, None
 
 
 def _take(x_RN: torch.Tensor, index_RM: torch.Tensor) -> torch.Tensor:
-    taken = x_RN.flatten(0, 1).index_select(0, _places(index_RM, x_RN.shape[1]))
-    return _blank(taken.unflatten(0, index_RM.shape), index_RM)
+    taken = x_RN.flatten(0, 1).index_select(0, _flat_indices(index_RM, x_RN.shape[1]))
+    return _zero_padding(taken.unflatten(0, index_RM.shape), index_RM)
 
 
-def _places(index_RM: torch.Tensor, columns: int) -> torch.Tensor:
-    """Return the places of ``index_RM``, where -1 is as good as 0, in rows of ``columns`` put end to end.
+def _flat_indices(index_RM: torch.Tensor, columns: int) -> torch.Tensor:
+    """Turn column numbers of each row into indices of the flattened rows, [R M].
 
-    Numbers other than 0 and 1 would reach XLA as arguments, which no loop takes where each device computes for itself.
+    Entries of -1 count as column 0; the caller zeroes their values.
+
+    XLA receives constants other than 0 and 1 as program arguments, and a loop cannot take arguments inside a manually
+    sharded region. So ``arange`` stands in for a multiplication by ``columns``.
     """
-    begin_R = torch.arange(0, len(index_RM) * columns, columns, dtype=index_RM.dtype, device=index_RM.device)
-    return (torch.relu(index_RM) + begin_R[:, None]).flatten()
+    start_R = torch.arange(0, len(index_RM) * columns, columns, dtype=index_RM.dtype, device=index_RM.device)
+    return (torch.relu(index_RM) + start_R[:, None]).flatten()
 
 
-def _blank(x_RM: torch.Tensor, index_RM: torch.Tensor) -> torch.Tensor:
+def _zero_padding(x_RM: torch.Tensor, index_RM: torch.Tensor) -> torch.Tensor:
     return x_RM.masked_fill((index_RM < 0)[(...,) + (None,) * (x_RM.dim() - 2)], 0)
 
 
-_HEADS = "tensor"  # the mesh axis that heads go over
+_HEADS = "tensor"  # the mesh axis that heads are sharded over
 
 _KERNEL_LAYERS = {"full_attention", "sliding_attention"}
 
 
 class ExpansionImpossible(UserError):
-    """A model's attention is more than the kernels compute; the message says what. The dense way may still do."""
+    """The attention kernels cannot compute a model's attention; the message says why. Dense masks may still work."""
 
 
 @dataclass(frozen=True)
 class ExpandedMask:
-    """What a layer must know to attend in expanded rows, in the place of a mask.
+    """Takes the place of a layer's mask when the layer attends in expanded rows.
 
     Args:
-        rows: Where the tokens lie.
-        window: How many tokens of its dialogue a token sees, itself among them; None for all.
+        rows: The places of the tokens in expanded rows.
+        window: Number of tokens of its sequence that a token sees, itself included; None for all.
     """
 
     rows: ExpandedRows
@@ -214,35 +223,35 @@ class ExpandedMask:
 
 
 def expanded_masks(plain: Any, batch: Batch[torch.Tensor], rule: MaskRule, *args: Any, **kwargs: Any) -> Any:
-    """Build no masks where packed rows come with their expansion, else those of `tree_masks`."""
+    """Return an `ExpandedMask` if packed rows have an expansion, else the masks of `tree_masks`."""
     if batch.expansion is None:
         return tree_masks(plain, batch, rule, *args, **kwargs)
     if kwargs.get("use_vmap"):
-        raise ExpansionImpossible("A layer's mask is the model's own rule, which attention kernels do not know.")
+        raise ExpansionImpossible("A layer's mask is the model's own rule; the attention kernels do not support it.")
     return ExpandedMask(ExpandedRows(*batch.expansion), window_of(rule, batch.input_ids_RL.shape[1]))
 
 
 @torch.compiler.assume_constant_result  # otherwise TorchTPU would compile it
 def window_of(rule: MaskRule, length: int) -> int | None:
-    """Return the sliding window of a causal mask rule, None if it has none that shows in ``length`` columns.
+    """Return the sliding window of a causal mask rule; None without a window shorter than ``length`` columns.
 
     Raises:
-        ExpansionImpossible: If the rule is not causal, or anything but causal with a sliding window.
+        ExpansionImpossible: If the rule is neither causal nor causal with a sliding window.
     """
     nothing, keys = torch.zeros(1, 1, dtype=torch.long), torch.arange(length)
 
-    def seen(queries: list[int]) -> torch.Tensor:
-        found = rule(nothing, nothing, torch.tensor(queries)[:, None], keys[None, :])
-        return torch.as_tensor(found).broadcast_to(len(queries), length)
+    def visible(queries: list[int]) -> torch.Tensor:
+        sees = rule(nothing, nothing, torch.tensor(queries)[:, None], keys[None, :])
+        return torch.as_tensor(sees).broadcast_to(len(queries), length)
 
-    window = int(seen([length - 1]).sum())
-    # where rules of indices differ, they do at the ends, or where a window or a chunk is first full
+    window = int(visible([length - 1]).sum())
+    # rules over indices differ at the ends of a row, or where a window or a chunk is first full
     queries = sorted({0, length // 2, length - 1, *range(max(window - 2, 0), min(window + 2, length))})
     query_Q1 = torch.tensor(queries)[:, None]
-    if not torch.equal(seen(queries), (keys <= query_Q1) & (keys > query_Q1 - window)):
+    if not torch.equal(visible(queries), (keys <= query_Q1) & (keys > query_Q1 - window)):
         raise ExpansionImpossible(
-            "A layer's mask is neither causal nor a causal sliding window, but in chunks or in both directions, which "
-            "attention kernels do not know."
+            "A layer's mask is neither causal nor a causal sliding window, but in chunks or in both directions; the "
+            "attention kernels do not support it."
         )
     return None if window == length else window
 
@@ -258,62 +267,62 @@ def expanded_attention(
     softcap: float | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attend as transformers' attention functions do: packed rows through their expansion, any other batch as sdpa.
+    """Attend as one of transformers' attention functions: packed rows in expanded rows, other batches as sdpa does.
 
     Raises:
-        ExpansionImpossible: For dropout, and for what this way cannot compute: attention sinks, position biases, a
-            layer that looks both ways.
+        ExpansionImpossible: For dropout, attention sinks, position biases and bidirectional attention: the kernels
+            cannot compute them.
     """
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    query, key = query.to(value.dtype), key.to(value.dtype)  # rotary embeddings leave them in float32 under autocast
+    query, key = query.to(value.dtype), key.to(value.dtype)  # rotary embeddings give float32 under autocast
     if softcap is None and not isinstance(attention_mask, ExpandedMask):
-        rest = {"dropout": dropout, "scaling": scale, **kwargs}
-        return static_sdpa_attention(module, query, key, value, attention_mask, **rest)
+        settings = {"dropout": dropout, "scaling": scale, **kwargs}
+        return static_sdpa_attention(module, query, key, value, attention_mask, **settings)
     obstacles = {
-        "attention dropout is not 0": dropout > 0,
-        "it looks both ways": kwargs.get("is_causal", getattr(module, "is_causal", True)) is False,
+        "its attention dropout is not 0": dropout > 0,
+        "its attention is bidirectional": kwargs.get("is_causal", getattr(module, "is_causal", True)) is False,
         "it has attention sinks": kwargs.get("s_aux") is not None,
-        "it adds biases by position": kwargs.get("position_bias") is not None,
+        "it has position biases": kwargs.get("position_bias") is not None,
     }
-    _refuse(module, obstacles)
+    _raise_obstacle(module, obstacles)
     if not isinstance(attention_mask, ExpandedMask):
         return masked_attention(query, key, value, attention_mask, scale, softcap).transpose(1, 2).contiguous(), None
 
     def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *places: torch.Tensor) -> torch.Tensor:
         rows = ExpandedRows(*places)
-        # of a token's queries only the one counts whose output is taken back: no sum over copies in the backward
-        moved = rows.copies(query, rows.inverse_RL), rows.copies(key), rows.copies(value)
+        # Only one query copy of each token is read back: its gradient needs no sum over copies.
+        copies = rows.copies(query, rows.inverse_RL), rows.copies(key), rows.copies(value)
         segments, window = rows.segment_R2L.flatten(0, 1), attention_mask.window
-        return rows.outputs(runtime.current().segment_attention(*moved, segments, scale, window, softcap))
+        return rows.outputs(runtime.current().segment_attention(*copies, segments, scale, window, softcap))
 
-    # rows are independent: left to itself, the compiler would fetch every row to every device to gather from
+    # Rows are independent, but the compiler cannot see that: it would send every row to every device for the gather.
     tensors = (query, key, value, *attention_mask.rows)
     axes: list[PartitionSpec] = [(BATCH_AXES, _HEADS, None, None)] * 3
     axes += [(BATCH_AXES, *(None,) * (place.dim() - 1)) for place in attention_mask.rows]
     return runtime.current().shard_map(attend, tensors, axes, (BATCH_AXES, None, _HEADS, None)), None
 
 
-def _refuse(module: nn.Module, obstacles: dict[str, bool]) -> None:
-    for obstacle, is_there in obstacles.items():
-        if is_there:
+def _raise_obstacle(module: nn.Module, obstacles: dict[str, bool]) -> None:
+    for obstacle, is_present in obstacles.items():
+        if is_present:
             raise ExpansionImpossible(f"{type(module).__name__} cannot attend in expanded rows: {obstacle}.")
 
 
 def use_expanded_attention(model: PreTrainedModel) -> None:
-    """Let ``model`` attend in expanded rows where a packed batch has its expansion.
+    """Let ``model`` attend in expanded rows if a packed batch has an expansion.
 
-    Any other batch, packed or not, is attended to with masks, as by sdpa.
+    All other batches, packed or not, attend with masks as sdpa does.
 
     Raises:
-        ExpansionImpossible: If the model's own code attends, or its config asks for what kernels do not know. What a
-            config does not show, the first forward refuses.
+        ExpansionImpossible: If the model's own code attends, or its config asks for attention that the kernels do not
+            support. The first forward raises if the obstacle does not show in the config.
     """
     config: Any = model.config.get_text_config()
-    others = set(getattr(config, "layer_types", None) or ()) - _KERNEL_LAYERS
+    unsupported = set(getattr(config, "layer_types", None) or ()) - _KERNEL_LAYERS
     obstacles = {
-        f"it has layers of {', '.join(sorted(map(str, others)))}": bool(others),
+        f"it has layers of {', '.join(sorted(map(str, unsupported)))}": bool(unsupported),
         "its attention dropout is not 0": bool(getattr(config, "attention_dropout", 0)),
         "it has attention sinks": any(name.endswith(".sinks") for name, _ in model.named_parameters()),
     }
-    _refuse(model, obstacles)
+    _raise_obstacle(model, obstacles)
     attend_by(model, "expanded", static_sdpa_mask, expanded_attention, expanded_masks)

@@ -1,12 +1,13 @@
-"""Recurrent layers over packed rows: where sequences branch, each goes on from the state of what they share.
+"""Recurrent layers over packed rows: each branch of a prefix tree resumes from the state after the shared prefix.
 
 Linear attention (Gated DeltaNet, KDA), state-space layers and short convolutions carry a state from token to token.
-When transformers generates text, such a layer takes its state from the cache and hands the next one back. Here it is
-called once for each node of the prefix trees, a stretch of tokens without a branch, with a cache that holds the
-states of the node's parent. Everything else of a model reads the whole row. No code of a model is copied.
+When transformers generates text, such a layer reads its state from the cache and writes the next state back. Here the
+layer is called once per node of the prefix trees. A node is a stretch of tokens without a branch, and its call gets a
+cache that holds the states after its parent node. All other modules of the model read the whole row. No model code is
+copied.
 
-Exact in float64 for every family of transformers 5.23 whose scan takes an initial state; a trial before training
-rejects the others (`packability.check_packing_is_exact`).
+Results are exact in float64 for every family of transformers 5.23 whose scan takes an initial state. A trial before
+training rejects all other families (`packability.check_packing_is_exact`).
 """
 
 import inspect
@@ -23,40 +24,41 @@ from .chunk_states import call_by_chunks
 from .forward import batch_being_read, reading
 from .head_spec import is_wrapped, wrap_forward
 
-# A layer that calls one of these carries states. Attention layers update keys and values instead.
-_CARRYING = {"update_conv_state", "update_recurrent_state"}
-_CACHES = ("cache", "cache_params", "past_key_values")  # transformers 5.24 calls it the first, before it the others
-_MASKS = ("attention_mask", "conv_mask")
+# A layer that calls one of these methods carries states. Attention layers update keys and values instead.
+_STATE_UPDATES = {"update_conv_state", "update_recurrent_state"}
+# names of a layer's cache parameter: `cache` since transformers 5.24
+_CACHE_PARAMETERS = ("cache", "cache_params", "past_key_values")
+_MASK_PARAMETERS = ("attention_mask", "conv_mask")
 
 
 class Node(NamedTuple):
-    """Tokens of a row without a branch between them, in columns of the row."""
+    """A stretch of a row's tokens without a branch, as a range of the row's columns."""
 
     start: int
     stop: int
     parent: int
-    """The number of the node before it in its sequences; -1 if there is none."""
+    """Number of the node that this one continues; -1 for the first node of a tree."""
 
 
-@lru_cache(maxsize=2)  # each recurrent layer asks
+@lru_cache(maxsize=2)  # each recurrent layer needs the same nodes
 def nodes_of(trees: tuple[Tree, ...]) -> tuple[Node, ...]:
-    """Cut trees into nodes, in the order of the row, so that a parent comes before its children."""
+    """Split trees into nodes in the order of the row: a parent comes before its children."""
     nodes = list[Node]()
     for tree in trees:
-        begins = {tail.start: tail.path[-1][1] if tail.path else -1 for tail in tree.tails}
-        cuts = sorted({*begins, *begins.values(), *(tail.stop for tail in tree.tails)} - {-1})
+        branch_columns = {tail.start: tail.path[-1][1] if tail.path else -1 for tail in tree.tails}
+        boundaries = sorted({*branch_columns, *branch_columns.values(), *(tail.stop for tail in tree.tails)} - {-1})
         number_by_stop = dict[int, int]()
-        for start, stop in zip(cuts, cuts[1:], strict=False):
-            parent = number_by_stop.get(begins.get(start, start), -1)
+        for start, stop in zip(boundaries, boundaries[1:], strict=False):
+            parent = number_by_stop.get(branch_columns.get(start, start), -1)
             number_by_stop[stop] = len(nodes)
             nodes.append(Node(tree.start + start, tree.start + stop, parent))
     return tuple(nodes)
 
 
 class States:
-    """What a layer is given for a cache: the states after the parent node, which it replaces by those after its own.
+    """A recurrent layer's cache for one node: holds the parent's states until the layer writes the node's states.
 
-    The methods are those of transformers' `Cache` that recurrent layers call.
+    It has the methods of transformers' `Cache` that recurrent layers call.
     """
 
     def __init__(self, before: "States | None" = None) -> None:
@@ -70,7 +72,7 @@ class States:
         return self._recurrent.get(state_idx)
 
     def is_recording_past(self, layer_idx: int) -> bool:
-        return True  # so that no layer writes into a state in place
+        return True  # a layer that recorded no past would write into a state in place
 
     def update_conv_state(
         self,
@@ -80,8 +82,8 @@ class States:
         conv_kernel_size: int | None = None,
         **_: Any,
     ) -> torch.Tensor:
-        """Keep the last inputs of a convolution, and return these inputs after those of the parent."""
-        if conv_kernel_size is None:  # the layer hands over the state itself
+        """Store the last inputs of a convolution, and return the inputs with the parent's last inputs before them."""
+        if conv_kernel_size is None:  # `conv_states` is the state itself, not the inputs
             self._conv[state_idx] = conv_states
             return conv_states
         before = self._conv.get(state_idx)
@@ -98,31 +100,31 @@ class States:
 
 
 def carries_states(module: nn.Module) -> bool:
-    """Tell whether a layer carries states by the protocol of transformers' caches: its own code says so."""
+    """Return whether the code of a layer's forward updates states in transformers' caches."""
     code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
-    return bool(_CARRYING & set(getattr(code, "co_names", ())))
+    return bool(_STATE_UPDATES & set(getattr(code, "co_names", ())))
 
 
 def shared_chunk(model: nn.Module) -> int:
-    """Return how many tokens sequences of planned rows share at a time: `CHUNK` with recurrent layers, else 1."""
+    """Return the granularity of shared prefixes in planned rows, in tokens: `CHUNK` with recurrent layers, else 1."""
     return CHUNK if any(map(carries_states, model.modules())) else 1
 
 
 def call_with_states(layer: nn.Module, hidden_1LH: torch.Tensor, states: States) -> Any:
-    """Call a layer that carries states with some of them, which it replaces by those after these tokens."""
-    return layer(hidden_1LH, **{_cache_of(inspect.signature(layer.forward)): states})
+    """Call a recurrent layer with ``states``; the layer replaces them by the states after these tokens."""
+    return layer(hidden_1LH, **{_cache_parameter(inspect.signature(layer.forward)): states})
 
 
-def _cache_of(forward: inspect.Signature) -> str:
-    """Return the name of the parameter by which a layer is given its states."""
-    return next(name for name in _CACHES if name in forward.parameters)
+def _cache_parameter(forward: inspect.Signature) -> str:
+    """Return the name of the layer's cache parameter."""
+    return next(name for name in _CACHE_PARAMETERS if name in forward.parameters)
 
 
 def use_tree_states(model: nn.Module) -> bool:
-    """Let recurrent layers of ``model`` read packed rows node by node, and all else as before.
+    """Let the recurrent layers of ``model`` read packed rows node by node. Other batches are read as before.
 
     Returns:
-        Whether the model has such layers.
+        Whether the model has recurrent layers.
     """
     layers = [module for module in model.modules() if carries_states(module)]
     for layer in layers:
@@ -131,20 +133,20 @@ def use_tree_states(model: nn.Module) -> bool:
 
 
 def forget_tree_states(model: nn.Module) -> None:
-    """Undo `use_tree_states`."""
+    """Restore the forwards that `use_tree_states` wrapped."""
     for module in model.modules():
         if is_wrapped(module, _read_by_nodes):
             module.forward = module.forward.__wrapped__  # type: ignore[union-attr, attr-defined]
 
 
 def recompute_in_same_batch(model: nn.Module) -> None:
-    """Let recurrent layers that the backward computes again read the batch that they read at first, in any thread.
+    """Let recurrent layers that the backward recomputes read the batch of their forward, in any thread.
 
-    Called once layers have their checkpointing functions.
+    Call it once the layers have their checkpointing functions.
     """
     for module in model.modules():
         checkpoint = getattr(module, "_gradient_checkpointing_func", None)
-        if checkpoint is not None and any(is_wrapped(each, _read_by_nodes) for each in module.modules()):
+        if checkpoint is not None and any(is_wrapped(part, _read_by_nodes) for part in module.modules()):
             module._gradient_checkpointing_func = partial(_checkpoint_in_batch, checkpoint)  # type: ignore[assignment]
 
 
@@ -163,42 +165,42 @@ def _checkpoint_in_batch(
 def _read_by_nodes(
     forward: Callable[..., Any], signature: inspect.Signature, *args: Any, **kwargs: Any
 ) -> torch.Tensor | tuple[torch.Tensor, ...]:
-    """Call a layer's own ``forward`` for each node of the row, or once for a batch that is not packed."""
+    """Call a layer's ``forward`` once per node of the row, or once for a batch that is not packed."""
     batch = batch_being_read()
     if batch is None:
         return forward(*args, **kwargs)
-    given = signature.bind(*args, **kwargs).arguments
-    given |= given.pop("kwargs", {})
-    tokens = dict[str, torch.Tensor]()  # what has a value for each token of the row
+    arguments = signature.bind(*args, **kwargs).arguments
+    arguments |= arguments.pop("kwargs", {})
+    tokens = dict[str, torch.Tensor]()  # arguments with a value per token of the row
     shape = batch.input_ids_RL.shape
-    for name, value in given.items():
-        if isinstance(value, torch.Tensor) and value.shape[:2] == shape and name not in _MASKS:
+    for name, value in arguments.items():
+        if isinstance(value, torch.Tensor) and value.shape[:2] == shape and name not in _MASK_PARAMETERS:
             tokens[name] = value
-    cache = _cache_of(signature)
-    others = {name: value for name, value in given.items() if name not in (*tokens, *_MASKS, cache)}
+    cache = _cache_parameter(signature)
+    others = {name: value for name, value in arguments.items() if name not in (*tokens, *_MASK_PARAMETERS, cache)}
     if batch.trees is None:
         return call_by_chunks(forward, batch, cache, tokens, others)
     nodes = nodes_of(batch.trees)
-    # split at once: the backward of slices would write a row of zeros for each
+    # One split of the whole row: the backward of separate slices would write a row of zeros per slice.
     parts = {name: value.split([node.stop - node.start for node in nodes], dim=1) for name, value in tokens.items()}
-    states, unread, outputs = list[States](), list[Mapping[str, torch.Tensor]](), list[Any]()
+    states, lone_tokens, outputs = list[States](), list[Mapping[str, torch.Tensor]](), list[Any]()
     for number, node in enumerate(nodes):
-        own: Mapping[str, torch.Tensor] = {name: values[number] for name, values in parts.items()}
+        inputs: Mapping[str, torch.Tensor] = {name: values[number] for name, values in parts.items()}
         before = States(states[node.parent]) if node.parent >= 0 else States()
         skipped = 0
-        if node.parent >= 0 and (first := unread[node.parent]):
+        if node.parent >= 0 and (first := lone_tokens[node.parent]):
             skipped = next(iter(first.values())).shape[1]
-            own = {name: torch.cat([first[name], value], dim=1) for name, value in own.items()}
-        # A lone token with a state would be a step of generation, with kernels that have no backward. A second token
-        # is put behind it, and its children read it once more.
+            inputs = {name: torch.cat([first[name], value], dim=1) for name, value in inputs.items()}
+        # A layer would read a lone token with a state as a step of generation, by kernels without a backward. So the
+        # token is read twice, its own state is not kept, and its children read the token again.
         is_lone = node.parent >= 0 and skipped + node.stop - node.start == 1
-        read = {name: torch.cat([value, value], dim=1) for name, value in own.items()} if is_lone else own
+        read = {name: torch.cat([value, value], dim=1) for name, value in inputs.items()} if is_lone else inputs
         after = States(before)
         output = forward(**read, **others, **{cache: after})
         part = slice(skipped, skipped + node.stop - node.start)
-        outputs.append(tuple(each[:, part] for each in output) if isinstance(output, tuple) else output[:, part])
+        outputs.append(tuple(tensor[:, part] for tensor in output) if isinstance(output, tuple) else output[:, part])
         states.append(before if is_lone else after)
-        unread.append(own if is_lone else {})
+        lone_tokens.append(inputs if is_lone else {})
     if isinstance(outputs[0], tuple):
-        return tuple(torch.cat(each, dim=1) for each in zip(*outputs, strict=True))
+        return tuple(torch.cat(tensors, dim=1) for tensors in zip(*outputs, strict=True))
     return torch.cat(outputs, dim=1)

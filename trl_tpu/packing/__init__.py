@@ -1,1 +1,1 @@
-"""The batch, and token pairs in rows that hold every shared prefix once. No runtime, no model."""
+"""Batches, and rows of tokens that store every shared prefix once. Imports no runtime and no model."""

@@ -1,10 +1,10 @@
-"""One batch: rows of tokens, the positions in them where rewards are read, and a table of comparisons.
+"""A batch: rows of tokens, the positions in them where rewards are read, and a table of comparisons.
 
-Pairs, rankings, several attributes and process rewards differ only in the table. Losses and metrics read the rewards
-of a batch and its table, and nothing else.
+Pairs, rankings, several attributes and process rewards differ only in the table. Losses and metrics depend only on the
+rewards of a batch and on its table.
 
-Letters: P rows of the data, K answers of each, A attributes, S = P K scored positions, G = P A rankings,
-C comparisons, R rows of tokens, L their length.
+Letters: P data rows, K answers per data row, A attributes, S = P K scored positions, G = P A rankings, C comparisons,
+R rows of tokens, L columns per row.
 """
 
 from collections.abc import Callable, Mapping
@@ -17,42 +17,42 @@ from torch.nn.utils.rnn import pad_sequence
 
 from ..errors import UserTypeError
 
-Array = TypeVar("Array")  # numpy's while packing, torch's from the collator on
+Array = TypeVar("Array")  # numpy arrays during packing, torch tensors after the collator
 Kind = Literal["pairs", "rankings", "answers", "steps"]
 POINTWISE_KINDS = ("answers", "steps")
 """Kinds of rows whose rewards are compared with the constant 0."""
 WEIGHTS = ("weight_C", "ranking_weight_G", "row_weight_P")
-"""Fields of `Comparisons` that are 0 in a micro-batch for rows of the data that it does not have."""
+"""Fields of `Comparisons` that a micro-batch sets to 0 for data rows of other micro-batches."""
 
 
 class Expansion(NamedTuple, Generic[Array]):
-    """Where the tokens of packed rows lie in expanded rows, int32: see `planned.expand_rows`."""
+    """Places of packed tokens in expanded rows, int32: see `planned.expand_rows`."""
 
     gather_R2L: Array
-    """The column of the packed row whose token is copied to each place; -1 for padding."""
+    """Packed column whose token is copied to each expanded place; -1 for padding."""
     segment_R2L: Array
-    """A number for each sequence of a row; 0 for padding."""
+    """Number of the sequence at each expanded place; 0 for padding."""
     scatter_R2L: Array
-    """The column that takes its output from each place; -1 where none does, as it has another copy or is padding."""
+    """Packed column that takes its output from each expanded place; -1 for padding and for unused copies."""
     inverse_RL: Array
-    """For each token, the place in the two rows, flattened, that its output is taken from; -1 for padding."""
+    """Place in the two flattened expanded rows from which each packed token takes its output; -1 for padding."""
 
 
 class Arrays:
-    """A dataclass of arrays and other values; fields may also be `Arrays`, an `Expansion`, or a tuple of `Arrays`."""
+    """Base of dataclasses of arrays. Fields may also be `Arrays`, `Expansion`, tuples of `Arrays`, or other values."""
 
     def tensors(self) -> dict[str, Any]:
-        """Return all arrays by name, but those in tuples."""
-        found = dict[str, Any]()
+        """Return all arrays by name, except arrays in tuples."""
+        arrays = dict[str, Any]()
         for name, value in vars(self).items():
             if isinstance(value, Arrays | Expansion):
-                found |= value.tensors() if isinstance(value, Arrays) else value._asdict()
+                arrays |= value.tensors() if isinstance(value, Arrays) else value._asdict()
             elif hasattr(value, "dtype"):
-                found[name] = value
-        return found
+                arrays[name] = value
+        return arrays
 
     def map_tensors(self, function: Callable[[Any], Any]) -> Any:
-        """Return a copy with ``function`` of each array."""
+        """Return a copy with ``function`` applied to each array."""
 
         def mapped(value: Any) -> Any:
             if isinstance(value, Arrays):
@@ -63,109 +63,110 @@ class Arrays:
                 return tuple(map(mapped, value))
             return function(value) if hasattr(value, "dtype") else value
 
-        own: Any = self
-        return replace(own, **{each.name: mapped(getattr(self, each.name)) for each in fields(own)})
+        instance: Any = self
+        return replace(instance, **{item.name: mapped(getattr(self, item.name)) for item in fields(instance)})
 
 
 @dataclass(frozen=True, eq=False)
 class Comparisons(Arrays, Generic[Array]):
-    """Compared rewards of a batch, in arrays whose shapes depend on P, K and A alone.
+    """Comparisons between rewards of a batch, in arrays with shapes that depend only on P, K and A.
 
-    Rewards are numbered row by row, answer by answer, attribute by attribute: ``(p K + k) A + a``. Number -1 is the
-    constant 0, with which steps and single answers are compared. Padding compares a reward with itself, or with 0.
+    Rewards are numbered by data row, answer and attribute: ``(p K + k) A + a``. Number -1 stands for the constant 0:
+    steps and single answers are compared with it. Padding compares a reward with itself or with 0.
     """
 
     better_C: Array
     """Number of the reward that should be higher, int32."""
     worse_C: Array
+    """Number of the reward that should be lower, int32."""
     probability_C: Array
-    """Probability that `better_C` is the better one, 0.5 to 1."""
+    """Probability that `better_C` is better than `worse_C`, 0.5 to 1."""
     margin_C: Array
     """Target margin, subtracted from the difference of the rewards."""
     weight_C: Array
-    """Weight in the sum that is divided by `weight_sum_1`; 0 for padding."""
+    """Weight of each comparison in the loss, before division by `weight_sum_1`; 0 for padding."""
     grade_SA: Array
-    """Grade of each reward, NaN for padding: for losses of whole rankings, and for evaluation."""
+    """Grade of each reward for losses over whole rankings and for evaluation; NaN for padding."""
     ranking_weight_G: Array
-    """Weight of each ranking in losses of whole rankings; 0 for padding."""
+    """Weight of each ranking in losses over whole rankings; 0 for padding."""
     row_weight_P: Array
-    """Weight of each row of the data in the mean; 0 for padding."""
+    """Weight of each data row in the mean; 0 for padding."""
     weight_sum_1: Array
-    """What the loss is divided by: the row weights of the global batch, or a process's share of them."""
+    """Divisor of the loss: the sum of the global batch's row weights, or a process's share of this sum."""
     answers: int
     """K."""
     kind: Kind = "pairs"
-    """What the rows of the data are."""
+    """Kind of the data rows."""
 
     def among(self, here_P: np.ndarray) -> "Comparisons[Any]":
-        """Return the same table without the comparisons of rows that are elsewhere (numpy only)."""
+        """Return the table with weight 0 for all data rows that ``here_P`` does not mark (numpy only)."""
         weights: Any = {name: getattr(self, name) for name in WEIGHTS}
         rows = len(here_P)
-        return replace(self, **{name: each * np.repeat(here_P, len(each) // rows) for name, each in weights.items()})
+        return replace(self, **{name: old * np.repeat(here_P, len(old) // rows) for name, old in weights.items()})
 
     def compared(self, rewards_SA: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the rewards that should be higher, and those that they are compared with, [C] each (torch only)."""
+        """Return the rewards that should be higher and the rewards that should be lower, [C] each (torch only)."""
         rewards = rewards_SA.flatten()
 
         def of(number_C: Any) -> torch.Tensor:
             if self.kind not in POINTWISE_KINDS:
                 return rewards[number_C]
-            # no 0 is put before the rewards: TorchTPU 0.2 confuses gradients that are parts of larger ones
+            # A 0 in front of the rewards would do, but TorchTPU 0.2 confuses gradients that are parts of larger ones.
             return torch.where(number_C < 0, 0.0, rewards[number_C.clamp(min=0)])
 
         return of(self.better_C), of(self.worse_C)
 
     def by_ranking(self, values_SA: Any) -> Any:
-        """Return values of rewards [G, K], for each ranking those of its answers."""
+        """Rearrange values [S, A] by ranking, [G, K]."""
         attributes = values_SA.shape[-1]
         return values_SA.reshape(-1, self.answers, attributes).swapaxes(1, 2).reshape(-1, self.answers)
 
 
 @dataclass(frozen=True, slots=True)
 class Tail:
-    """The tokens that a sequence adds to its tree: they see their path, and one another in order."""
+    """The tokens that a sequence adds to its tree. They attend to their path, and causally within the tail."""
 
     start: int
-    """Their first column, counted from the tree's."""
+    """First column of the tail, relative to the first column of the tree."""
     stop: int
     path: tuple[tuple[int, int], ...]
-    """The columns before them in their sequence, as ranges counted from the tree's first."""
+    """Columns of the sequence's earlier tokens, as ranges relative to the first column of the tree."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tree:
-    """Where a tree lies in its row."""
+    """The columns of a prefix tree in its row."""
 
     start: int
     stop: int
     tails: tuple[Tail, ...]
-    """Its tokens in order. A tree that does not branch has one tail."""
+    """The tree's tails in the order of columns. A tree without branches has one tail."""
 
 
 @dataclass(frozen=True, eq=False)
 class Batch(Arrays, Generic[Array]):
-    """A micro-batch; the last one of a batch, which updates, stands for all of it, and has the others in `earlier`.
+    """A micro-batch, or a whole batch: the last micro-batch, with all others in `earlier`.
 
     Packed rows hold prefix trees of several sequences. Padded rows hold one sequence each, and have an
     `attention_mask_RL` instead of `position_ids_RL` and `subtree_end_RL`.
 
-    The sum of the micro-batches' losses is the batch's loss, and the sum of their gradients its gradient. To
-    transformers, accelerate and scripts a batch looks like TRL's dict as far as they need it: it moves to a device by
-    `to`, and has `input_ids` and `attention_mask`, which are made on request.
+    The batch's loss and gradient are the sums of the micro-batches' losses and gradients. For transformers, accelerate
+    and scripts, a batch behaves like TRL's dict: `to` moves it to a device, and `input_ids` and `attention_mask` are
+    created on request.
     """
 
     input_ids_RL: Array
     """Token ids. Padding columns hold the pad token."""
     score_row_S: Array
-    """The row of the token at which each reward is read, int32; 0 where there is no reward."""
+    """Row of the token at which each reward is read, int32; 0 without a reward in these rows."""
     score_column_S: Array
-    """Its column."""
+    """Column of the token at which each reward is read, int32; 0 without a reward in these rows."""
     tokens_S: Array
-    """Tokens that each reward adds to those before it in its row of the data, as if nothing were shared, int32.
+    """Tokens from the previous reward of the data row to this reward, int32; 0 without a reward in these rows.
 
-    0 where there is no reward in these rows."""
+    Shared tokens count for every sequence."""
     table: Comparisons[Array]
-    """Compares the rewards of these rows of tokens."""
+    """Comparisons of the rewards that are read in these rows."""
     position_ids_RL: Array | None = None
     """Index of each token in its sequence, int32."""
     subtree_end_RL: Array | None = None
@@ -173,18 +174,18 @@ class Batch(Arrays, Generic[Array]):
     attention_mask_RL: Array | None = None
     """1 for tokens, 0 for padding."""
     expansion: Expansion[Array] | None = None
-    """Where the tokens lie in rows of whole sequences, for models that attend there."""
+    """Places of the tokens in expanded rows, for models that attend in rows of whole sequences."""
     trees: tuple[Tree, ...] | None = None
-    """Where the trees of an unpadded row lie, which attend one by one; None where whole rows are masked."""
+    """The trees of an unpadded row: attention is computed tree by tree. None for rows with one mask."""
     extras: Mapping[str, Any] = field(default_factory=dict)
-    """Other keys of a batch that a user's collator made; the model is given them."""
+    """Further arguments of the model: additional keys of a user-defined collator's batch."""
     pad_token_id: int = 0
     earlier: tuple["Batch[Array]", ...] = ()
-    """The micro-batches that are computed before this one, in order: they only accumulate gradients."""
+    """Micro-batches to compute before this one, in order. They only accumulate gradients."""
 
     @classmethod
     def of(cls, parts: list["Batch[Array]"]) -> "Batch[Array]":
-        """Return the batch of some micro-batches, in order."""
+        """Combine micro-batches, in order, into one batch."""
         return replace(parts[-1], earlier=tuple(parts[:-1]))
 
     @property
@@ -197,11 +198,11 @@ class Batch(Arrays, Generic[Array]):
         return self.subtree_end_RL is not None
 
     def present_P(self) -> Any:
-        """Return which rows of the data are in this micro-batch, [P]."""
+        """Return the mask of the data rows in this micro-batch, [P]."""
         tokens_S: Any = self.tokens_S
         return tokens_S.reshape(-1, self.table.answers).any(-1)
 
-    # ---- as loaders and scripts see it
+    # ---- the interface for loaders and scripts
 
     def to(self, device: Any, non_blocking: bool = False) -> "Batch[Array]":
         return self.map_tensors(lambda tensor: tensor.to(device, non_blocking=non_blocking))
@@ -214,7 +215,9 @@ class Batch(Arrays, Generic[Array]):
         return len(self.earlier) + 1
 
     def __iter__(self) -> NoReturn:
-        raise UserTypeError("A batch is no dict: move it by `batch.to(device)`, give it to `compute_loss` as it is.")
+        raise UserTypeError(
+            "A batch is not a dict: move it by `batch.to(device)`, and pass it whole to `compute_loss`."
+        )
 
     def __contains__(self, key: object) -> bool:
         return key in ("input_ids", "attention_mask")
@@ -226,34 +229,37 @@ class Batch(Arrays, Generic[Array]):
             KeyError: The batch has no such key.
         """
         if key not in self:
-            raise KeyError(f"{key!r} is not in this batch, which has input_ids and attention_mask.")
-        ids_D, own = [torch.from_numpy(ids).long() for ids in self._sequences()], cast(torch.Tensor, self.input_ids_RL)
-        if not ids_D:  # of a process without rows
-            return torch.zeros(0, 0, dtype=torch.long, device=own.device)
+            raise KeyError(f"{key!r} is not in this batch. Its keys are input_ids and attention_mask.")
+        ids_D, stored = (
+            [torch.from_numpy(ids).long() for ids in self._sequences()],
+            cast(torch.Tensor, self.input_ids_RL),
+        )
+        if not ids_D:  # a process without rows
+            return torch.zeros(0, 0, dtype=torch.long, device=stored.device)
         rows, fill = (ids_D, self.pad_token_id) if key == "input_ids" else (list(map(torch.ones_like, ids_D)), 0)
-        return pad_sequence(rows, batch_first=True, padding_value=fill).to(own.device)
+        return pad_sequence(rows, batch_first=True, padding_value=fill).to(stored.device)
 
     def _sequences(self) -> list[np.ndarray]:
-        """Return the token ids of sequences up to their last scored token: all first answers, then all second ones."""
-        found, answers = dict[tuple[int, int], np.ndarray](), self.table.answers
+        """Return sequences up to their last scored token: first all first answers, then all second answers, ..."""
+        sequences, answers = dict[tuple[int, int], np.ndarray](), self.table.answers
         for part in self.parts:
             needed = (part.input_ids_RL, part.tokens_S, part.score_row_S, part.score_column_S, part.subtree_end_RL)
-            on_host: Any = [None if each is None else cast(torch.Tensor, each).cpu().numpy() for each in needed]
+            on_host: Any = [None if value is None else cast(torch.Tensor, value).cpu().numpy() for value in needed]
             ids_RL, tokens_S, row_S, column_S, end_RL = on_host
             for place in np.flatnonzero(tokens_S).tolist():
                 row, column = row_S[place], column_S[place]
                 ids_L = ids_RL[row, : column + 1]
                 if end_RL is not None:
                     ids_L = ids_L[end_RL[row, : column + 1] > column]
-                found[0 if part.table.kind == "steps" else place % answers, place // answers] = ids_L
-        return [found[key] for key in sorted(found)]
+                sequences[0 if part.table.kind == "steps" else place % answers, place // answers] = ids_L
+        return [sequences[key] for key in sorted(sequences)]
 
 
 def micro_batches_of(inputs: Any) -> tuple[Any, ...]:
-    """Return the parts of a loader's batch that are computed one at a time: micro-batches, or a user's dict whole."""
+    """Return the micro-batches of a loader's batch; a user-defined dict is one micro-batch."""
     return inputs.parts if isinstance(inputs, Batch) else (inputs,)
 
 
 def tensors_in(inputs: Any) -> Mapping[str, Any]:
-    """Return the tensors of such a part by name."""
+    """Return the tensors of a micro-batch, or of a user-defined dict, by name."""
     return inputs.tensors() if isinstance(inputs, Batch) else inputs

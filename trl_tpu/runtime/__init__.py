@@ -1,9 +1,9 @@
-"""The one seam to the accelerator: everything that differs between PyTorch/XLA, TorchTPU and plain torch goes here.
+"""Device abstraction: all differences between PyTorch/XLA, TorchTPU and plain torch are in this package.
 
-``choice()`` says which of them was chosen and why; ``current()`` is the chosen `Runtime`. `native` defines the class
-and is plain torch; `xla` and `torchtpu` extend it. Beside this room only `plan/placeholder.py` imports torch_xla, and
-training imports it only when it is chosen. Importing this module imports nothing else of this package, and torch only
-where torch_tpu is installed.
+``choice()`` returns the chosen backend and the reason; ``current()`` returns its `Runtime`. `native` defines the class
+for plain torch; `xla` and `torchtpu` extend it. Outside this package only `plan/placeholder.py` imports torch_xla, and
+training imports torch_xla only if it is chosen. Importing this module imports only `device_choice`; it imports torch
+only if torch_tpu is installed.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ _current: Runtime | None = None
 
 
 def replace(runtime: Runtime) -> None:
-    """Let ``runtime`` be this process's: for tracing programs, before anything trains."""
+    """Make ``runtime`` this process's runtime, to trace programs. Call it before training starts."""
     global _current
     _current = runtime
 
 
 def current() -> Runtime:
-    """Return the runtime of this process, which the first call makes ready.
+    """Return the runtime of this process. The first call initializes it.
 
     Raises:
-        RuntimeError: A device was used before that this runtime cannot share.
+        RuntimeError: A device was already in use, and this runtime cannot be initialized after that.
     """
     global _current
-    if _current is None:  # no `cache`, which torch.compile looks through
+    if _current is None:  # not `functools.cache`: torch.compile traces through it and would run the function again
         if choice().name == "xla":
             from .xla import XlaRuntime as Chosen
         elif choice().name == "torchtpu":
@@ -46,7 +46,7 @@ def current() -> Runtime:
 
 
 def __getattr__(name: str) -> Any:
-    """Import the types when they are first asked for: their module imports torch."""
+    """Import the types at their first use, since their module imports torch."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f"{__name__}.native"), name)

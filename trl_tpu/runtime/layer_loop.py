@@ -1,4 +1,4 @@
-"""Recomputing of layers in the backward, and layers as one compiled loop."""
+"""Recomputation of layers in the backward, and layers as one compiled loop."""
 
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import AbstractContextManager, contextmanager
@@ -25,11 +25,12 @@ Operations = frozenset[OpOverload]
 def recompute(
     layer: nn.Module, policy: Remat, function: Callable[..., torch.Tensor | tuple[Any, ...]], *args: Any
 ) -> Any:
-    """Call ``function(*args)``, which runs ``layer``; keep for the backward its inputs and what ``policy`` says.
+    """Call ``function(*args)``, the forward of ``layer``, and recompute it in the backward.
 
-    Inputs are also a partial's keywords: tensors with a gradient, and those in a mutable mapping, by which layers hand
-    one another keys and values (Gemma 3n, Gemma 4). Tensors that the layer adds to that are outputs. Other tensors
-    inside ``function`` are kept as they are, and get no gradient.
+    The inputs and the results that ``policy`` keeps are saved for the backward. If ``function`` is a partial, some of
+    its keywords are inputs too: tensors with a gradient, and tensors in a mutable mapping. Layers of Gemma 3n and
+    Gemma 4 pass keys and values to later layers in such a mapping; tensors that the layer adds to it are outputs.
+    All other tensors inside ``function`` are constants without a gradient.
     """
     keywords, parameters = getattr(function, "keywords", {}), list(layer.parameters())
     named = {key: value for key, value in keywords.items() if isinstance(value, torch.Tensor) and value.requires_grad}
@@ -38,39 +39,39 @@ def recompute(
     sizes, added, is_tuple = {key: len(values) for key, values in shared.items()}, dict[str, int](), False
 
     def run(*inputs: Any) -> tuple[Any, ...]:
-        own, tensors = inputs[: len(args)], iter(inputs[len(args) :])
-        given: dict[str, Any] = {key: next(tensors) for key in named}
-        here = type(shared)()
+        positional, tensors = inputs[: len(args)], iter(inputs[len(args) :])
+        kwargs: dict[str, Any] = {key: next(tensors) for key in named}
+        mapping = type(shared)()
         for key, size in sizes.items():
-            here[key] = tuple(next(tensors) for _ in range(size))
-        before = dict(here)
-        outputs = partial(function, **given, **({} if name is None else {name: here}))(*own)
-        new = {key: values for key, values in here.items() if values is not before.get(key)}
+            mapping[key] = tuple(next(tensors) for _ in range(size))
+        before = dict(mapping)
+        outputs = partial(function, **kwargs, **({} if name is None else {name: mapping}))(*positional)
+        new = {key: values for key, values in mapping.items() if values is not before.get(key)}
         added.update({key: len(values) for key, values in new.items()})
         nonlocal is_tuple
         is_tuple = isinstance(outputs, tuple)
         return (*(outputs if is_tuple else (outputs,)), *chain.from_iterable(new.values()))
 
     inputs = (*parameters, *args, *named.values(), *chain.from_iterable(shared.values()))
-    found = _Recompute.apply(layer, kept_operations(policy), run, len(parameters), *inputs)
-    count = len(found) - sum(added.values())
-    tensors = iter(found[count:])
+    results = _Recompute.apply(layer, kept_operations(policy), run, len(parameters), *inputs)
+    count = len(results) - sum(added.values())
+    tensors = iter(results[count:])
     for key, size in added.items():
         shared[key] = tuple(next(tensors) for _ in range(size))
-    return found[:count] if is_tuple else found[0]
+    return results[:count] if is_tuple else results[0]
 
 
 def _is_shared(value: Any) -> bool:
-    return isinstance(value, MutableMapping) and all(isinstance(each, tuple) for each in value.values())
+    return isinstance(value, MutableMapping) and all(isinstance(tensors, tuple) for tensors in value.values())
 
 
 def kept_operations(policy: Remat) -> Operations:
-    """Return the operations whose results a layer's backward is given: none are, or matrix products."""
+    """Return the operations with results that are kept for the backward: matrix products with "dots", else none."""
     return MATMULS if policy == Remat.DOTS else frozenset()
 
 
 class Keeping(TorchDispatchMode):
-    """Collects in `kept` what the operations of ``keep`` return, in order."""
+    """Collects the results of the operations in ``keep``, in order, in the list `kept`."""
 
     def __init__(self, keep: Operations) -> None:
         super().__init__()
@@ -85,7 +86,7 @@ class Keeping(TorchDispatchMode):
 
 
 class Reusing(TorchDispatchMode):
-    """Gives the operations of ``keep`` what they returned to `Keeping`, in place of running them."""
+    """Returns the results that `Keeping` collected, instead of running the operations in ``keep``."""
 
     def __init__(self, keep: Operations, kept: list[torch.Tensor]) -> None:
         super().__init__()
@@ -95,12 +96,12 @@ class Reusing(TorchDispatchMode):
         if function not in self._keep:
             return function(*args, **(kwargs or {}))
         result = next(self._kept)
-        # functionalization, which every XLA tensor goes through, calls this with its own wrappers taken off
+        # XLA tensors pass through functionalization, and it expects results without its wrappers here
         return torch._from_functional_tensor(result) if torch._is_functional_tensor(result) else result
 
 
 def autocast_now() -> torch.autocast:
-    """Return a context with the autocast that is on now: a backward runs outside the forward's."""
+    """Return a context with the current autocast settings, for the backward: it runs outside the forward's context."""
     dtype, enabled = torch.get_autocast_dtype("xla"), torch.is_autocast_enabled("xla")
     return torch.autocast("xla", dtype, enabled, torch.is_autocast_cache_enabled())
 
@@ -129,10 +130,10 @@ class _Recompute(torch.autograd.Function):
         tensors = [_copy(tensor) for tensor in ctx.saved_tensors]
         gradients = tuple(None if gradient is None else gradient.clone() for gradient in gradients)
         kept, ctx.kept = [tensor.clone() for tensor in ctx.kept], []
-        xm.optimization_barrier_([*weights, *tensors, *kept, *(each for each in gradients if each is not None)])
+        xm.optimization_barrier_([*weights, *tensors, *kept, *(grad for grad in gradients if grad is not None)])
         saved = iter(tensors)
         args = [
-            next(saved) if is_tensor else other for is_tensor, other in zip(ctx.is_tensor, ctx.others, strict=True)
+            next(saved) if is_tensor else value for is_tensor, value in zip(ctx.is_tensor, ctx.others, strict=True)
         ]
         with (
             xm.fork_rng(),
@@ -151,9 +152,9 @@ class _Recompute(torch.autograd.Function):
         ]
         results, incoming = zip(*differentiable, strict=True)
         leaves = [leaf for leaf in (*weights, *tensors) if leaf.requires_grad]
-        found = torch.autograd.grad(results, leaves, incoming, allow_unused=True)
-        gradient_of = dict(zip(map(id, leaves), found, strict=True))
-        return (None, None, None, None, *(gradient_of.get(id(each)) for each in (*weights, *args)))
+        leaf_gradients = torch.autograd.grad(results, leaves, incoming, allow_unused=True)
+        gradient_of = dict(zip(map(id, leaves), leaf_gradients, strict=True))
+        return (None, None, None, None, *(gradient_of.get(id(value)) for value in (*weights, *args)))
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:
@@ -161,7 +162,7 @@ def _copy(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def weights_of(layer: nn.Module, weights: list[nn.Parameter]) -> AbstractContextManager[None]:
-    """Let ``layer`` run with ``weights`` in the place of its parameters, given in the order of ``parameters()``."""
+    """Return a context in which ``layer`` uses ``weights``, in the order of ``parameters()``, as its parameters."""
     named: dict[str, torch.Tensor] = dict(zip(dict(layer.named_parameters()), weights, strict=True))
     return _reparametrize_module(layer, named, tie_weights=True)
 
@@ -178,52 +179,52 @@ def scan_layers(
     *args: Any,
     **kwargs: Any,
 ) -> torch.Tensor:
-    """Return ``hidden`` after layers that are alike, as a loop whose program has one of them.
+    """Run identical layers as a compiled loop with the program of one layer, and return the last hidden states.
 
     Args:
-        runtime: Lays gradients out.
-        layer: One layer, whose parameters have those of all layers behind a first dimension.
-        axes: The mesh axes that the dimensions of each parameter of one layer go over.
-        policy: "full" or "dots", see `Remat`.
-        hidden: The input of the first layer.
-        args, kwargs: Further arguments of each layer; no gradient goes to tensors in them.
+        runtime: The runtime that shards gradients.
+        layer: One layer. Its parameters are stacked: they hold the weights of all layers in a first dimension.
+        axes: Mesh axes of each parameter's dimensions, for one layer.
+        policy: Recomputation in the backward, "full" or "dots": see `Remat`.
+        hidden: Input of the first layer.
+        args, kwargs: Further arguments of each layer. Tensors in them get no gradient.
     """
     leaves, structure = tree_flatten((args, kwargs))
     dtypes = [leaf.dtype if isinstance(leaf, torch.Tensor) else None for leaf in leaves]
-    given = list(zip(leaves, dtypes, strict=True))
-    # the loop multiplies its inputs by 1, which booleans would not survive
-    fixed = [leaf.to(torch.uint8) if dtype == torch.bool else leaf for leaf, dtype in given if dtype is not None]
+    leaf_types = list(zip(leaves, dtypes, strict=True))
+    # the loop multiplies its inputs by 1, and that would change the type of booleans
+    fixed = [leaf.to(torch.uint8) if dtype == torch.bool else leaf for leaf, dtype in leaf_types if dtype is not None]
     layouts = [axes.get(name) for name, _ in layer.named_parameters()]
     weights = list(layer.parameters())
 
     def run(hidden: torch.Tensor, fixed: Tensors, weights: list[nn.Parameter]) -> torch.Tensor:
         tensors = iter(fixed)
-        filled = [leaf if dtype is None else next(tensors).to(dtype) for leaf, dtype in given]
-        args, kwargs = tree_unflatten(filled, structure)
-        with weights_of(layer, weights), _once(layer):
+        restored = [leaf if dtype is None else next(tensors).to(dtype) for leaf, dtype in leaf_types]
+        args, kwargs = tree_unflatten(restored, structure)
+        with weights_of(layer, weights), _without_checkpointing(layer):
             output = layer(hidden, *args, **kwargs)
         output = output[0] if isinstance(output, tuple) else output
         if output.dtype != hidden.dtype:
             raise TypeError(
-                f"A layer turns {hidden.dtype} into {output.dtype}, which no loop can carry: leave scan_layers out."
+                f"A layer turns {hidden.dtype} into {output.dtype}, but a loop needs one dtype: leave scan_layers out."
             )
         return output
 
     trained = [layout for layout, weight in zip(layouts, weights, strict=True) if weight.requires_grad]
 
-    def laid_out(gradients: Tensors, *first: None) -> Tensors:
-        """Lay gradients out like their weights: of one layer, or behind a ``first`` dimension those of all."""
+    def shard_gradients(gradients: Tensors, *first: None) -> Tensors:
+        """Shard gradients like their weights: for one layer, or for stacked layers with ``first`` as first axis."""
         return [
-            each if layout is None else runtime.constrain(each, (*first, *layout))
-            for each, layout in zip(gradients, trained, strict=True)
+            gradient if layout is None else runtime.constrain(gradient, (*first, *layout))
+            for gradient, layout in zip(gradients, trained, strict=True)
         ]
 
-    return _Scan.apply(run, laid_out, kept_operations(policy), len(fixed), hidden, *fixed, *weights)
+    return _Scan.apply(run, shard_gradients, kept_operations(policy), len(fixed), hidden, *fixed, *weights)
 
 
 @contextmanager
-def _once(layer: nn.Module) -> Iterator[None]:
-    """Let ``layer`` run without activation checkpointing, which the loop itself does."""
+def _without_checkpointing(layer: nn.Module) -> Iterator[None]:
+    """Turn off the layer's activation checkpointing while the context is open: the loop itself recomputes."""
     checkpointing = layer.gradient_checkpointing
     layer.gradient_checkpointing = False  # type: ignore[assignment]
     try:
@@ -233,7 +234,7 @@ def _once(layer: nn.Module) -> Iterator[None]:
 
 
 class OnHost(AbstractContextManager[None]):
-    """A context in which the inputs of a loop's layers wait for the backward in the memory of the host."""
+    """Context in which loops keep their layers' inputs in host memory until the backward."""
 
     is_open = 0
 
@@ -249,13 +250,13 @@ class _Scan(torch.autograd.Function):
     def forward(  # type: ignore[override]
         ctx: Any,
         run: Any,
-        laid_out: Any,
+        shard_gradients: Any,
         keep: Operations,
         count: int,
         hidden: torch.Tensor,
         *tensors: torch.Tensor,
     ) -> torch.Tensor:
-        ctx.run, ctx.laid_out, ctx.keep, ctx.count = run, laid_out, keep, count
+        ctx.run, ctx.shard_gradients, ctx.keep, ctx.count = run, shard_gradients, keep, count
         ctx.autocast = autocast_now()
         fixed, weights = list(tensors[:count]), list(tensors[count:])
         ctx.trained = [weight.requires_grad for weight in weights]
@@ -264,8 +265,8 @@ class _Scan(torch.autograd.Function):
 
         def step(carry: Tensors, weights: Tensors) -> tuple[Tensors, Tensors]:
             hidden, *fixed = carry
-            # A block adds to what the loop carries a sum that devices make. libtpu takes that for a sum over the turns
-            # and has it made in float32, twice the bytes, unless it does not see what it is added to.
+            # A layer adds an all-reduced tensor to the carry. libtpu mistakes that for a sum over iterations, and
+            # all-reduces in float32, twice the bytes. The barrier hides the carry from this optimization.
             xm.optimization_barrier_([hidden])
             with torch.no_grad(), Keeping(keep) as keeping:
                 output = run(hidden, fixed, _as_parameters(weights, [False] * len(weights)))
@@ -279,7 +280,7 @@ class _Scan(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
         trained, count = ctx.trained, len(ctx.trained)
-        used: list[bool] = []  # of the trained weights, those that a layer computes with
+        used: list[bool] = []  # whether a layer computes with each trained weight
         fixed, slices = list(ctx.saved_tensors[: ctx.count]), list(ctx.saved_tensors[ctx.count :])
 
         def step(carry: Tensors, slices: Tensors) -> tuple[Tensors, Tensors]:
@@ -289,16 +290,16 @@ class _Scan(torch.autograd.Function):
             hidden = (place_to_device(hidden) if ctx.on_host else hidden).detach().requires_grad_()
             with torch.enable_grad(), ctx.autocast, Reusing(ctx.keep, kept):
                 output = ctx.run(hidden, fixed, weights)
-            wanted = [hidden, *(weight for weight in weights if weight.requires_grad)]
-            found = torch.autograd.grad(output, wanted, gradient, allow_unused=True)
-            used[:] = [each is not None for each in found[1:]]
-            pairs = zip(wanted, found, strict=True)
-            gradients = [torch.zeros_like(leaf) if each is None else each for leaf, each in pairs]
-            return [gradients[0], *fixed], ctx.laid_out(gradients[1:])
+            leaves = [hidden, *(weight for weight in weights if weight.requires_grad)]
+            leaf_gradients = torch.autograd.grad(output, leaves, gradient, allow_unused=True)
+            used[:] = [grad is not None for grad in leaf_gradients[1:]]
+            pairs = zip(leaves, leaf_gradients, strict=True)
+            gradients = [torch.zeros_like(leaf) if grad is None else grad for leaf, grad in pairs]
+            return [gradients[0], *fixed], ctx.shard_gradients(gradients[1:])
 
-        carry, found = _scan_impl_flat(step, [gradient, *fixed], slices, reverse=True)
-        found = ctx.laid_out(found, None)
-        gradients = iter([each if is_used else None for each, is_used in zip(found, used, strict=True)])
+        carry, stacked = _scan_impl_flat(step, [gradient, *fixed], slices, reverse=True)
+        stacked = ctx.shard_gradients(stacked, None)
+        gradients = iter([grad if is_used else None for grad, is_used in zip(stacked, used, strict=True)])
         weights = [next(gradients) if is_trained else None for is_trained in trained]
         return (None, None, None, None, carry[0], *(None for _ in fixed), *weights)
 

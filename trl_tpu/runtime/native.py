@@ -1,4 +1,4 @@
-"""What the trainer needs of a device, and how plain torch gives it: on a CPU or a CUDA device."""
+"""The device interface of the trainer, implemented in plain torch for CPUs and CUDA devices."""
 
 import functools
 import os
@@ -27,10 +27,10 @@ from transformers.utils import is_torch_bf16_gpu_available
 
 from ..errors import UserError
 
-#: The mesh axis or axes that each dimension of a tensor goes over, None meaning none.
+#: The mesh axis or axes over which each dimension of a tensor is sharded; None for an unsharded dimension.
 PartitionSpec = tuple[str | tuple[str, ...] | None, ...]
 
-#: How long processes wait for one that is busy: the first writes a large model to slow storage.
+#: Timeout of collectives: processes wait while process 0 writes a large model to slow storage.
 PATIENCE = timedelta(hours=2)
 
 Value = TypeVar("Value")
@@ -38,7 +38,7 @@ LoopStep = Callable[[list[torch.Tensor], list[torch.Tensor]], tuple[list[torch.T
 
 
 class Remat(StrEnum):
-    """What a layer's backward computes again: nothing, all, or all but its matrix products."""
+    """Recomputation in a layer's backward: nothing, everything, or everything except matrix products."""
 
     NONE = "none"
     FULL = "full"
@@ -46,10 +46,10 @@ class Remat(StrEnum):
 
     @classmethod
     def parse(cls, value: str) -> "Remat":
-        """Read what a user writes.
+        """Parse a value of the `remat` setting.
 
         Raises:
-            UserError: If it is none of the three.
+            UserError: The value is not "none", "full" or "dots".
         """
         if value not in list(cls):
             raise UserError(f"remat must be 'full', 'dots' or 'none', got {value!r}.")
@@ -61,22 +61,22 @@ class Topology:
     """The devices and processes that train together."""
 
     devices: int
-    """All devices of the mesh."""
+    """Number of devices in the mesh."""
     slices: int
-    """Groups of devices that a slower network joins."""
+    """Number of TPU slices: groups of devices that are connected by a slower network."""
     process_index: int
     process_count: int
-    """Processes that share the mesh: on a pod there is one a host."""
+    """Number of processes that share the mesh: on a TPU pod, one per host."""
     description: str
-    """What the devices are, for the log."""
+    """Description of the devices, for the log."""
 
 
 @torch.library.custom_op("trl_tpu::einsum", mutates_args=())
 def einsum(equation: str, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
-    """Compute `torch.einsum` of two tensors, each letter of one being in the other or in the result.
+    """Compute `torch.einsum` of two tensors. Each letter must occur in at least two of the factors and the result.
 
-    An operation of its own, so that it can be kept when a layer is recomputed: torch_xla's einsum is not seen below
-    autograd, and torch's own joins dimensions that are sharded apart.
+    A custom operation, because recomputation must be able to keep its result: torch_xla's einsum is invisible below
+    autograd, and torch's einsum merges dimensions with different shardings.
     """
     return torch.einsum(equation, first, second).contiguous()
 
@@ -86,7 +86,7 @@ def _(equation: str, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
     return torch.einsum(equation, first, second).contiguous()
 
 
-def _keep_factors(ctx: Any, inputs: Any, output: Any) -> None:
+def _save_factors(ctx: Any, inputs: Any, output: Any) -> None:
     ctx.equation, *factors = inputs
     ctx.save_for_backward(*factors)
 
@@ -94,18 +94,18 @@ def _keep_factors(ctx: Any, inputs: Any, output: Any) -> None:
 def _einsum_backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
     first, second = ctx.saved_tensors
     letters, result = ctx.equation.split("->")
-    one, two = letters.split(",")
+    left, right = letters.split(",")
     return (
         None,
-        einsum(f"{result},{two}->{one}", gradient, second) if ctx.needs_input_grad[1] else None,
-        einsum(f"{result},{one}->{two}", gradient, first) if ctx.needs_input_grad[2] else None,
+        einsum(f"{result},{right}->{left}", gradient, second) if ctx.needs_input_grad[1] else None,
+        einsum(f"{result},{left}->{right}", gradient, first) if ctx.needs_input_grad[2] else None,
     )
 
 
-einsum.register_autograd(_einsum_backward, setup_context=_keep_factors)
+einsum.register_autograd(_einsum_backward, setup_context=_save_factors)
 
 _aten = torch.ops.aten
-#: Every operation that multiplies matrices.
+#: All operations that multiply matrices.
 MATMULS = frozenset(
     {
         _aten.mm.default,
@@ -130,10 +130,10 @@ def segment_attention(
 
     Args:
         q_BHLD, k_BGLD, v_BGLD: Queries, keys and values; H is a multiple of G.
-        segment_BL: A token sees those with its own number only.
-        scale: Of the logits.
-        window: How many tokens a token sees, itself among them, counted in columns; None for all.
-        softcap: The bound that tanh puts on the logits; None for none.
+        segment_BL: Segment number of each token. A token sees only tokens with the same number.
+        scale: Factor of the logits.
+        window: Number of columns that a token sees, its own column included; None for all.
+        softcap: Bound of the logits, applied by tanh; None for no bound.
     """
     column = torch.arange(segment_BL.shape[1], device=segment_BL.device)
     before_LL = column[:, None] - column[None, :]
@@ -150,11 +150,11 @@ def masked_attention(
     scale: float,
     softcap: float | None = None,
 ) -> torch.Tensor:
-    """Compute attention under a boolean mask, [B, H, L, D]. A query that may see nothing gives no number.
+    """Compute attention with a boolean mask, [B, H, L, D]. The output of a query without visible keys is undefined.
 
     Args:
-        q_BHLD, k_BGLD, v_BGLD, scale, softcap: As in `segment_attention`.
-        mask_B1LL: True where a query sees a key.
+        q_BHLD, k_BGLD, v_BGLD, scale, softcap: See `segment_attention`.
+        mask_B1LL: True if a query sees a key.
     """
     groups = q_BHLD.shape[1] // k_BGLD.shape[1]
     if groups > 1:
@@ -168,26 +168,26 @@ def masked_attention(
 
 
 def peak_resident_bytes() -> int:
-    """Return the most memory that this process ever had in use on the host.
+    """Return the peak resident memory of this process on the host, in bytes.
 
-    Linux says it to `getrusage`, too, but there it is at least what the process that started this one had in use.
+    On Linux, `getrusage` is not used if possible: its value is at least the memory of the parent process.
     """
     status = Path("/proc/self/status")
-    if status.is_file() and (said := re.search(r"^VmHWM:\s+(\d+) kB", status.read_text(), re.MULTILINE)):
-        return int(said[1]) * 1024
+    if status.is_file() and (peak_kib := re.search(r"^VmHWM:\s+(\d+) kB", status.read_text(), re.MULTILINE)):
+        return int(peak_kib[1]) * 1024
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024  # elsewhere in KiB
+    return peak if sys.platform == "darwin" else peak * 1024  # macOS reports bytes, all others KiB
 
 
 class DeviceLoader:
-    """Batches on the device. Iterating ends the recorded step before each, which makes one step one execution.
+    """Yields batches on the device. The recorded step ends before each batch, so one training step is one execution.
 
-    A device that runs steps beside the host computes one while the next batch is made and copied.
+    A device that runs asynchronously computes a step while the host makes and copies the next batch.
 
     Args:
-        runtime: Copies tensors to the device.
-        batches: Batches on the host.
-        batch_axes: The mesh axes of a batch's first dimension.
+        runtime: The runtime that copies tensors to the device.
+        batches: Loader of batches on the host.
+        batch_axes: Mesh axes over which the first dimension of a batch is sharded.
     """
 
     def __init__(self, runtime: "Runtime", batches: DataLoader, batch_axes: tuple[str, ...]) -> None:
@@ -206,18 +206,18 @@ class DeviceLoader:
             self.runtime.step_boundary()
 
     def upload(self, value: Any, device: torch.device) -> Any:
-        """Return a batch, or a part of it, with its tensors on the device."""
+        """Copy the tensors of a batch, or of a part of it, to the device."""
         if isinstance(value, dict):
             return type(value)({key: self.upload(part, device) for key, part in value.items()})
         if type(value) in (tuple, list):
             return type(value)(self.upload(part, device) for part in value)
-        if hasattr(value, "map_tensors"):  # our collators'
+        if hasattr(value, "map_tensors"):  # a `Batch` of this package's collators
             return value.map_tensors(lambda tensor: self.upload(tensor, device))
         is_tensor = isinstance(value, torch.Tensor)
         return self.runtime.upload(value, self._batch_axes, device) if is_tensor else value
 
     def set_epoch(self, epoch: int) -> None:
-        """Shuffle for ``epoch``: samplers order their pairs by (seed, epoch)."""
+        """Set the epoch of sampler and dataset: samplers shuffle by (seed, epoch)."""
         parts: tuple[Any, ...] = (getattr(self.batches.batch_sampler, "sampler", None), self.batches.dataset)
         for part in parts:
             if hasattr(part, "set_epoch"):
@@ -225,61 +225,61 @@ class DeviceLoader:
 
 
 class Runtime:
-    """What the trainer needs of a device, in plain torch; `XlaRuntime` gives each of it in PyTorch/XLA.
+    """The device interface of the trainer, in plain torch. `XlaRuntime` implements it in PyTorch/XLA.
 
-    One process drives one device. Launchers add more processes: each has a mesh of its one device and a whole model,
-    or all have parts of one model on one mesh. Making a runtime gets ready whatever has to be before anything touches
-    a device.
+    One process drives one device. Launchers start several processes. Either each process has a full model and a mesh
+    of one device, or all processes shard one model over one mesh. The constructor does all initialization that must
+    happen before a device is used.
     """
 
     plans_shapes = False
-    """Whether batches should have a few planned shapes, since each new one is compiled."""
+    """Whether batches should have a few planned shapes, since each new shape is compiled."""
 
     is_spmd = False
     """Whether one process drives all devices of its host, and steps are recorded and partitioned by the compiler.
 
-    Reading a value stops such devices, and what differs from step to step has to be data. Else a process has one
-    device, and accelerate leads the processes.
+    On SPMD devices, reading a value stops the device, and values that change from step to step must be tensors.
+    Without SPMD, each process has one device, and accelerate manages the processes.
     """
 
     name = "plain torch"
 
     copies = 1
-    """Processes of a `tensor` group: they compute the same pairs."""
+    """Number of processes in a `tensor` group: all of them compute the same pairs."""
 
-    _ranks = 1  # processes of the mesh, one a device
-    _saving_group: dist.ProcessGroup | None = None  # the same, for host tensors and threads beside training
+    _ranks = 1  # processes of the mesh, one per device
+    _saving_group: dist.ProcessGroup | None = None  # the mesh's processes, for host tensors and checkpoint threads
 
     @property
     def shards_model(self) -> bool:
-        """Whether processes, or one process's devices, have parts of one model: each makes the batches of all."""
+        """Whether one model is sharded over processes or devices. Each process then makes the batches of all."""
         return self.is_spmd or self._ranks > 1
 
     @property
     def has_attention_kernel(self) -> bool:
-        """Whether `segment_attention` needs less memory than a mask for each query and key."""
+        """Whether `segment_attention` needs less memory than a mask per query and key."""
         return False
 
     @property
     def batch_part(self) -> tuple[int, int]:
-        """Which part of a batch this process computes, and how many parts there are, where processes have parts."""
+        """Index of this process's part of a batch, and the number of parts; (0, 1) if it computes whole batches."""
         if self._ranks == 1:
             return 0, 1
         return dist.get_rank() // self.copies, self._ranks // self.copies
 
     def counts_pairs(self) -> bool:
-        """Return whether this process counts its pairs: of a `tensor` group, whose pairs are the same, one does."""
+        """Return whether this process counts its pairs: processes of a `tensor` group share pairs, so one counts."""
         return self.copies == 1 or dist.get_rank() % self.copies == 0
 
     # ---- devices and processes
 
     @property
     def device(self) -> torch.device:
-        """The device of this process: where several form a mesh, the one that stands for all of them."""
+        """The device of this process. With SPMD, one virtual device represents all devices of the mesh."""
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
     def topology(self) -> Topology:
-        """Return the devices and processes of the mesh, as they are now: of several, each has a part of the model."""
+        """Return the current devices and processes of the mesh. Several processes shard one model."""
         name = self._device_name()
         if self._ranks == 1:
             return Topology(1, slices=1, process_index=0, process_count=1, description=name)
@@ -290,27 +290,27 @@ class Runtime:
         return torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU, {torch.get_num_threads()} threads"
 
     def known_to_accelerate(self) -> AbstractContextManager[None]:
-        """Return a context in which accelerate finds the device and the processes, where it is started."""
+        """Return a context for starting accelerate, to let it detect this runtime's device and processes."""
         return nullcontext()
 
     def chip(self) -> str | None:
-        """Return what the devices are called where TPUs are rented, such as "v6e"; None if they are none."""
+        """Return the cloud name of the TPU generation, such as "v6e"; None if the devices are not TPUs."""
         return None
 
     def most_memory(self, device: torch.device) -> int | None:
-        """Return the most bytes that were ever in use on a device of this process; None where nothing says so.
+        """Return the peak memory use of a device of this process, in bytes; None if unknown.
 
-        On a CPU they are those of the whole process. Asking stops no device.
+        On a CPU, it is the memory of the whole process. The call does not stop the device.
         """
         if device.type == "cuda":
             return torch.cuda.max_memory_allocated(device)
         return peak_resident_bytes()
 
     def all_gather_object(self, value: Value, while_saving: bool = False) -> list[Value]:
-        """Return what each process of the mesh gives, in their order. Of None it is a barrier.
+        """Gather one small value from each process of the mesh, in the order of ranks. With None, it is a barrier.
 
-        All processes take part, with small values. Threads that write a checkpoint ask ``while_saving``, so that their
-        words are not taken for those of training.
+        All processes must call it. Threads that write a checkpoint set ``while_saving``: they use another process
+        group, so their collectives cannot mix with training's collectives.
         """
         group, count = self._saving_group, self.topology().process_count
         if count == 1:
@@ -320,7 +320,7 @@ class Runtime:
         return gathered
 
     def process_index(self, index: int) -> int:
-        """Return the number of this process among those that write: ``index`` where accelerate counts them."""
+        """Return this process's index among writing processes. ``index`` is accelerate's index."""
         return index
 
     def is_first_of_host(self, local_index: int) -> bool:
@@ -330,34 +330,34 @@ class Runtime:
     # ---- settings
 
     def settle_arguments(self, args: Any) -> None:
-        """Set what the device decides of the training's arguments, before transformers reads them."""
+        """Set training arguments that depend on the device, before transformers reads them."""
         if args.bf16 is None:
             args.bf16 = (args.use_cpu or is_torch_bf16_gpu_available()) and not args.fp16
         if not torch.accelerator.is_available():
-            args.dataloader_pin_memory = False  # there is no device to pin it for, and torch would warn
-            # otherwise accelerate forms no group of the processes that torchrun starts, and each trains alone
+            args.dataloader_pin_memory = False  # without an accelerator, torch would warn
+            # Without `use_cpu`, accelerate forms no group of torchrun's processes, and each process trains alone.
             args.use_cpu |= int(os.environ.get("WORLD_SIZE") or 1) > 1
 
     def fit_loading_arguments(self, kwargs: dict[str, Any]) -> None:
-        """Reject or leave out arguments of ``from_pretrained`` that do not suit the device."""
+        """Reject or remove arguments of ``from_pretrained`` that the device does not support."""
 
     def check_optimizer(self, optimizer: Optimizer) -> None:
-        """Reject an optimizer that a user made before the model was placed, if the device cannot use it."""
+        """Reject an optimizer that was created before the model was placed, if the device does not support that."""
 
     def default_mesh(self, processes: int, *, is_asked: bool) -> tuple[str, int, int]:
-        """Return the mesh where the user names none, its devices and its slices.
+        """Return the default mesh as text, its number of devices and its number of slices.
 
         Args:
-            processes: All processes, as accelerate counts them.
-            is_asked: Whether the user names one.
+            processes: Number of processes, from accelerate.
+            is_asked: Whether the user sets a mesh.
         """
-        # processes of DDP choose the shapes of their batches alone; where each is compiled, all have to take the same
+        # With DDP, each process chooses the shapes of its batches. On a compiling device all must choose the same.
         return "data=-1", processes if is_asked or self.plans_shapes else 1, 1
 
     def set_mesh(self, sizes: Mapping[str, int], slices: int) -> None:
-        """Arrange all devices as a mesh of named axes, whose sizes multiply to `Topology.devices`.
+        """Arrange all devices as a mesh of named axes. The product of the sizes is `Topology.devices`.
 
-        The first axis goes over the ``slices``. Here they are one device, or those of all processes.
+        The first axis is split over the ``slices``. In plain torch, the mesh is one device or one device per process.
 
         Raises:
             UserError: The devices are in another number of slices.
@@ -369,16 +369,16 @@ class Runtime:
     # ---- layouts
 
     def place(self, tensor: torch.Tensor, axes: PartitionSpec, device: torch.device) -> torch.Tensor:
-        """Lay ``tensor`` out on the device over the mesh: dimension d over the axes ``axes[d]``, None meaning whole.
+        """Shard ``tensor`` over the mesh: dimension d over the axes ``axes[d]``; None leaves a dimension unsharded.
 
-        A host tensor goes to its shards directly; a device tensor is laid out in place.
+        A host tensor is copied directly to its shards; a device tensor is sharded in place.
         """
         return tensor.to(device)
 
     def constrain(self, tensor: torch.Tensor, axes: PartitionSpec) -> torch.Tensor:
-        """Return the activation ``tensor`` laid out as by `place`, and its gradient too, by the compiler.
+        """Let the compiler shard the activation ``tensor`` and its gradient by ``axes``, as in `place`.
 
-        Axes that do not divide their dimension are left out. Where processes have parts, it can only become whole.
+        Axes that do not divide their dimension are left out. In plain torch, a sharded activation becomes unsharded.
         """
         return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
@@ -389,140 +389,144 @@ class Runtime:
         axes: Sequence[PartitionSpec],
         result_axes: PartitionSpec,
     ) -> torch.Tensor:
-        """Call ``function(*tensors)`` on each device with its own parts of the tensors, for its part of the result.
+        """Call ``function`` on each device with its shards of ``tensors``. It returns the result's shard.
 
-        For functions of which the compiler would not see that the parts are independent.
+        Use it if the compiler cannot see that the shards are independent.
 
         Args:
-            function: Right for any part. It is given parts, and returns one.
-            axes: The mesh axes that each dimension of each tensor goes over. An axis that does not divide every
-                dimension that it is named for is left out.
-            result_axes: The same of the result.
+            function: A function that is correct for any shards.
+            tensors: The unsharded arguments.
+            axes: Mesh axes of each dimension of each tensor. An axis must divide all of its dimensions; otherwise it
+                is left out everywhere.
+            result_axes: Mesh axes of each dimension of the result.
         """
         return function(*tensors)
 
     # ---- to and from the host
 
     def to_device(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-        """Copy a small host tensor to the device, as data.
+        """Copy a small host tensor to the device, as an input of programs.
 
-        It has one dimension or more: XLA makes scalars 0 and 1 constants of the program.
+        The tensor needs at least one dimension: XLA turns the scalars 0 and 1 into constants of the program.
         """
         return tensor.to(device)
 
     def fetch(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return small device tensors as host tensors, in one stop of the device."""
+        """Copy small device tensors to the host, with a single stop of the device."""
         return [tensor.detach().cpu() for tensor in tensors]
 
     def local_shards(self, state: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-        """Copy the parts of named tensors that this process's devices hold to the host, of tied tensors once.
+        """Copy this process's shards of named tensors to the host. Tied tensors are copied once.
 
         Returns:
-            For each tensor its shards: ``shards[index]`` are those of its ``index`` in the first dimension, if that is
-            over no axes, and ``shards.join()`` is the whole tensor, if this process has all of it. A tensor that has
-            no shards is a host tensor itself.
+            The shards of each tensor. ``shards[index]`` gives the shards of the tensor's row ``index``, if the first
+            dimension is not sharded. ``shards.join()`` gives the full tensor, if this process has all shards. Tensors
+            without shards are returned as host tensors.
         """
         copies = {id(tensor): tensor.detach().to("cpu", copy=True) for tensor in state.values()}
         return {name: copies[id(tensor)] for name, tensor in state.items()}
 
     def checkpoint_arguments(self, *, saves: bool) -> dict[str, Any]:
-        """Return arguments of torch's `dcp.save`, which writes `local_shards`, or of `dcp.load` into device tensors.
+        """Return arguments for torch's `dcp.save` of `local_shards`, or for `dcp.load` into device tensors.
 
-        The processes of the group write and read together, from any thread; without a group one does by itself.
+        All processes of the group save and load together, from any thread. Without a group, one process works alone.
         """
         group = self._saving_group if self.topology().process_count > 1 else None
         return {"process_group": group, "no_dist": group is None}
 
     def loader(self, batches: DataLoader, batch_axes: tuple[str, ...]) -> DeviceLoader:
-        """Move ``batches`` to the device; a batch's first dimension goes over ``batch_axes``.
+        """Return a loader that copies ``batches`` to the device, with the first dimension sharded over ``batch_axes``.
 
-        Every process gives batches of all rows, and copies those of its own devices; the others may hold anything.
+        Each process passes batches with all rows, but copies only its devices' rows. All other rows may hold arbitrary
+        values.
         """
         return DeviceLoader(self, batches, batch_axes)
 
     def upload(self, tensor: torch.Tensor, batch_axes: tuple[str, ...], device: torch.device) -> torch.Tensor:
-        """Copy a tensor of a batch to the devices: rows of tokens over the batch axes, other tensors whole to each."""
+        """Copy a tensor of a batch to the devices: rows of tokens sharded over the batch axes, others replicated."""
         return tensor.to(device)
 
     # ---- steps
 
     def step_boundary(self) -> None:
-        """End the recorded step: what was computed since the last boundary becomes one execution.
+        """End the recorded step: all operations since the last boundary become one execution.
 
-        Plain torch executes as it goes.
+        Plain torch executes operations immediately.
         """
 
     def compiled(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return ``function``, of tensors and modules, as one program for each shape where a device gains by that.
+        """Compile a function of tensors and modules into one program per shape, if the device gains by that.
 
-        Plain torch runs it as it is, and XLA makes it a part of the recorded step's.
+        Plain torch returns it unchanged. On XLA it becomes part of the recorded step.
         """
         return function
 
     def compile_count(self) -> int | None:
-        """Return how many programs were compiled so far; None where nothing compiles."""
+        """Return the number of programs compiled so far; None on devices that do not compile."""
         return None
 
     def fuse(self, optimizer: Optimizer) -> None:
-        """Let an optimizer be one kernel where the device gains by that."""
+        """Let an optimizer use a fused kernel, if the device gains by that."""
 
     def skip_update_unless(self, is_finite: torch.Tensor, optimizer: Optimizer) -> None:
-        """Make the coming update of ``optimizer`` do nothing unless ``is_finite``, a number on the device."""
+        """Skip the next update of ``optimizer`` unless ``is_finite``, a boolean tensor on the device, is true."""
         if not is_finite:
             optimizer.zero_grad(set_to_none=True)
 
     def optimization_barrier(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Let nothing be computed from any of ``tensors``, in place, before all of them are there.
+        """Delay all uses of ``tensors`` until all of them are computed. The tensors are changed in place.
 
-        Operations of plain torch run in order.
+        Plain torch runs operations in order, so there is nothing to do.
         """
 
     def activations_on_host(self) -> AbstractContextManager[Any]:
-        """Return a context in which a forward keeps what the backward needs in the memory of the host.
+        """Return a context in which a forward saves the tensors for the backward in host memory.
 
-        Of layers that are computed again that is their inputs; on XLA it is of a loop's layers alone.
+        Recomputed layers save only their inputs. On XLA, only the layers of a loop save their inputs on the host.
         """
         return save_on_cpu(pin_memory=torch.cuda.is_available())
 
     def recompute_layers(self, model: nn.Module, policy: Remat) -> None:
-        """Make layers that transformers marked for activation checkpointing recompute in a way the device supports.
+        """Let layers that transformers marked for activation checkpointing recompute in a way the device supports.
 
-        With "dots" they keep what their matrix products return.
+        With "dots", results of matrix products are kept, not recomputed.
         """
         for module in model.modules():
             if getattr(module, "gradient_checkpointing", False) and hasattr(module, "_gradient_checkpointing_func"):
-                module._gradient_checkpointing_func = self._recomputing(module, policy)
+                module._gradient_checkpointing_func = self._checkpoint_function(module, policy)
 
-    def _recomputing(self, layer: Any, policy: Remat) -> Any:
-        """Return what calls the forward of ``layer`` in the place of `torch.utils.checkpoint.checkpoint`."""
+    def _checkpoint_function(self, layer: Any, policy: Remat) -> Any:
+        """Return a function that replaces `torch.utils.checkpoint.checkpoint` for the calls of ``layer``."""
         if policy != Remat.DOTS:
-            return layer._gradient_checkpointing_func  # torch's own, which transformers uses, works here as it is
+            return (
+                layer._gradient_checkpointing_func
+            )  # transformers' default, torch's checkpoint, works in plain torch
         keep = functools.partial(create_selective_checkpoint_contexts, list(MATMULS))
         return functools.partial(layer._gradient_checkpointing_func, use_reentrant=False, context_fn=keep)
 
     def scan(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Run layers that are alike as one compiled loop: see `layer_loop.scan_layers`."""
-        raise NotImplementedError("Plain torch runs layers one by one: it compiles nothing that a loop would shorten.")
+        """Run identical layers as one compiled loop: see `layer_loop.scan_layers`."""
+        raise NotImplementedError("Plain torch runs layers one by one: it does not compile, so a loop would not help.")
 
     def loop(
         self, step: LoopStep, carry: list[torch.Tensor], slices: list[torch.Tensor], *, reverse: bool = False
     ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Call ``step`` for each index of the first dimension of ``slices``; no gradient is recorded.
+        """Call ``step`` for each index of the first dimension of ``slices``. No gradients are recorded.
 
         Args:
-            step: Takes what is carried and one slice of each tensor; returns what is carried on, and its results.
-            carry: What the first call is given.
+            step: Takes the carry and one slice of each tensor; returns the new carry and its results.
+            carry: Initial carry.
             slices: Tensors with the same first dimension.
-            reverse: Whether the last index comes first.
+            reverse: Whether to iterate from the last index to the first.
 
         Returns:
-            What the last call carried on, and the results of all, stacked in the order of ``slices``.
+            The final carry, and the results of all calls, stacked in the order of ``slices``.
         """
         results = list[list[torch.Tensor]]()
         for index in range(len(slices[0]))[:: -1 if reverse else 1]:
-            carry, found = step(carry, [tensor[index] for tensor in slices])
-            results.append(found)
-        return carry, [torch.stack(each[:: -1 if reverse else 1]) for each in zip(*results, strict=True)]
+            carry, outputs = step(carry, [tensor[index] for tensor in slices])
+            results.append(outputs)
+        return carry, [torch.stack(outputs[:: -1 if reverse else 1]) for outputs in zip(*results, strict=True)]
 
     segment_attention = staticmethod(segment_attention)
-    """Computes causal attention within segments by the device's best kernel."""
+    """Computes causal attention within segments with the device's best kernel."""

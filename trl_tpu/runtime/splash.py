@@ -1,11 +1,11 @@
 """Splash attention, jax's flash attention in Pallas, as a differentiable function of XLA tensors.
 
-torch_xla 2.9 wraps the same kernels, but needs flax to be installed and cannot take a soft cap in training. Here jax
-traces forward and backward once for each shape, lowered for TPUs wherever this runs, and torch_xla takes the result
-into its own program. As in torch_xla's wrapper, the backward runs the forward again.
+torch_xla 2.9 wraps the same kernels, but its wrapper needs flax and does not support a soft cap in training. Here jax
+traces forward and backward once per shape and lowers them for TPUs, also on machines without a TPU. torch_xla inserts
+the result into its own program. As in torch_xla's wrapper, the backward runs the forward again.
 https://github.com/jax-ml/jax/tree/jax-v0.7.1/jax/experimental/pallas/ops/tpu/splash_attention
 
-Letters: B rows, H query heads, G key and value heads, L length, D size of a head.
+Letters: B rows, H query heads, G key and value heads, L length, D head size.
 """
 
 import functools
@@ -22,11 +22,11 @@ from torch_xla._internal.jax_workarounds import requires_jax
 from torch_xla.experimental.custom_kernel import to_jax_shape_dtype_struct
 
 LANES = 128
-"""A TPU's vectors have as many numbers: lengths and sizes of heads are padded to multiples of it."""
+"""Size of a TPU's vectors: lengths and head sizes are padded to multiples of it."""
 BLOCK = 512
-"""Queries and keys that are computed at a time, as in torch_xla's and MaxText's defaults; fewer in shorter rows."""
+"""Queries and keys per block, the default of torch_xla and MaxText; smaller for shorter rows."""
 _PLATFORM = "tpu"
-"""jax would lower for the device that it finds, which need not be the one that is compiled for."""
+"""Target of lowering. jax's default, the attached device, may differ from the device that is compiled for."""
 
 
 def splash_attention(
@@ -38,12 +38,12 @@ def splash_attention(
     window: int | None = None,
     softcap: float | None = None,
 ) -> torch.Tensor:
-    """Compute `native.segment_attention` in memory linear in L.
+    """Compute `native.segment_attention` with memory linear in L.
 
-    Blocks of queries and keys above the diagonal or outside the window cost nothing.
+    Blocks of queries and keys above the diagonal or outside the window are skipped.
     """
     length, size = q_BHLD.shape[2], v_BGLD.shape[3]
-    # columns without tokens see each other only
+    # padding columns get a segment that no token has
     segment = pad(segment_BL, (0, -length % LANES), value=-1).int()
     output: torch.Tensor = _Splash.apply(*map(_padded, (q_BHLD, k_BGLD, v_BGLD)), segment, scale, window, softcap)
     return output[:, :, :length, :size]
@@ -64,9 +64,9 @@ class _Splash(torch.autograd.Function):
 
 
 def _padded(tensor: torch.Tensor) -> torch.Tensor:
-    """Pad columns, and features of heads, to what the kernel takes: zeros add nothing to products.
+    """Pad columns and head features with zeros to sizes that the kernel supports. Zeros do not change products.
 
-    Columns come to whole vectors, and the features of a head to half of one's lanes, or to whole ones.
+    Columns are padded to a multiple of `LANES`. Head features are padded to half of `LANES` or to a multiple of it.
     """
     length, size = tensor.shape[2:]
     lanes = LANES // 2 if size <= LANES // 2 else LANES
@@ -82,7 +82,7 @@ Function = Callable[..., tuple[Any, ...]]
 def _programs(
     scale: float, window: int | None, softcap: float | None, inputs: tuple[Any, ...]
 ) -> tuple[Program, Program]:
-    """Return `attention_functions` for one set of shapes, as functions of XLA tensors."""
+    """Return the `attention_functions` for one set of shapes, as functions of XLA tensors."""
     import jax
 
     forward, backward = attention_functions(scale, window, softcap, inputs[0].shape)
@@ -95,11 +95,14 @@ def attention_functions(
     """Return attention in jax, and its backward.
 
     Args:
-        shape: Of the queries, [B, H, L, D].
+        scale: Factor of the logits.
+        window: Number of columns that a token sees, its own column included; None for all.
+        softcap: Bound of the logits, applied by tanh; None for no bound.
+        shape: Shape of the queries, [B, H, L, D].
 
     Returns:
-        A function of q, k and v, [B, H or G, L, D], and of the segments, [B, L], which returns the output. And a
-        function of the output's gradient and the same inputs, which returns the gradients of q, k and v.
+        The forward, a function of q, k and v, [B, H or G, L, D], and the segments, [B, L]: it returns the output. And
+        the backward, a function of the output's gradient and the same inputs: it returns the gradients of q, k and v.
     """
     import jax
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel, splash_attention_mask
@@ -134,7 +137,7 @@ def attention_functions(
 
 
 def _lowered(function: Function, inputs: Sequence[Any]) -> Program:
-    """Return a jax function of arrays like ``inputs`` as one of XLA tensors, which the program around it takes in."""
+    """Turn a jax function of arrays like ``inputs`` into a function of XLA tensors, for use in torch_xla's program."""
     import jax
 
     lowered = jax.jit(function, keep_unused=True).trace(*inputs).lower(lowering_platforms=(_PLATFORM,))

@@ -1,6 +1,6 @@
-"""TorchTPU: TPUs as torch's own accelerator, one process a device, operations that run one by one as on a GPU.
+"""TorchTPU: TPUs as torch's accelerator, with one process per device and eager operations as on a GPU.
 
-Each operation is a program, compiled anew for each shape; `Runtime.compiled` makes one of many.
+Each operation is a program, compiled once per shape. `Runtime.compiled` fuses many operations into one program.
 
 References: https://docs.cloud.google.com/tpu/docs/pytorch-tpu
 """
@@ -19,8 +19,8 @@ from torch.optim import Adam, Optimizer
 from .device_choice import CPU
 from .native import PATIENCE, Runtime
 
-# that one function is compiled for; torch's own limit, of 8, is meant for code that varies by chance
-_MOST_SHAPES = 256
+# Shapes that one function may be compiled for. torch's default of 8 is meant to detect code with changing shapes.
+_RECOMPILE_LIMIT = 256
 
 
 class TorchTpuRuntime(Runtime):
@@ -30,10 +30,11 @@ class TorchTpuRuntime(Runtime):
     plans_shapes = True
 
     def __init__(self) -> None:
-        """Name the device to accelerate, which would take the CPU, and let float32 products be that.
+        """Select the TPU in accelerate, set float32 precision, and start the process group of several processes.
 
-        TorchTPU's default, unlike torch's, rounds their factors to bfloat16: but that is what `bf16` says. Several
-        processes meet, for host tensors too.
+        Without ACCELERATE_TORCH_DEVICE, accelerate would use the CPU. TorchTPU's default rounds the factors of float32
+        products to bfloat16, unlike torch's default, but only `bf16` should choose that. The process group supports
+        device and host tensors.
         """
         os.environ.setdefault("ACCELERATE_TORCH_DEVICE", "tpu")
         torch.set_float32_matmul_precision("highest")
@@ -49,17 +50,17 @@ class TorchTpuRuntime(Runtime):
 
     @contextmanager
     def known_to_accelerate(self) -> Iterator[None]:
-        """Let accelerate count the processes as those of CPUs: of TPUs it knows one. Their device it is told."""
+        """Let accelerate count processes as on CPUs: on TPUs it expects one process. `__init__` sets its device."""
         if dist.is_initialized():
-            os.environ[CPU] = "1"  # not for longer, as it is also how a user asks for the CPU
+            os.environ[CPU] = "1"  # only within the context: users set the variable to choose the CPU
         try:
             yield
         finally:
             os.environ.pop(CPU, None)
 
     def settle_arguments(self, args: Any) -> None:
-        args.dataloader_pin_memory = False  # what batches have is small, and not every host can
-        args.logging_nan_inf_filter = False  # it would read the loss in every step; see `nonfinite_limit`
+        args.dataloader_pin_memory = False  # batches are small, and not every host supports pinning
+        args.logging_nan_inf_filter = False  # it would read the loss at every step; see `nonfinite_limit`
         if args.bf16 is None:
             args.bf16 = not args.fp16
 
@@ -74,18 +75,18 @@ class TorchTpuRuntime(Runtime):
         return torch.get_device_module("tpu")._get_cache_misses()
 
     def fuse(self, optimizer: Optimizer) -> None:
-        """Let Adam be one kernel, where each of its operations would be compiled for each shape of a parameter.
+        """Let Adam use its fused kernel. Otherwise each of its operations is compiled for each parameter shape.
 
-        One that was told how to step keeps to that, and other optimizers have no such kernel.
+        An explicit setting of ``fused`` or ``foreach`` is kept. Other optimizers have no fused kernel.
         """
         if isinstance(optimizer, Adam) and optimizer.defaults["fused"] is None and not optimizer.defaults["foreach"]:
             for settings in (optimizer.defaults, *optimizer.param_groups):
                 settings["fused"] = True
-            optimizer.register_step_pre_hook(_leave_empty_parts_out)
+            optimizer.register_step_pre_hook(_skip_empty_shards)
 
     def skip_update_unless(self, is_finite: torch.Tensor, optimizer: Any) -> None:
         if isinstance(optimizer, Adam) and all(group["fused"] for group in optimizer.param_groups):
-            optimizer.found_inf = (~is_finite).float()  # type: ignore[attr-defined]  # what a loss scale tells such a kernel
+            optimizer.found_inf = (~is_finite).float()  # type: ignore[attr-defined]  # fused kernels read it, as set by a gradient scaler
         else:
             super().skip_update_unless(is_finite, optimizer)
 
@@ -93,10 +94,10 @@ class TorchTpuRuntime(Runtime):
         return _compiled(function)
 
 
-def _leave_empty_parts_out(optimizer: Optimizer, *_: object) -> None:
-    """Let the kernel have no parameter of which this process has nothing, as of a score head's one row: only count.
+def _skip_empty_shards(optimizer: Optimizer, *_: object) -> None:
+    """Hide parameters with an empty local shard from the fused kernel, such as a score head's single row.
 
-    torch_tpu 0.2 loses the buffers of such a part, and the next step fails.
+    Only their step count advances. torch_tpu 0.2 loses the buffers of empty shards, and the next step fails.
     """
     for parameter, state in optimizer.state.items():
         if isinstance(parameter, DTensor) and parameter.grad is not None and not parameter.to_local().numel():
@@ -107,4 +108,4 @@ def _leave_empty_parts_out(optimizer: Optimizer, *_: object) -> None:
 @cache
 def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     program = torch.compile(function, backend="tpu", dynamic=False)
-    return torch._dynamo.config.patch(recompile_limit=_MOST_SHAPES)(program)
+    return torch._dynamo.config.patch(recompile_limit=_RECOMPILE_LIMIT)(program)

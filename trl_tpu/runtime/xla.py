@@ -1,4 +1,4 @@
-"""PyTorch/XLA: one process a host, whose devices share a mesh."""
+"""PyTorch/XLA with SPMD: one process per host, and one mesh over all devices."""
 
 import dataclasses
 import functools
@@ -16,7 +16,7 @@ import torch_xla
 import torch_xla.core.xla_model as xm
 import torch_xla.debug.metrics as met
 import torch_xla.distributed.spmd as xs
-import torch_xla.distributed.xla_backend  # knows the address "xla://"
+import torch_xla.distributed.xla_backend  # registers the init method "xla://"
 import torch_xla.runtime as xr
 from accelerate import PartialState
 from torch import nn
@@ -46,31 +46,31 @@ from .native import (
 
 logger = logging.getLogger(__name__)
 
-Change = Callable[[torch.Tensor, xs.Mesh, PartitionSpec], torch.Tensor]
+ShardingChange = Callable[[torch.Tensor, xs.Mesh, PartitionSpec], torch.Tensor]
 
 
 def _solve_triangular(
     matrix: torch.Tensor, values: torch.Tensor, *, upper: bool, left: bool = True, unitriangular: bool = False
 ) -> torch.Tensor:
-    """Solve on the device. torch_xla 2.9 knows `triangular_solve` alone, and solves its newer form on the host."""
+    """Solve on the device. torch_xla 2.9 lowers only `triangular_solve`; it solves `solve_triangular` on the host."""
     if not left:
         return _solve_triangular(matrix.mT, values.mT, upper=not upper, unitriangular=unitriangular).mT
     return torch.triangular_solve(values, matrix, upper=upper, unitriangular=unitriangular)[0]
 
 
-_LOWERINGS = torch.library.Library("aten", "IMPL", "XLA")  # they last as long as it does
+_LOWERINGS = torch.library.Library("aten", "IMPL", "XLA")  # registrations end with the lifetime of this object
 _LOWERINGS.impl("linalg_solve_triangular", _solve_triangular)
 
 
 class MeshSharding(xs.ShardingSpec):
-    """A ShardingSpec that also accepts specs which leave mesh axes out.
+    """A ShardingSpec that also accepts specs without some of the mesh axes.
 
     torch_xla 2.9 computes the tile assignment of a spec without a None dimension as if it named every axis
-    (https://github.com/pytorch/xla/issues/8012); the mesh's own method handles that case.
+    (https://github.com/pytorch/xla/issues/8012). The mesh's own method handles that case.
     """
 
     def __post_init__(self) -> None:
-        # a scalar has no dimensions to ask about
+        # the mesh's method needs at least one dimension, and a scalar has none
         spec = self.partition_spec or (None,)
         tiles, groups, replication, kind = self.mesh._get_op_sharding_args(spec)
         self._tile_assignment, self._group_assignment, self._replication_groups = tiles, groups, replication
@@ -78,20 +78,25 @@ class MeshSharding(xs.ShardingSpec):
 
 
 def shard_count(mesh: xs.Mesh, over: str | tuple[str, ...] | None) -> int:
-    """Return how many shards the axes of one dimension cut it into."""
+    """Return the number of shards of a dimension that is sharded over the given axes."""
     sizes = mesh.shape()
     return prod(sizes.get(axis, 1) for axis in ((over,) if isinstance(over, str) else over or ()))
 
 
-class Changed(torch.autograd.Function):
-    """What ``change`` makes of a tensor, and of its gradient what ``change_back`` does.
+class ChangeSharding(torch.autograd.Function):
+    """Applies ``change`` to a tensor, and ``change_back`` to its gradient.
 
-    torch_xla's own function for a sharding (`mark_sharding_with_gradients`) parses the mesh at every call.
+    torch_xla's function for this, `mark_sharding_with_gradients`, parses the mesh at every call.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, tensor: torch.Tensor, mesh: xs.Mesh, axes: PartitionSpec, change: Change, change_back: Change
+        ctx: Any,
+        tensor: torch.Tensor,
+        mesh: xs.Mesh,
+        axes: PartitionSpec,
+        change: ShardingChange,
+        change_back: ShardingChange,
     ) -> torch.Tensor:
         ctx.mesh, ctx.axes, ctx.change_back = mesh, axes, change_back
         return change(tensor, mesh, axes)
@@ -102,31 +107,31 @@ class Changed(torch.autograd.Function):
 
 
 def _marked(tensor: torch.Tensor, mesh: xs.Mesh, axes: PartitionSpec) -> torch.Tensor:
-    copy = tensor.clone()
-    torch_xla._XLAC._xla_mark_sharding(copy, mesh.get_op_sharding(axes))
-    return copy
+    constrained = tensor.clone()
+    torch_xla._XLAC._xla_mark_sharding(constrained, mesh.get_op_sharding(axes))
+    return constrained
 
 
 class HostShard(xs.XLAShard):
-    """A shard on the host. torch_xla's own reads its data by a list of slices, of which torch warns."""
+    """A shard on the host. torch_xla's class indexes its data by a list of slices, and torch warns about that."""
 
-    @property  # type: ignore[misc]  # torch_xla's can be set too, which nothing does
+    @property  # type: ignore[misc]  # torch_xla's property also has a setter; nothing uses it
     def unpadded_data(self) -> torch.Tensor:
-        return self.data[tuple(slice(0, at.stop - at.start) for at in self.indices)]
+        return self.data[tuple(slice(0, part.stop - part.start) for part in self.indices)]
 
 
 class HostShards(_CpuShards):
-    """The shards of one tensor that this host's devices hold, as host tensors with their places in it."""
+    """This host's shards of a tensor, as host tensors with their indices in the full tensor."""
 
     def __getitem__(self, index: int) -> "HostShards":
-        """Return the shards of ``tensor[index]``; the first dimension has to be whole on every device. No copy."""
+        """Return the shards of ``tensor[index]``, without a copy. The first dimension must not be sharded."""
         shards = [
             dataclasses.replace(shard, data=shard.data[index], indices=shard.indices[1:]) for shard in self.shards
         ]
         return HostShards(shards, self.global_shape[1:])
 
     def join(self) -> torch.Tensor:
-        """Return the tensor, of which this host has to have all shards."""
+        """Return the full tensor. This host must have all of its shards."""
         joined = torch.empty(self.global_shape, dtype=self.shards[0].data.dtype)
         for shard in self.shards:
             joined[tuple(shard.indices)] = shard.unpadded_data
@@ -134,25 +139,25 @@ class HostShards(_CpuShards):
 
 
 class SavePlanner(SPMDSavePlanner):
-    """torch_xla's planner, for tensors of which several devices of a host hold the same shard.
+    """torch_xla's save planner, also for hosts with several devices that hold the same shard.
 
-    Its own removes what is there twice from every plan but the first that has it. Where that is the same plan, both
-    go: with `data=2,fsdp=4` no weight would be in the checkpoint.
+    torch_xla's planner removes duplicate shards from every plan except the first plan that contains the shard. If one
+    plan contains a shard twice, both copies are removed: with `data=2,fsdp=4`, no weight would be in the checkpoint.
     """
 
-    def set_up_planner(  # type: ignore[override]  # torch's of today
+    def set_up_planner(  # type: ignore[override]  # the signature of current torch releases
         self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False
     ) -> None:
         super().set_up_planner(state_dict, is_coordinator)
 
     def create_local_plan(self) -> SavePlan:
         plan = super().create_local_plan()
-        once = {item.index: item for item in reversed(plan.items)}  # equal if of the same shard
+        once = {item.index: item for item in reversed(plan.items)}  # copies of a shard have equal indices
         return dataclasses.replace(plan, items=list(once.values()))
 
 
 class LoadPlanner(SPMDLoadPlanner):
-    """torch_xla's planner, once the tensors are computed: reading a shard before that fails."""
+    """torch_xla's load planner. It waits until the tensors are computed: reading a shard before that fails."""
 
     def set_up_planner(self, *args: Any, **kwargs: Any) -> None:
         torch_xla.sync(wait=True)
@@ -170,11 +175,11 @@ def _on_host(shards: Iterable[xs.XLAShard]) -> list[xs.XLAShard]:
 
 
 def _to_shards(whole: torch.Tensor, mesh: xs.Mesh, axes: PartitionSpec) -> torch.Tensor:
-    # a copy, since the layout is written to the tensor itself
+    # a copy, since torch_xla writes the sharding to the tensor itself
     return xs.enable_manual_sharding(whole + 0, axes, mesh=mesh).global_tensor
 
 
-def _to_whole(shard: torch.Tensor, mesh: xs.Mesh, axes: PartitionSpec) -> torch.Tensor:
+def _to_global(shard: torch.Tensor, mesh: xs.Mesh, axes: PartitionSpec) -> torch.Tensor:
     shape = torch.Size(size * shard_count(mesh, over) for size, over in zip(shard.shape, axes, strict=True))
     return xs.disable_manual_sharding(shard, axes, shape, mesh=mesh).global_tensor
 
@@ -184,13 +189,14 @@ _AUTOGRAD_XLA = torch._C.DispatchKeySet(torch._C.DispatchKey.AutogradXLA)
 
 @einsum.register_kernel("xla")
 def _einsum(equation: str, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
-    # below autograd torch would take its own einsum, of reshapes; torch_xla's one dot is registered with autograd's
+    # Below autograd, torch would run its own einsum with reshapes. torch_xla's einsum, a single dot, is registered for
+    # the autograd key.
     return torch.ops.aten.einsum.default.redispatch(_AUTOGRAD_XLA, equation, [first, second])
 
 
 def _reported_slices() -> set[Any]:
-    """Return the slices that the devices say they are in; virtual devices say nothing."""
-    return {each["slice_index"] for each in xr.global_runtime_device_attributes() if "slice_index" in each}
+    """Return the slice indices that the devices report. Virtual devices report none."""
+    return {device["slice_index"] for device in xr.global_runtime_device_attributes() if "slice_index" in device}
 
 
 class XlaRuntime(Runtime):
@@ -198,13 +204,13 @@ class XlaRuntime(Runtime):
 
     name = "PyTorch/XLA"
     plans_shapes = is_spmd = True
-    _mesh: xs.Mesh  # of `set_mesh`
+    _mesh: xs.Mesh  # set by `set_mesh`
 
     def __init__(self) -> None:
-        """Turn SPMD on, which torch_xla cannot do later.
+        """Turn SPMD on. torch_xla cannot do that after a device is used.
 
         Raises:
-            RuntimeError: A device was used before.
+            RuntimeError: A device was already used.
         """
         if xr.is_spmd():
             return
@@ -238,10 +244,10 @@ class XlaRuntime(Runtime):
     @contextmanager
     def known_to_accelerate(self) -> Iterator[None]:
         yield
-        PartialState().local_process_index = 0  # accelerate numbers the only process of a host -1
+        PartialState().local_process_index = 0  # accelerate sets -1 for the only process of a host
 
     def process_index(self, index: int) -> int:
-        return xr.process_index()  # accelerate takes each host for the only one, and all would write and push
+        return xr.process_index()  # accelerate sees each host as the only one, so all hosts would write and push
 
     def is_first_of_host(self, local_index: int) -> bool:
         return True
@@ -253,8 +259,8 @@ class XlaRuntime(Runtime):
     def check_optimizer(self, optimizer: Optimizer) -> None:
         kind = type(optimizer).__name__
         raise UserError(
-            "On XLA an optimizer is made once the weights are in their shards, and `optimizers` holds one that was "
-            f"made before: give its class, `optimizer_cls_and_kwargs=({kind}, {{'lr': ...}})`."
+            "On XLA the optimizer must be created after the weights are sharded, but `optimizers` holds an existing "
+            f"optimizer: pass its class instead, `optimizer_cls_and_kwargs=({kind}, {{'lr': ...}})`."
         )
 
     def fit_loading_arguments(self, kwargs: dict[str, Any]) -> None:
@@ -262,11 +268,11 @@ class XlaRuntime(Runtime):
         method = quantization.get("quant_method") if isinstance(quantization, dict) else None
         if isinstance(quantization, BitsAndBytesConfig) or method == "bitsandbytes":
             raise UserError(
-                "bitsandbytes quantization needs CUDA kernels, which XLA devices do not have. Load the model without "
+                "bitsandbytes quantization needs CUDA kernels, and XLA devices have none. Load the model without "
                 "it, for adapters in bfloat16 (`--dtype bfloat16 --use_peft`), or train on CUDA with USE_TORCH_XLA=0."
             )
         if kwargs.pop("device_map", None) is not None:
-            logger.warning("`device_map` is ignored: on XLA the trainer places the model, by its sharding plan.")
+            logger.warning("`device_map` is ignored: on XLA the trainer places the model by its sharding plan.")
 
     def default_mesh(self, processes: int, *, is_asked: bool) -> tuple[str, int, int]:
         topology = self.topology()
@@ -277,20 +283,24 @@ class XlaRuntime(Runtime):
             return None
         try:
             return tpu.get_tpu_type()
-        except (OSError, LookupError, TypeError):  # neither the machine's metadata nor the environment says it
+        except (
+            OSError,
+            LookupError,
+            TypeError,
+        ):  # the type is neither in the machine's metadata nor in the environment
             return None
 
     def most_memory(self, device: torch.device) -> int | None:
-        # of devices that SPMD joins to one torch_xla 2.9 cannot say it
+        # torch_xla 2.9 cannot report the memory of devices under SPMD
         return peak_resident_bytes() if xr.device_type() == "CPU" else None
 
     @functools.cached_property
     def _saving_group(self) -> dist.ProcessGroup | None:  # type: ignore[override]
-        """The group of all hosts' threads that write checkpoints; training goes on in the default one.
+        """The process group of the hosts' threads that write checkpoints; training uses the default group.
 
-        torch_xla's ``rendezvous`` is no barrier under SPMD, where every host counts as the only one
-        (https://github.com/pytorch/xla/issues/9479). So the hosts meet over gloo, at the address of process 0, which
-        the TPU's environment says, or MASTER_ADDR and MASTER_PORT.
+        Under SPMD, torch_xla's ``rendezvous`` is not a barrier, since every host counts as the only process
+        (https://github.com/pytorch/xla/issues/9479). The hosts connect by gloo instead. The address of process 0 comes
+        from the TPU's environment, or from MASTER_ADDR and MASTER_PORT.
         """
         if xr.process_count() == 1:
             return None
@@ -302,8 +312,8 @@ class XlaRuntime(Runtime):
         names, shape, reported = tuple(sizes), tuple(sizes.values()), len(_reported_slices())
         if reported and reported != slices:
             raise UserError(
-                f"The mesh is for {slices} slice(s), but the devices are in {reported}: slices={reported}, or leave "
-                "`slices` out, which is read from the devices."
+                f"The mesh is for {slices} slice(s), but the devices are in {reported}. Set slices={reported}, or "
+                "leave `slices` out to read it from the devices."
             )
         if reported > 1:
             within, across = (shape[0] // slices, *shape[1:]), (slices, *(1 for _ in shape[1:]))
@@ -326,12 +336,12 @@ class XlaRuntime(Runtime):
             None if size % shard_count(mesh, over) else over for size, over in zip(tensor.shape, axes, strict=True)
         )
         if torch_xla._XLAC._get_xla_sharding_spec(tensor):
-            tensor = tensor + 0  # a tensor that was laid out keeps that layout; what is computed from it need not
-        copy: torch.Tensor = Changed.apply(tensor, mesh, fitting, _marked, _marked)
-        return copy
+            tensor = tensor + 0  # a tensor keeps its first sharding, but a result computed from it can have another
+        constrained: torch.Tensor = ChangeSharding.apply(tensor, mesh, fitting, _marked, _marked)
+        return constrained
 
     def mesh_of(self, tensor: torch.Tensor) -> xs.Mesh | None:
-        """Return the mesh that a tensor lies on; None on the host, or outside a trainer."""
+        """Return the mesh of a device tensor; None for a host tensor, or before `set_mesh`."""
         return getattr(self, "_mesh", None) if tensor.device.type == "xla" else None
 
     def optimization_barrier(self, tensors: Sequence[torch.Tensor]) -> None:
@@ -339,7 +349,7 @@ class XlaRuntime(Runtime):
 
     @functools.cached_property
     def attention_kernel(self) -> Callable[..., torch.Tensor]:
-        """Splash attention on a TPU; compiling for a TPU elsewhere sets this to `splash.splash_attention`."""
+        """Splash attention on a TPU, else plain attention. `trl-tpu plan` sets splash attention without a TPU."""
         if xr.device_type() != "TPU":
             return segment_attention
         from .splash import splash_attention
@@ -360,41 +370,41 @@ class XlaRuntime(Runtime):
         mesh = self.mesh_of(tensors[0])
         if mesh is None:
             return function(*tensors)
-        # the entries of ``axes`` that are more than one device and divide all dimensions they are named for
+        # keep only entries of ``axes`` with more than one device that divide all of their dimensions
         dimensions = [
-            each for tensor, over in zip(tensors, axes, strict=True) for each in zip(over, tensor.shape, strict=True)
+            pair for tensor, over in zip(tensors, axes, strict=True) for pair in zip(over, tensor.shape, strict=True)
         ]
         counts = {over: shard_count(mesh, over) for over, _ in dimensions}
         dividing = counts.keys() - {over for over, size in dimensions if counts[over] == 1 or size % counts[over]}
         *input_axes, output_axes = (
-            tuple(over if over in dividing else None for over in each) for each in (*axes, result_axes)
+            tuple(over if over in dividing else None for over in spec) for spec in (*axes, result_axes)
         )
         shards = [
-            Changed.apply(tensor, mesh, over, _to_shards, _to_whole)
+            ChangeSharding.apply(tensor, mesh, over, _to_shards, _to_global)
             for tensor, over in zip(tensors, input_axes, strict=True)
         ]
-        return Changed.apply(function(*shards), mesh, output_axes, _to_whole, _to_shards)
+        return ChangeSharding.apply(function(*shards), mesh, output_axes, _to_global, _to_shards)
 
     def activations_on_host(self) -> AbstractContextManager[Any]:
-        # torch_xla moves nothing on a CPU, whose devices have the host's memory
+        # on a CPU, device memory is host memory
         return OnHost() if xr.device_type() == "TPU" else nullcontext()
 
-    def _recomputing(self, layer: nn.Module, policy: Remat) -> Callable[..., Any]:
+    def _checkpoint_function(self, layer: nn.Module, policy: Remat) -> Callable[..., Any]:
         return functools.partial(recompute, layer, policy)
 
     scan = scan_layers
 
     def loop(self, step: LoopStep, carry: Any, slices: Any, *, reverse: bool = False) -> Any:
-        if slices[0].device.type == "cpu":  # on the host, before training
+        if slices[0].device.type == "cpu":  # host tensors, before training
             return super().loop(step, carry, slices, reverse=reverse)
         return _scan_impl_flat(step, carry, slices, reverse)
 
     def upload(self, tensor: torch.Tensor, batch_axes: tuple[str, ...], device: torch.device) -> torch.Tensor:
-        """Copy a tensor of a batch; rows that the axes do not divide go whole to each device.
+        """Copy a tensor of a batch. It is replicated if the axes do not divide its rows.
 
-        torch_xla cuts out what this host's devices hold by their places in the mesh. Its ``minibatch`` would instead
-        deal the host's rows out by device number, and hosts' devices are no runs of numbers: of 4x4 chips the first
-        host has 0, 1, 4 and 5.
+        torch_xla selects the shards of this host's devices by their positions in the mesh. Its ``minibatch`` option
+        would instead assign the host's rows in the order of device numbers. That is wrong if a host's numbers are not
+        consecutive: with 4x4 chips, the first host has devices 0, 1, 4 and 5.
         """
         count = shard_count(self._mesh, batch_axes)
         if tensor.dim() < 2 or count == 1 or tensor.shape[0] % count:
@@ -414,8 +424,10 @@ class XlaRuntime(Runtime):
         torch_xla.sync(wait=True)  # reading a shard while it is computed fails
         unique = {str(id(tensor)): tensor.detach() for tensor in state.values()}
         copies = {
-            key: HostShards(_on_host(copy.shards), copy.global_shape) if isinstance(copy, _CpuShards) else copy
-            for key, copy in _sharded_cpu_state_dict(unique).items()
+            key: HostShards(_on_host(constrained.shards), constrained.global_shape)
+            if isinstance(constrained, _CpuShards)
+            else constrained
+            for key, constrained in _sharded_cpu_state_dict(unique).items()
         }
         return {name: copies[str(id(tensor))] for name, tensor in state.items()}
 
@@ -423,7 +435,7 @@ class XlaRuntime(Runtime):
         return super().checkpoint_arguments(saves=saves) | {"planner": SavePlanner() if saves else LoadPlanner()}
 
     def skip_update_unless(self, is_finite: torch.Tensor, optimizer: Optimizer) -> None:
-        """Do nothing: the recorded step itself chooses between old and new values."""
+        """Do nothing: the recorded step itself selects between old and new values."""
 
     def compile_count(self) -> int:
         compiles = met.metric_data("CompileTime")

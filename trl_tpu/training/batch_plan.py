@@ -1,4 +1,4 @@
-"""Decides once whether a run's batches are packed, plans their shapes, and makes their collators."""
+"""Decide whether a run's batches are packed, plan their shapes, and make their collators."""
 
 import logging
 from collections.abc import Callable, Mapping
@@ -29,35 +29,35 @@ from .planned_shapes import PlannedShapes
 
 logger = logging.getLogger(__name__)
 
-# of TRL and transformers: the batches that we make in their place have the same rows
+# collators of TRL and transformers; `BatchCollator` makes batches with the same rows
 _COLLATORS = (DataCollatorForPreference, RewardDataCollatorWithPadding, DataCollatorForTokenClassification)
 
 
 class BatchPlan:
-    """Decides once whether a run's batches are packed, and makes the collators for its datasets.
+    """Decides once per run whether batches are packed, and makes the collators for its datasets.
 
-    Packed batches are one row without padding on plain torch; on XLA, and where a model's own attention wants one
-    mask, they are rows of a few planned shapes. Padded batches have a few planned lengths on XLA, unless rewards would
-    change with them.
+    On plain torch, a packed batch is one row without padding. On devices that compile once per shape, and with
+    ``fixed_rows``, packed batches have rows of a few planned shapes. On these devices, padded batches have a few
+    planned lengths, unless rewards depend on padding.
 
     Args:
-        args: The run's settings.
-        model: Its model, with the attention it trains with; it is made to read packed rows.
-        tokenizer: The model's.
-        train_dataset: Pairs, as raw or as prepared as they are. `prepare` gets them when they are token ids.
+        args: Settings of the run.
+        model: The model with its final attention implementation. It is changed to read packed rows.
+        tokenizer: The model's tokenizer.
+        train_dataset: The training data, raw or prepared. `prepare` gets the prepared data later.
         runtime: The devices' runtime.
-        data_collator: The user's own, if any.
+        data_collator: A user-defined collator; None for the default.
         old_columns: Whether the data has the columns of TRL's old API.
-        reads_padded_rows: Names a method of the user's that reads batches, and so expects TRL's padded layout; None
-            where there is none.
-        fixed_rows: Rows for every batch, instead of rows that fit the data.
+        reads_padded_rows: Returns the name of a user-defined method that reads batches and so expects TRL's padded
+            layout; None without such a method.
+        fixed_rows: Rows for every packed batch. None chooses rows that fit the data.
 
     Raises:
-        UserError: If the user insists on packing and something is in its way.
+        UserError: packing=True is set, but packing is impossible.
     """
 
     padded_because: str | None = None
-    """The obstacle to packing; None where batches are packed."""
+    """The obstacle to packing; None if batches are packed."""
 
     def __init__(
         self,
@@ -77,7 +77,7 @@ class BatchPlan:
         self._old_columns, self._reads_padded_rows = old_columns, reads_padded_rows
         self.planned = PlannedShapes(args, runtime, fixed_rows)
         self.plans_shapes = runtime.plans_shapes
-        self._is_unpadded = not self.plans_shapes and fixed_rows is None  # where batches are packed
+        self._is_unpadded = not self.plans_shapes and fixed_rows is None  # applies to packed batches only
         self._pad_because(self._obstacle_in_settings(model) or self._obstacle_in_code())
         self.use_model(model)
 
@@ -89,14 +89,14 @@ class BatchPlan:
 
     @property
     def layout(self) -> str:
-        """The layout of batches that a checkpoint was trained on: "packed" or "padded"."""
+        """The layout of batches, as recorded in checkpoints: "packed" or "padded"."""
         return "packed" if self.packed else "padded"
 
     def use_model(self, model: PreTrainedModel) -> None:
-        """Make ``model``, the first or one that `model_init` made anew, compute on the device and read these batches.
+        """Prepare the first model, or a new model of `model_init`, for the device and for this plan's batches.
 
         Raises:
-            UserError: If the user insists on packing and the model cannot, or on `scan_layers` and its layers cannot
+            UserError: packing=True, but the model cannot read packed rows; or scan_layers=True, but its layers cannot
                 run as a loop.
         """
         fit_to_device(model, is_static=self.plans_shapes)
@@ -109,36 +109,35 @@ class BatchPlan:
             except PackingImpossible as reason:
                 self._pad_because(str(reason))
         if self.packed and not self._packs(self._train_dataset):
-            self._pad_because("train_dataset is a stream without max_length, so no row is sure to hold its pairs")
+            self._pad_because("train_dataset is a stream without max_length, so its pairs may be longer than any row")
         self.planned.use_model(model, self._pad_token_id, self.packed)
 
     def prepare(self, train_dataset: Any, eval_dataset: Any) -> None:
-        """Plan the rows of prepared datasets, choose how they attend, and check that a `row_length` holds every pair.
+        """Plan the rows of prepared datasets, choose their attention, and check that all pairs fit into `row_length`.
 
         Raises:
-            UserError: If it is too short for a pair of the training or evaluation data, and not hours into a run; if
-                the user insists on attention that the model does not allow; or on `group_by_prompt` of a stream.
+            UserError: `row_length` is too short for a pair of the training or evaluation data (checked here, not hours
+                into a run); the model does not allow the chosen `packed_attention`; or `group_by_prompt` is set for a
+                stream.
         """
         self._train_dataset = train_dataset
         evaluated = [*eval_dataset.values()] if isinstance(eval_dataset, Mapping) else [eval_dataset]
         self.planned.prepare(train_dataset, evaluated, self.plans_shapes and self._packs(train_dataset))
 
     def _packs(self, dataset: Any) -> bool:
-        """Return whether batches of ``dataset`` are packed: not where no shapes can be planned."""
+        """Return whether batches of ``dataset`` are packed. They are padded if no shapes can be planned."""
         return self.packed and (self._is_unpadded or self.planned.can_plan(dataset))
 
     def _pad_because(self, obstacle: str | None) -> None:
-        """Pad batches from here on if there is an obstacle to packing.
+        """Pad batches from now on if there is an obstacle to packing.
 
         Raises:
-            UserError: If the user insists on packing.
+            UserError: packing=True is set.
         """
         if obstacle is None:
             return
         if self._args.packing == "true":
-            raise UserError(
-                f"packing=True is impossible: {obstacle}. Leave packing at 'auto', or remove the obstacle."
-            )
+            raise UserError(f"packing=True is impossible: {obstacle}. Set packing='auto', or remove the obstacle.")
         if self._args.packing == "auto":
             logger.warning(f"Batches are padded, not packed: {obstacle}.")
         self.padded_because = obstacle
@@ -150,32 +149,34 @@ class BatchPlan:
         obstacles = {
             "packing is turned off": args.packing == "false",
             "neftune_noise_alpha scales its noise by the length of rows": args.neftune_noise_alpha,
-            "long dialogues change positions beside them (see max_length)": outgrows_positions(model, args.max_length),
-            "accelerate shards the model, with which packed rows were not tried": (
+            "long sequences change the positions of shorter ones in a batch (see max_length)": (
+                outgrows_positions(model, args.max_length)
+            ),
+            "accelerate shards the model, and packed rows are not tested with that": (
                 shards or parse_flag_from_env("ACCELERATE_USE_FSDP")
             ),
-            "include_num_input_tokens_seen counts padded rows (num_tokens in the logs needs none)": (
+            "include_num_input_tokens_seen counts padded rows (num_tokens in the logs does not)": (
                 counts_tokens not in (False, "no")
             ),
         }
-        return next((obstacle for obstacle, is_there in obstacles.items() if is_there), None)
+        return next((obstacle for obstacle, is_present in obstacles.items() if is_present), None)
 
     def _obstacle_in_code(self) -> str | None:
-        """Name the user's code that expects padded rows; None if there is none."""
+        """Return a description of user code that expects padded rows; None if there is none."""
         if self._collator is not None and type(self._collator) not in _COLLATORS:
-            return "a data collator of your own makes the batches"
+            return "a custom data collator makes the batches"
         method = self._reads_padded_rows()
         if method is None:
             return None
         if method.endswith("_dataloader") and self._args.train_batch_size > self._args.per_device_train_batch_size:
-            return f"{method} is overridden; what its loader calls a batch is one over all devices of the mesh"
+            return f"{method} is overridden; a batch of its loader is the batch of all devices of the mesh"
         return f"{method} is overridden, and such code expects padded rows"
 
     # ---- collators
 
     @property
     def padding_side(self) -> str:
-        """The side of padding: today's collator pads on the right, whatever the tokenizer says."""
+        """The padding side. TRL's current collator ignores the tokenizer and pads on the right."""
         return self._tokenizer.padding_side if self._old_columns else "right"
 
     @property
@@ -183,8 +184,8 @@ class BatchPlan:
         return self._tokenizer.pad_token_id
 
     def default_collator(self) -> Callable[[list[Any]], dict[str, Any]]:
-        """Return TRL's collator for the data, for code that makes batches by itself."""
-        multiple: Any = self._args.pad_to_multiple_of  # the config has read its text forms
+        """Return TRL's collator for the data, for code that makes its own batches."""
+        multiple: Any = self._args.pad_to_multiple_of  # an int or None: the config has parsed text
         if self._old_columns:
             return RewardDataCollatorWithPadding(self._tokenizer, pad_to_multiple_of=multiple)
         if has_row_format(self._train_dataset, SOLUTION):
@@ -192,25 +193,25 @@ class BatchPlan:
         return DataCollatorForPreference(self._pad_token_id, multiple)
 
     def collator(self, dataset: Any, batch_size: int, user_collator: Any) -> Callable[..., Any]:
-        """Return the collator of ``dataset``: of packed or padded batches, or of TRL's dict for a user's code.
+        """Return the collator of ``dataset``: for packed batches, padded batches, or TRL's dict with user code.
 
-        Batches are padded from here on if the user has replaced something since the model was made to read packed
-        rows. Where processes have parts of one model, the collator is given the rows of all, and makes this one's
-        part: of planned shapes all have the same.
+        Batches are padded from now on if user code has replaced a part of the model or the collator since packing was
+        chosen. If processes share one sharded model, the collator gets the data rows of all processes and makes this
+        process's part. With planned shapes, the parts of all processes have the same shape.
 
         Args:
-            dataset: Prepared; a stream's examples may have more columns.
-            batch_size: P, of one part.
-            user_collator: The trainer's collator, which makes TRL's dict.
+            dataset: Prepared data; a stream's examples may have additional columns.
+            batch_size: P, data rows per process.
+            user_collator: The trainer's collator. It makes TRL's dict.
 
         Raises:
-            UserError: If the user insists on packing.
+            UserError: packing=True is set, but packing is impossible.
         """
         self._collator = user_collator
         if self.packed:
             self._pad_because(self._obstacle_in_code() or own_code_of(self._whole_model))
         args, (index, count) = self._args, self._runtime.batch_part
-        answers = length_stats(dataset).answers if is_prepared(dataset) else 2  # a stream has pairs
+        answers = length_stats(dataset).answers if is_prepared(dataset) else 2  # streams hold pairs only
         rule = ComparisonRule(
             args.ties in TIES,
             args.average_over == "comparisons",
@@ -235,7 +236,7 @@ class BatchPlan:
             return DictCollator(collate, are_old, rule, self._pad_token_id, self.padding_side, lengths, part)
         else:
             lengths = self._lengths_of(dataset)
-            if self.plans_shapes:  # even a batch whose length is not planned has all rows
+            if self.plans_shapes:  # a fixed number of rows, even if the length is not planned
                 lengths, part = lengths or (), Part(batch_size, index, count)
             multiple: Any = args.pad_to_multiple_of or 1
             lay_out = partial(pad, lengths=lengths, multiple=multiple)
@@ -246,14 +247,15 @@ class BatchPlan:
     def _lengths_of(self, dataset: Any) -> tuple[int, ...] | None:
         """Choose the row lengths of padded batches of ``dataset`` on a device that compiles once per length.
 
-        None where lengths are not planned: on other devices, for collators of users, and as `PlannedShapes` says.
+        None if lengths are not planned: on other devices, for user-defined collators, and if `PlannedShapes.lengths`
+        returns None.
         """
         is_ours = self._collator is None or isinstance(self._collator, _COLLATORS)
         return self.planned.lengths(dataset) if self.plans_shapes and is_ours else None
 
     @property
     def shapes(self) -> int | None:
-        """The number of batch shapes in training; None where shapes are not planned."""
+        """The number of batch shapes in training; None if shapes are not planned."""
         if self.packed:
             return None if self._is_unpadded else len(self.planned.training_rows.shapes)
         lengths = self._lengths_of(self._train_dataset)
@@ -261,7 +263,7 @@ class BatchPlan:
 
     @property
     def accumulates(self) -> bool:
-        """Whether some batches are computed in several micro-batches."""
+        """Whether some batches are split into several micro-batches."""
         return self.packed and not self._is_unpadded and bool(self.planned.training_rows.accumulate)
 
     def describe(self) -> str:
@@ -269,10 +271,10 @@ class BatchPlan:
         if self.packed and self._is_unpadded:
             return "each packed into one row without padding"
         if self.packed:
-            attention = "in rows of whole dialogues" if self.planned.expands else "through masks"
-            return f"packed into rows of {self.planned.training_rows}; they attend {attention}"
+            attention = "in rows of whole sequences" if self.planned.expands else "with masks"
+            return f"packed into rows of {self.planned.training_rows}; attention is computed {attention}"
         lengths = self._lengths_of(self._train_dataset)
         if lengths is None:
-            return f"padded to their longest ({self.padded_because})"
+            return f"padded to their longest sequence ({self.padded_because})"
         listed = " or ".join(map(str, lengths)) if len(lengths) <= 4 else f"one of {len(lengths)} lengths in"
         return f"padded to {listed} tokens ({self.padded_because})"
