@@ -461,6 +461,14 @@ class Runtime:
         """
         return function
 
+    def read_count(self) -> int | None:
+        """Return how many tensors were read from the devices so far; None where nothing counts them."""
+        return None
+
+    def use_exact_products(self) -> None:
+        """Compute products of float32 matrices in full precision. GPUs and TPUs round their factors by default."""
+        torch.set_float32_matmul_precision("highest")
+
     def compile_count(self) -> int | None:
         """Return the number of programs compiled so far; None on devices that do not compile."""
         return None

@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.optim import Optimizer
 from torch_xla._internal import tpu
+from torch_xla.backends import set_mat_mul_precision
 from torch_xla.experimental.distributed_checkpoint import SPMDLoadPlanner, SPMDSavePlanner
 from torch_xla.experimental.distributed_checkpoint._helpers import _CpuShards, _sharded_cpu_state_dict
 from torch_xla.experimental.scan import _scan_impl_flat
@@ -436,6 +437,13 @@ class XlaRuntime(Runtime):
 
     def skip_update_unless(self, is_finite: torch.Tensor, optimizer: Optimizer) -> None:
         """Do nothing: the recorded step itself selects between old and new values."""
+
+    def read_count(self) -> int:
+        reads = met.metric_data("TransferFromDeviceTime")
+        return reads[0] if reads else 0
+
+    def use_exact_products(self) -> None:
+        set_mat_mul_precision("highest")
 
     def compile_count(self) -> int:
         compiles = met.metric_data("CompileTime")

@@ -52,25 +52,14 @@ class Line:
 
 def train_group(file: Path) -> None:
     """Train the runs that a JSON file describes, one after another, and write their results next to it."""
+    from trl_tpu.runtime import current
+
     group, results = json.loads(file.read_text()), dict[str, Any]()
     if group["precision"] == "float32":
-        _multiply_exactly()
+        current().use_exact_products()
     for name, settings in group["runs"].items():
         results[name] = _train(file.with_name(name), settings, group["is_long"], kills=group["kills"])
         file.with_suffix(".out").write_text(json.dumps(results))
-
-
-def _multiply_exactly() -> None:
-    """Compute products of float32 matrices in full precision: GPUs and TPUs round their factors by default."""
-    import torch
-
-    from trl_tpu.runtime import current
-
-    torch.set_float32_matmul_precision("highest")
-    if current().is_spmd:
-        from torch_xla.backends import set_mat_mul_precision
-
-        set_mat_mul_precision("highest")
 
 
 def _train(folder: Path, settings: dict[str, Any], is_long: bool, kills: bool) -> dict[str, Any]:
@@ -87,7 +76,7 @@ def _train(folder: Path, settings: dict[str, Any], is_long: bool, kills: bool) -
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             if state.global_step == 1:
                 runtime.fetch([trainer.model.score.weight])  # waits for the first step
-            marks.append((time.monotonic(), runtime.compile_count(), _reads()))
+            marks.append((time.monotonic(), runtime.compile_count(), runtime.read_count()))
             if kills and state.global_step == _KILLED_STEP:
                 trainer.trl_tpu.checkpointer.wait()
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -128,15 +117,6 @@ def _train(folder: Path, settings: dict[str, Any], is_long: bool, kills: bool) -
         **{"batches": trainer.batch_plan.describe(), "device": topology.description, "devices": topology.devices},
         **{"chip": runtime.chip(), "is_spmd": runtime.is_spmd, "processes": topology.process_count},
     }
-
-
-def _reads() -> int | None:
-    """Return how many tensors were read from the device so far; None where nothing counts them."""
-    if "torch_xla" not in sys.modules:
-        return None
-    import torch_xla.debug.metrics as metrics
-
-    return (metrics.metric_data("TransferFromDeviceTime") or [0])[0]
 
 
 # ---- in the parent
