@@ -10,7 +10,7 @@ from .data.chat_templates import is_conversational as is_conversational
 from .data.chat_templates import maybe_apply_chat_template as maybe_apply_chat_template
 from .data.chat_templates import maybe_extract_prompt as maybe_extract_prompt
 from .data.checks import column_names
-from .data.tokenize import tokenize_dialogue
+from .data.tokenize import tokenize_conversation
 
 get_dataset_column_names = column_names
 
@@ -20,4 +20,4 @@ def _tokenize(
 ) -> dict[str, list[int]]:
     """Tokenize plain text directly, or messages through the chat template."""
     row = {"tools": tools, "chat_template_kwargs": chat_template_kwargs}
-    return {"input_ids": tokenize_dialogue(input, processing_class, row, "A conversation")}
+    return {"input_ids": tokenize_conversation(input, processing_class, row, "A conversation")}

@@ -28,7 +28,7 @@ from training import untimed
 from transformers import TrainerCallback
 
 from trl_tpu import RewardConfig, RewardTrainer
-from trl_tpu.checkpoint.state_dict import reader_of, tensors_in
+from trl_tpu.checkpoint.state_dict import tensor_reader, tensors_in
 
 STEPS = 12
 
@@ -96,7 +96,7 @@ def outcome(folder: Path) -> tuple[dict[str, torch.Tensor], list[dict[str, float
     history = json.loads((last / "trainer_state.json").read_text())["log_history"]
     logs = list(map(untimed, history))
     weights = {name: torch.empty_like(tensor, device="cpu") for name, tensor in tensors_in(last / "state").items()}
-    dcp.load(weights, storage_reader=reader_of(last / "state"), no_dist=True)
+    dcp.load(weights, storage_reader=tensor_reader(last / "state"), no_dist=True)
     return weights, logs
 
 

@@ -37,7 +37,7 @@ def test_customized_model_trains_with_trls_losses(make: Callable[[], Any], tmp_p
     if make is customized.prefix_tuning and "past_key_values" not in inspect.signature(LlamaModel.forward).parameters:
         pytest.skip("peft looks for past_key_values, which transformers 5.24 calls cache")
     trainer, ours = losses(trl_tpu, make(), tmp_path)
-    assert trainer.batch_plan.padded_because is not None
+    assert trainer.batch_plan.padding_reason is not None
     _, reference = losses(trl, make(), tmp_path)
     assert ours == pytest.approx(reference, abs=1e-5)
     with pytest.raises(ValueError, match=f"packing.*{CASES[make]}"):
@@ -67,7 +67,7 @@ def collator(trainer: Any) -> None:
 @pytest.mark.parametrize("change", [custom_loss, collator])
 def test_changes_after_construction_take_effect(change: Callable[[Any], None], tmp_path: Path) -> None:
     trainer, ours = losses(trl_tpu, customized.plain(), tmp_path, change)
-    assert trainer.batch_plan.padded_because is not None
+    assert trainer.batch_plan.padding_reason is not None
     evaluated = trainer.evaluate(trainer.train_dataset)
     for name, logs in {"num_tokens": trainer.state.log_history[0], "eval_num_tokens": evaluated}.items():
         assert (name in logs) == (change is collator), "custom losses count no tokens"
@@ -88,6 +88,6 @@ def test_changes_after_construction_take_effect(change: Callable[[Any], None], t
 )
 def test_adapters_that_act_on_single_tokens_stay_packed(config: Any, tmp_path: Path) -> None:
     packed, ours = losses(trl_tpu, customized.adapted(config), tmp_path)
-    assert packed.batch_plan.padded_because is None
+    assert packed.batch_plan.padding_reason is None
     _, padded = losses(trl_tpu, customized.adapted(config), tmp_path, packing=False)
     assert ours == pytest.approx(padded, abs=1e-5)

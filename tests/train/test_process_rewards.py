@@ -280,5 +280,5 @@ def test_other_families_are_tested_before_packing(
     tokenizer = AutoTokenizer.from_pretrained(model)
     made, rows = classifier(family, len(tokenizer)), solutions(8)
     trainer = PRMTrainer(made, settings(tmp_path), train_dataset=rows, processing_class=tokenizer)
-    reason = trainer.batch_plan.padded_because
+    reason = trainer.batch_plan.padding_reason
     assert (reason is None) if obstacle is None else (obstacle in reason)

@@ -118,15 +118,15 @@ def parts_of(count: int) -> list[Any]:
     return [Part(-(-MOST // count), index, count) for index in range(count)] if count > 1 else [None]
 
 
-def packed_collators(lay_out: Callable[..., Any], count: int = 1) -> Callable[[Form], list[Any]]:
+def packed_collators(pack_rows: Callable[..., Any], count: int = 1) -> Callable[[Form], list[Any]]:
     """Return collators that pack the rows of one process: of all examples, or of its part of them."""
-    return lambda form: [BatchCollator(lay_out, PAD, form.rule, part) for part in parts_of(count)]
+    return lambda form: [BatchCollator(pack_rows, PAD, form.rule, part) for part in parts_of(count)]
 
 
 def planned_collators(plan: RowPlan, count: int = 1, expands: bool = False) -> Callable[[Form], list[Any]]:
     part = Part(MOST, 0, count, shares_pairs=True)
     lay_outs = [partial(pack, plan=plan, expands=expands, part=(index, count)) for index in range(count)]
-    return lambda form: [BatchCollator(lay_out, PAD, form.rule, part) for lay_out in lay_outs]
+    return lambda form: [BatchCollator(pack_rows, PAD, form.rule, part) for pack_rows in lay_outs]
 
 
 def trl_collators(count: int = 1, **settings: Any) -> Callable[[Form], list[Any]]:

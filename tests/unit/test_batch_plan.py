@@ -54,13 +54,13 @@ def collator(plan: BatchPlan, data: Any = None, own: Any = None) -> Any:
 
 def test_compiling_devices_get_planned_rows_and_plain_torch_tight_rows(tmp_path: Path) -> None:
     plain = make(tmp_path)
-    assert plain.packed and plain.padded_because is None and plain.layout == "packed"
-    assert collator(plain).lay_out.func is pack_unpadded
+    assert plain.packed and plain.padding_reason is None and plain.layout == "packed"
+    assert collator(plain).pack_rows.func is pack_unpadded
     assert plain.shapes is None and not plain.accumulates
     plan, data = make(tmp_path, COMPILING), tokens(64)
     collate = collator(plan, data)
-    assert collate.lay_out.func is pack and collate.part.pairs == 4 and not collate.lay_out.keywords["expands"]
-    assert collate.lay_out.keywords["plan"] is plan.planned.rows(data, 4) != plan.planned.rows(data, 8)  # cached
+    assert collate.pack_rows.func is pack and collate.part.pairs == 4 and not collate.pack_rows.keywords["expands"]
+    assert collate.pack_rows.keywords["plan"] is plan.planned.rows(data, 4) != plan.planned.rows(data, 8)  # cached
     training = plan.planned.rows(plan._train_dataset, 4)
     assert plan.shapes == len(training.shapes) and plan.accumulates == bool(training.accumulate)
     assert str(training) in plan.describe()
@@ -69,7 +69,7 @@ def test_compiling_devices_get_planned_rows_and_plain_torch_tight_rows(tmp_path:
 def test_expanded_attention_is_chosen_before_training(tmp_path: Path) -> None:
     model = tiny.tiny_model(TOKENIZER)
     plan = make(tmp_path, COMPILING, model, settings={"packed_attention": "expanded"})
-    assert collator(plan).lay_out.keywords["expands"]
+    assert collator(plan).pack_rows.keywords["expands"]
     assert model.config._attn_implementation == "trl_tpu_expanded"
     again = tiny.tiny_model(TOKENIZER)  # `model_init` builds one like it for each trial
     plan.use_model(again)
@@ -116,7 +116,7 @@ def test_obstacle_to_packing_is_logged_once_or_raised(
         plan = make(tmp_path, COMPILING, **arguments | {"settings": settings | chosen})
         assert [obstacle in record.getMessage() for record in caplog.records].count(True) == times
         assert not plan.packed and plan.layout == "padded"
-        assert packing is False or (obstacle in str(plan.padded_because) and obstacle in plan.describe())
+        assert packing is False or (obstacle in str(plan.padding_reason) and obstacle in plan.describe())
     with pytest.raises(ValueError, match=f"packing=True.*{obstacle}"):
         make(tmp_path, COMPILING, **arguments | {"settings": settings | {"packing": True}})
 
@@ -129,13 +129,13 @@ def test_trls_columns_and_collators_allow_packing(given: dict[str, Any], tmp_pat
 def test_streams_with_max_length_are_packed_on_every_device(tmp_path: Path) -> None:
     stream, unbounded = tokens(90).to_iterable_dataset(), {"settings": {"max_length": None}}
     assert make(tmp_path, data=stream, **unbounded).packed
-    assert "max_length" in (make(tmp_path, COMPILING, data=stream, **unbounded).padded_because or "")
+    assert "max_length" in (make(tmp_path, COMPILING, data=stream, **unbounded).padding_reason or "")
     packed = make(tmp_path, COMPILING, **unbounded)  # only an evaluation on such a stream is padded
-    assert collator(packed, stream).lay_out.func is pad
-    assert collator(packed).lay_out.func is pack
+    assert collator(packed, stream).pack_rows.func is pad
+    assert collator(packed).pack_rows.func is pack
     bounded = {"settings": {"max_length": 60}}
     plan = make(tmp_path, COMPILING, data=stream, **bounded)
-    assert collator(plan, stream).lay_out.func is pack
+    assert collator(plan, stream).pack_rows.func is pack
     rows = plan.planned.training_rows
     assert rows.longest >= 2 * 60 and min(shape.length for shape in rows.shapes) <= 40
     again = make(tmp_path, COMPILING, data=tokens(90).to_iterable_dataset(), **bounded)  # as in a resumed run
@@ -151,10 +151,10 @@ def test_streams_with_max_length_are_packed_on_every_device(tmp_path: Path) -> N
 
 def test_padded_batches_have_planned_lengths_on_compiling_devices(tmp_path: Path) -> None:
     off = {"settings": {"packing": False}}
-    assert collator(make(tmp_path, **off)).lay_out.keywords["lengths"] is None
+    assert collator(make(tmp_path, **off)).pack_rows.keywords["lengths"] is None
     plan = make(tmp_path, COMPILING, **off)
     collate = collator(plan)
-    assert plan.shapes == len(collate.lay_out.keywords["lengths"]) and not plan.accumulates
+    assert plan.shapes == len(collate.pack_rows.keywords["lengths"]) and not plan.accumulates
     assert {tuple(collate(list(rows)).parts[0].input_ids_RL.shape) for rows in (tokens(1), tokens(4))} == {(8, 64)}
 
 

@@ -39,7 +39,7 @@ DEVICES = ("USE_TORCH_XLA", "PJRT_DEVICE", "CPU_NUM_DEVICES", *SET_BY_TORCH_XLA)
         # requested by PJRT_DEVICE
         (Facts(**XLA_ONLY, pjrt_device="CPU"), "xla", "PJRT_DEVICE=CPU"),
         (Facts(**BOTH, pjrt_device="TPU", tpu_chips=4), "xla", "PJRT_DEVICE=TPU"),
-        (Facts(**BOTH, misfit="of another version", tpu_chips=4), "native", "of another version"),
+        (Facts(**BOTH, version_mismatch="of another version", tpu_chips=4), "native", "of another version"),
         (Facts(**NEITHER, pjrt_device="CPU"), "native", "PJRT_DEVICE=CPU is set, but torch_xla is not installed"),
         # USE_TORCH_XLA
         (Facts(**BOTH, tpu_chips=4, switch="0"), "native", "USE_TORCH_XLA=0"),

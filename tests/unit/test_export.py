@@ -34,7 +34,7 @@ from trl_tpu import cli
 from trl_tpu.checkpoint.export import export_checkpoint
 from trl_tpu.checkpoint.state_dict import trained_weights
 from trl_tpu.errors import UserError
-from trl_tpu.modeling.head_spec import write_old_names
+from trl_tpu.modeling.head_spec import add_transformers4_names
 
 MODELS = {"llama": checkpoints.llama, "experts": checkpoints.experts, "tied": checkpoints.tied}
 
@@ -163,7 +163,7 @@ def test_config_has_transformers_4_names_for_rope(
     """The names of transformers 5 are kept, and it reads the same values."""
     config: Any = AutoConfig.for_model(family, **copy.deepcopy(settings))
     config.save_pretrained(tmp_path)
-    write_old_names(tmp_path)
+    add_transformers4_names(tmp_path)
     written = json.loads((tmp_path / "config.json").read_text())
     names = {"rope_theta", "partial_rotary_factor", "rotary_pct", "rotary_emb_base", "rope_scaling"}
     assert {name: written[name] for name in names & written.keys()} == old
@@ -175,7 +175,7 @@ def test_saved_tokenizer_has_names_that_transformers_4_reads(tmp_path: Path) -> 
     tokenizer = tiny.tiny_tokenizer(["some text"])
     tokenizer.add_special_tokens({"additional_special_tokens": ["<one>", "<two>"]})
     tokenizer.save_pretrained(tmp_path)
-    write_old_names(tmp_path)
+    add_transformers4_names(tmp_path)
     written = json.loads((tmp_path / "tokenizer_config.json").read_text())
     assert written["tokenizer_class"] == "PreTrainedTokenizerFast"
     assert written["model_input_names"] == ["input_ids", "attention_mask"]
@@ -185,7 +185,7 @@ def test_saved_tokenizer_has_names_that_transformers_4_reads(tmp_path: Path) -> 
     assert again.all_special_tokens == tokenizer.all_special_tokens
     for kept in ({"tokenizer_class": "Qwen2Tokenizer"}, {"auto_map": {"AutoTokenizer": ["o.O", None]}}):
         (tmp_path / "tokenizer_config.json").write_text(json.dumps(kept))
-        write_old_names(tmp_path)
+        add_transformers4_names(tmp_path)
         assert json.loads((tmp_path / "tokenizer_config.json").read_text()) == kept, "a custom class of the model"
 
 
@@ -236,7 +236,7 @@ def test_export_holds_the_model_at_most_once(way: str, tmp_path: Path) -> None:
 KILLED = """
 import os, signal, sys
 from trl_tpu.checkpoint import export
-export.write_old_names = lambda _: os.kill(os.getpid(), signal.SIGKILL)  # when all is written
+export.add_transformers4_names = lambda _: os.kill(os.getpid(), signal.SIGKILL)  # when all is written
 export.export_checkpoint(*sys.argv[1:])
 """
 

@@ -386,7 +386,7 @@ def test_every_easydel_field_is_accepted_or_gets_a_suggestion(tmp_path: Path) ->
     (text,) = (each.text for each in blocks(GUIDES / "from_easydel.md") if "learning_rate=5e-5" in each.text)
     for today, value, comment in re.findall(r"^    (\w+)=(.+?),(?:  # (.+))?$", text, re.MULTILINE):
         for old, was in re.findall(r"(\w+)=([^,;]+)", comment) if comment else [(today, value)]:
-            assert old == today or re.search(rf": use {today}\b", checks.todays_names([old])), old
+            assert old == today or re.search(rf": use {today}\b", checks.advice_on_old_names([old])), old
             assert printed[old] == ast.literal_eval(was), old
 
 

@@ -65,7 +65,7 @@ def trainer_of(package: Any, folder: Path, settings: Any = None, n_gpu: int = 1,
 
 
 def settle(model: Any, tokenizer: Any, **settings: Any) -> Any:
-    return load.settle_tokenizer(model, tokenizer, trl_tpu.RewardConfig("out", report_to="none", **settings))[0]
+    return load.set_special_tokens(model, tokenizer, trl_tpu.RewardConfig("out", report_to="none", **settings))[0]
 
 
 def test_loaded_model_equals_trls_with_the_same_random_head(checkpoint: str, tmp_path: Path) -> None:

@@ -87,8 +87,8 @@ def test_packed_families_stay_exact_on_pairs_longer_than_the_trial(family: str) 
     for parameter in model.parameters():  # makes attention far from uniform
         parameter.data.add_(torch.randn_like(parameter) * 0.1)
     plan, rewards = RowPlan((RowShape(1, 800),)), []
-    for lay_out in (pad, partial(pack, plan=plan), pack_unpadded):
-        (batch,) = BatchCollator(lay_out, PAD)(long_pairs()).parts
+    for pack_rows in (pad, partial(pack, plan=plan), pack_unpadded):
+        (batch,) = BatchCollator(pack_rows, PAD)(long_pairs()).parts
         with torch.no_grad():
             rewards.append(rewards_of(model, batch)[0])
     for in_packed_rows in rewards[1:]:

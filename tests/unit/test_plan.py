@@ -193,7 +193,7 @@ def test_times_follow_from_operations_and_bytes_at_published_speeds(layout: Layo
     seconds = Attempt(layout, compiled(layout, flops=90e12)).seconds
     assert seconds == {"arithmetic": 90e12 / 918e12, "links": 4e9 / 400e9}
     # the compiler ignores operations of kernels and counts loops once: a step needs at least the model's operations
-    least = layout.needed_flops / 16
+    least = layout.training_flops / 16
     assert Attempt(layout, compiled(layout, flops=0.0)).seconds["arithmetic"] == least / 918e12
     assert Attempt(layout, compiled(layout)).most_pairs_per_second == 32 / max(4e9 / 400e9, least / 918e12)
 

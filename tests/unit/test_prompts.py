@@ -10,7 +10,7 @@ from preference_rows import dataset_of
 
 from trl_tpu import RewardConfig
 from trl_tpu.data.collate import ComparisonRule, sequences_of
-from trl_tpu.data.loader import ByPrompt, prompt_groups, prompts_in_training, sizes_by_prompt
+from trl_tpu.data.loader import PromptGroupSampler, prompt_groups, prompts_in_training, sizes_by_prompt
 from trl_tpu.packing.planned import pack
 from trl_tpu.packing.shapes import RowPlan
 from trl_tpu.training.planned_shapes import plan_rows_of
@@ -56,7 +56,7 @@ def test_order_permutes_pairs_and_keeps_groups_together() -> None:
     group_N = np.repeat(np.arange(40), 3)[np.random.default_rng(0).permutation(120)]
     orders = {}
     for seed, epoch in ((0, 0), (0, 1), (1, 0), (1, 1)):
-        sampler = ByPrompt(group_N, 9, seed)
+        sampler = PromptGroupSampler(group_N, 9, seed)
         sampler.set_epoch(epoch)
         orders[seed, epoch] = list(sampler)
     assert all(sorted(order) == list(range(120)) for order in orders.values())
@@ -64,13 +64,13 @@ def test_order_permutes_pairs_and_keeps_groups_together() -> None:
     for order in orders.values():
         updates = [set(group_N[order[first : first + 9]]) for first in range(0, 120, 9)]
         assert [len(groups) for groups in updates] == [3] * 13 + [1]  # only the last update is short
-    sampler = ByPrompt(group_N, 9, 0)  # without a call of set_epoch
+    sampler = PromptGroupSampler(group_N, 9, 0)  # without a call of set_epoch
     assert [list(sampler) for _ in range(2)] == [orders[0, 0], orders[0, 1]] and len(sampler) == 120
 
 
 def test_updates_of_one_large_group_are_not_consecutive() -> None:
     group_N = np.array([0] * 100 + list(range(1, 301)))
-    order = np.array(list(ByPrompt(group_N, 10)))
+    order = np.array(list(PromptGroupSampler(group_N, 10)))
     filled = np.flatnonzero((group_N[order].reshape(-1, 10) == 0).all(axis=1))
     assert 9 <= len(filled) <= 10 and np.diff(filled).max() > 3
 
@@ -78,9 +78,12 @@ def test_updates_of_one_large_group_are_not_consecutive() -> None:
 @pytest.mark.parametrize(("pairs", "shards"), [(8, 1), (32, 8)])
 def test_planned_rows_hold_any_batch_and_fit_grouped_batches(pairs: int, shards: int, tmp_path: Path) -> None:
     dataset, _ = ranked_pairs(150, 4)
-    args, order_N = RewardConfig(str(tmp_path), report_to="none"), list(ByPrompt(prompt_groups(dataset), pairs))
-    by_prompt = sizes_by_prompt(dataset, pairs)
-    plans = [plan_rows_of(dataset, 512, pairs, shards, args, sizes_N=sizes) for sizes in (None, by_prompt)]
+    args, order_N = (
+        RewardConfig(str(tmp_path), report_to="none"),
+        list(PromptGroupSampler(prompt_groups(dataset), pairs)),
+    )
+    grouped_sizes = sizes_by_prompt(dataset, pairs)
+    plans = [plan_rows_of(dataset, 512, pairs, shards, args, sizes_N=sizes) for sizes in (None, grouped_sizes)]
 
     def columns(plan: RowPlan, order: Any) -> int:
         packed = 0

@@ -16,7 +16,7 @@ from transformers import LlamaConfig
 from trl_tpu.data.collate import ComparisonRule, Labels, sequences_of
 from trl_tpu.data.length_stats import PAIR, answers_of, length_stats, row_format_of
 from trl_tpu.data.rankings import RankingKind
-from trl_tpu.evaluation.evaluate import Evaluation, NothingCompared, evaluate_rows, padded, sums_on_host
+from trl_tpu.evaluation.evaluate import Evaluation, NoComparisons, evaluate_rows, padded, sums_on_host
 from trl_tpu.modeling.head_spec import HeadSpec, write_head_spec
 from trl_tpu.packing.pack import pack_unpadded
 from trl_tpu.report.verdicts import LabeledRewards
@@ -92,7 +92,7 @@ def test_scores_that_do_not_grade_answers_are_ignored() -> None:
     for grades in ({"scores": each} for each in (None, [1.0], {"helpful": 1}, [1.0, 1.0])):
         found = LabeledRewards.of([answered | grades], ["rewards"])
         evaluation.add(found.rewards_NK, found.labels)
-    with pytest.raises(NothingCompared):
+    with pytest.raises(NoComparisons):
         evaluation.verdict()
     found = LabeledRewards.of([answered | {"ranks": [1, 2]}], ["rewards"])
     evaluation.add(found.rewards_NK, found.labels)

@@ -76,8 +76,8 @@ def exact_model(family: str, way: str = "plain") -> Any:
 )
 def test_rewards_and_gradients_equal_the_padded_forward(family: str, way: str) -> None:
     model = exact_model(family, way)
-    lay_out = partial(pack, plan=RowPlan((RowShape(2, 1600),), chunk=CHUNK)) if "planned" in way else pack_unpadded
-    (rows,) = lay_out(rows_of(PAIRS))
+    pack_rows = partial(pack, plan=RowPlan((RowShape(2, 1600),), chunk=CHUNK)) if "planned" in way else pack_unpadded
+    (rows,) = pack_rows(rows_of(PAIRS))
     batch = rows.map_tensors(torch.from_numpy)
     assert "planned" in way or batch.input_ids_RL.shape[1] < 0.7 * sum(len(ids) for pair in PAIRS for ids in pair)
     # recomputation runs outside the mode, with norms in float32

@@ -16,7 +16,7 @@ from trl_tpu import cli
 from trl_tpu.errors import UserError
 from trl_tpu.report import pages as page
 from trl_tpu.report.pages import read_run
-from trl_tpu.report.verdicts import verdict_name
+from trl_tpu.report.verdicts import verdict_file_name
 
 HOSTILE = "</pre><script>alert(1)</script><img src=x onerror=alert(2)>$\\frac$"
 
@@ -164,5 +164,5 @@ def test_report_overwrites_only_files_of_a_report(tmp_path: Path, error_of: Call
 
 
 def test_verdict_files_of_evaluation_sets_have_distinct_names() -> None:
-    files = {verdict_name(name) for name in ("a/b", "a_b", "a b", "", "ä%")}
+    files = {verdict_file_name(name) for name in ("a/b", "a_b", "a b", "", "ä%")}
     assert len(files) == 5 and not any("/" in file for file in files)

@@ -24,7 +24,7 @@ from transformers import AutoConfig, AutoModelForSequenceClassification
 from trl_tpu import RewardConfig, RewardTrainer
 from trl_tpu.data.collate import ComparisonRule, compare, pairs_of
 from trl_tpu.evaluation.evaluate import RewardSums
-from trl_tpu.modeling.model_shape import model_without_weights, needed_flops, read_model, work_of_a_pair
+from trl_tpu.modeling.model_shape import flops_per_pair, model_shape_of, model_without_weights, training_flops
 from trl_tpu.packing.shapes import PairLengths
 from trl_tpu.parallel.mesh import peak_flops_of
 from trl_tpu.runtime import current
@@ -40,7 +40,7 @@ def test_logs_have_rates_and_memory(model_folder: str, config: Callable[..., Rew
     args = config(max_steps=2, logging_steps=1, per_device_train_batch_size=4)
     trainer = trained(RewardTrainer(model_folder, args, train_dataset=tiny.made_up_pairs(16)))
     first, second, _ = trainer.state.log_history
-    expected = work_of_a_pair(trainer.model, trainer.train_dataset)
+    expected = flops_per_pair(trainer.model, trainer.train_dataset)
     assert expected is not None
     seconds = 4 / second["pairs_per_second"]
     assert second["tokens_per_second"] * seconds == pytest.approx(second["num_tokens"] - first["num_tokens"])
@@ -62,7 +62,7 @@ def test_rates_exclude_pauses_and_steps_before_a_resume(monkeypatch: pytest.Monk
     monkeypatch.setattr(runtime, "chip", lambda: "v5litepod")
     peak = peak_flops_of("v5litepod")
     assert peak is not None
-    statistics = StepStatistics(runtime, torch.device("cpu"), work_of_a_pair=peak / 4)
+    statistics = StepStatistics(runtime, torch.device("cpu"), flops_per_pair=peak / 4)
 
     def rates(pairs: int, tokens: int, step: int) -> dict[str, float]:
         table = compare(pairs_of(pairs), ComparisonRule()).map_tensors(torch.from_numpy)
@@ -93,14 +93,14 @@ def test_rates_exclude_pauses_and_steps_before_a_resume(monkeypatch: pytest.Monk
 def test_operations_per_pair_count_shared_tokens_once() -> None:
     """The count is unknown for streams, encoders, recurrent layers and other columns."""
     model, dataset = model_of("llama"), dataset_of([([1, 2, 3, 4], [1, 2, 5]), ([1], [2, 3])])
-    expected = needed_flops(read_model(model), PairLengths.of([(2, 2, 1), (0, 1, 2)])) / 2
-    assert work_of_a_pair(model, dataset) == expected > 0
+    expected = training_flops(model_shape_of(model), PairLengths.of([(2, 2, 1), (0, 1, 2)])) / 2
+    assert flops_per_pair(model, dataset) == expected > 0
     for model_type in ("gpt2", "qwen3", "gemma2", "phi3"):
-        assert work_of_a_pair(model_of(model_type), dataset), model_type
-    assert work_of_a_pair(model, dataset.to_iterable_dataset()) is None
-    assert work_of_a_pair(model, dataset.rename_column("chosen_ids", "other")) is None
+        assert flops_per_pair(model_of(model_type), dataset), model_type
+    assert flops_per_pair(model, dataset.to_iterable_dataset()) is None
+    assert flops_per_pair(model, dataset.rename_column("chosen_ids", "other")) is None
     for unknown in (model_of("bert"), model_of("jamba", num_hidden_layers=8)):
-        assert work_of_a_pair(unknown, dataset) is None
+        assert flops_per_pair(unknown, dataset) is None
 
 
 def test_peak_memory_excludes_the_parent_process() -> None:
@@ -142,9 +142,9 @@ def counted_by_torch(model: Any) -> float:
 
 def by_formula(model: Any) -> float:
     """Return the count by formula for eager attention: every query is multiplied with every key."""
-    shape, pairs = read_model(model), PairLengths.of([(0, LENGTH, LENGTH)] * (DIALOGUES // 2))
+    shape, pairs = model_shape_of(model), PairLengths.of([(0, LENGTH, LENGTH)] * (DIALOGUES // 2))
     attended = sum(DIALOGUES * LENGTH**2 - pairs.attended(window) for window in shape.windows)
-    return needed_flops(shape, pairs) + 3 * 2 * shape.attention * attended
+    return training_flops(shape, pairs) + 3 * 2 * shape.attention * attended
 
 
 @pytest.mark.parametrize("model_type", MODELS)
@@ -158,7 +158,7 @@ def test_frozen_weights_pass_gradients_to_adapters() -> None:
     model = get_peft_model(eager("llama"), adapters)
     model.enable_input_require_grads()  # as in the trainer: gradients pass through the first layer
     assert by_formula(model) == counted_by_torch(model)
-    shape = read_model(model)
+    shape = model_shape_of(model)
     assert shape.trained_parameters == sum(p.numel() for p in model.parameters() if p.requires_grad)
 
 

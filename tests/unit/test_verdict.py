@@ -26,7 +26,7 @@ from trl_tpu.report.verdicts import (
     read_scored,
     read_verdict,
     sentences_of,
-    verdict_text,
+    verdict_json,
 )
 
 HOSTILE = "\x1b[31m[bold]<script>|`x`*\n![a](b)"
@@ -158,13 +158,13 @@ def test_json_holds_the_whole_verdict_with_null_for_unknowns(verdict: Verdict, t
     def content() -> Any:
         return json.loads(path.read_text(), parse_constant=pytest.fail)
 
-    path.write_text(verdict_text(verdict))
+    path.write_text(verdict_json(verdict))
     assert content()["kind"] == "pairs" and content()["left_out"] == 1
     assert content()["groups"]["math"]["count"] == verdict.groups["math"].count
     assert read_verdict(path) == verdict
     rewards, grades = padded([[3, 1], [4, 3, 1], [0, 1]]), padded([[1, 0], [1, 1, 0], [1, 0]])
     best = evaluate_best_of_n(rewards, grades, ["ref:1", "tied:1", ""], ["Ties", "Ties", "Math"])
-    path.write_text(verdict_text(best))
+    path.write_text(verdict_json(best))
     assert repr(read_verdict(path)) == repr(best), "NaN is not equal to itself"
     assert content()["kind"] == "best_of_n" and content()["groups"]["Ties"]["low"] is None
     text = as_markdown({"x": best}, printable)

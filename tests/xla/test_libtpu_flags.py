@@ -78,4 +78,4 @@ def test_peak_speed_is_that_of_the_slices_chips(slice_name: str, peak: float, mo
     assert peak_flops_of(current().chip()) == peak
     monkeypatch.delenv("TPU_ACCELERATOR_TYPE")
     assert current().chip() is None
-    assert current().most_memory(torch.device("xla")) is None  # torch_xla does not report it for SPMD devices
+    assert current().peak_memory(torch.device("xla")) is None  # torch_xla does not report it for SPMD devices

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification
 
 from trl_tpu import RewardTrainer
-from trl_tpu.checkpoint.state_dict import trained_weights, whole_weights, write_state
+from trl_tpu.checkpoint.state_dict import gather_full_weights, trained_weights, write_state
 
 OFFLINE = """
 import sys
@@ -31,7 +31,7 @@ def test_both_exports_equal_the_model_on_the_devices(
     before = runtime.compile_count()
     trainer.save_model(str(tmp_path / "live"))
     assert runtime.compile_count() == before
-    expected = whole_weights(trainer.model, runtime, keeps=True)
+    expected = gather_full_weights(trainer.model, runtime, keeps=True)
     live = load_file(tmp_path / "live" / "model.safetensors")
     assert live.keys() == expected.keys() and all(live[name].equal(expected[name]) for name in live)
     scored = AutoModelForSequenceClassification.from_pretrained(tmp_path / "live", num_labels=1)

@@ -69,8 +69,8 @@ def test_scanned_training_and_state_equal_separate_layers(runs: dict[bool, Count
         [(each["loss"], each["grad_norm"]) for each in trainer.state.log_history if "loss" in each]
         for trainer in (runs[False], runs[True])
     ]
-    for one_by_one, scanned in zip(*logs, strict=True):
-        assert scanned == pytest.approx(one_by_one, abs=1e-5)
+    for unstacked, scanned in zip(*logs, strict=True):
+        assert scanned == pytest.approx(unstacked, abs=1e-5)
 
 
 @pytest.mark.parametrize("scan", [True, False])

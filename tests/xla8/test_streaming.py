@@ -26,7 +26,7 @@ from transformers import (
 )
 
 from trl_tpu import RewardTrainer
-from trl_tpu.checkpoint.state_dict import whole_weights
+from trl_tpu.checkpoint.state_dict import gather_full_weights
 from trl_tpu.modeling.load import clone_chat_template
 
 # ---- host memory
@@ -108,7 +108,7 @@ def test_streamed_weights_equal_transformers(
     trainer = RewardTrainer(checkpoint, args, train_dataset=tiny.made_up_pairs(8))
     are_merged = "num_experts" in Path(checkpoint, "config.json").read_text()
     assert ("into host memory as a whole" in caplog.text) == are_merged
-    streamed = whole_weights(trainer.model, trainer.trl_tpu.runtime, keeps=True)
+    streamed = gather_full_weights(trainer.model, trainer.trl_tpu.runtime, keeps=True)
     expected = read_by_transformers(checkpoint, args.seed).state_dict()
     assert streamed.keys() == expected.keys()
     for name, weight in expected.items():
@@ -129,7 +129,7 @@ def test_enlarged_embeddings_equal_those_of_an_unstreamed_model(
     source.save_pretrained(tmp_path / "source")
     args = config(mesh="fsdp=4,tensor=2", chat_template_path=str(tmp_path / "source"))
     trainer = RewardTrainer(checkpoint, args, train_dataset=tiny.made_up_pairs(8))
-    streamed = whole_weights(trainer.model, trainer.trl_tpu.runtime, keeps=True)
+    streamed = gather_full_weights(trainer.model, trainer.trl_tpu.runtime, keeps=True)
     read = read_by_transformers(checkpoint, args.seed)
     rows = read.get_input_embeddings().weight.shape[0]
     clone_chat_template(read, copy.deepcopy(tokenizer), str(tmp_path / "source"))
@@ -144,5 +144,5 @@ def test_unstreamed_model_is_placed_equally(checkpoint: str, config: Callable[..
     trainer = RewardTrainer(model, config(mesh="fsdp=4,tensor=2"), train_dataset=tiny.made_up_pairs(8))
     assert trainer.model is model
     assert {parameter.device.type for parameter in model.parameters()} == {"xla"}
-    after = whole_weights(model, trainer.trl_tpu.runtime, keeps=True)
+    after = gather_full_weights(model, trainer.trl_tpu.runtime, keeps=True)
     assert all(torch.equal(after[name], weight) for name, weight in before.items())

@@ -160,7 +160,7 @@ class Checkpointer:
             self._pending = thread.submit(self._write, contents, files, state)
             thread.shutdown(wait=False)  # the thread ends after this save
 
-    def keep_best_alone(self, run: RunFolder, best: str) -> None:
+    def delete_all_but_best(self, run: RunFolder, best: str) -> None:
         """Delete all checkpoints but the best at the end of training, if `limit` is 1."""
         if self._limit == 1 and self._writes:
             run.rotate(1, {best})
@@ -397,10 +397,12 @@ class CheckpointLoader:
         If not, transformers has to load them. It cannot load shards.
         """
         has_state = Path(checkpoint, state_dict.STATE_FOLDER).is_dir()
-        is_ours = has_state or Path(checkpoint, state_dict.PROGRESS_FILE).is_file() or mesh_of(model) is not None
-        if is_ours:
+        has_own_format = (
+            has_state or Path(checkpoint, state_dict.PROGRESS_FILE).is_file() or mesh_of(model) is not None
+        )
+        if has_own_format:
             state_dict.read_weights(model, checkpoint, self._runtime)
-        return is_ours
+        return has_own_format
 
     def load_optimizer(self, model: nn.Module, optimizer: Any, scheduler: Any, checkpoint: str) -> bool:
         """Load the states of the optimizer and scheduler; return False if transformers has to load them."""
@@ -425,7 +427,7 @@ class CheckpointLoader:
             )
         return False
 
-    def drop_download(self) -> None:
+    def delete_download(self) -> None:
         """Delete the local copy of a checkpoint at a URL, once it has been read."""
         self._download.close()
 
@@ -445,7 +447,7 @@ class CheckpointLoader:
 
     def _check_requested(self, folder: str) -> None:
         """Reject a damaged checkpoint. Checkpoints of other trainers have no manifest and cannot be checked."""
-        if folders.is_ours(folder):
+        if folders.has_own_format(folder):
             if faults := self._faults(folder):
                 raise UserError(
                     f"The checkpoint {folder} is damaged: {'; '.join(faults)}. "
@@ -470,7 +472,7 @@ class CheckpointLoader:
 
         The first rank of each host downloads the files for all ranks of its host. These ranks are consecutive.
         """
-        self.drop_download()
+        self.delete_download()
         gather, leads = self._processes.all_gather_object, self._processes.is_first_of_host
         copy = local_copy(checkpoint) if leads else nullcontext()
         folders = gather(on_all_ranks(lambda: self._download.enter_context(copy), gather))

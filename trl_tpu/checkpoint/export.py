@@ -28,18 +28,18 @@ from ..modeling.adapters import adapter_weights, empty_adapters, merge_adapters
 from ..modeling.head_spec import (
     BASE_CONFIG,
     HeadSpec,
+    add_transformers4_names,
     fold_attributes,
     saved_scale,
     set_inference_metadata,
     set_reward_normalization,
     write_head_spec,
-    write_old_names,
 )
 from ..modeling.load import load_classifier, load_tokenizer
 from ..modeling.model_shape import model_without_weights
 from ..runtime.native import Runtime
 from .folders import MANIFEST_FILE, STAGING_FOLDER, atomic_folder, find_faults, local_copy
-from .state_dict import STATE_FOLDER, WEIGHT_PREFIX, read_weights, reader_of
+from .state_dict import STATE_FOLDER, WEIGHT_PREFIX, read_weights, tensor_reader
 
 MODEL_FILES = ("model.safetensors", "model.safetensors.index.json")
 ADAPTER_FILE = "adapter_model.safetensors"
@@ -109,7 +109,7 @@ def export_checkpoint(
                     model = _full_model(folder, dtype, trust_remote_code)
                 set_inference_metadata(model.config)  # another trainer's config may lack fields that servers read
                 model.save_pretrained(staging, max_shard_size=max_shard_size)
-            write_old_names(staging)
+            add_transformers4_names(staging)
 
 
 # ---- files
@@ -248,7 +248,7 @@ def _stored_dtype(folder: Path, prefix: str = "") -> torch.dtype:
         UserError: There are no weights, a file is damaged, or shards of a weight are missing.
     """
     try:
-        metadata = reader_of(folder).read_metadata().state_dict_metadata if folder.is_dir() else {}
+        metadata = tensor_reader(folder).read_metadata().state_dict_metadata if folder.is_dir() else {}
     except (SafetensorError, KeyError, ValueError) as error:
         raise UserError(f"A file in {folder} is damaged: {error}. Copy it again, or export another one.") from error
     dtypes = []

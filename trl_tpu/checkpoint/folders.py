@@ -108,7 +108,7 @@ def step_of(checkpoint: str) -> int:
     return int(checkpoint.rpartition("-")[2])
 
 
-def is_ours(folder: str | Path) -> bool:
+def has_own_format(folder: str | Path) -> bool:
     """Return whether this package wrote a checkpoint. Such a checkpoint must have a manifest."""
     return any(Path(folder, name).exists() for name in (MANIFEST_FILE, PROGRESS_FILE, STATE_FOLDER))
 

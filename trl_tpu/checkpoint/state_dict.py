@@ -32,7 +32,7 @@ from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 from ..errors import UserError
 from ..modeling.adapters import adapter_names, is_peft_model, names_in_file, without_adapters
 from ..modeling.layers import by_layer
-from ..parallel.shard import reshard, zeros_laid_out_like
+from ..parallel.shard import reshard, zeros_sharded_like
 from ..runtime import Runtime
 
 _MODEL_FILE = re.compile(r"(model|adapter_model)(?:-\d{5}-of-\d{5})?\.safetensors(?:\.index\.json)?")
@@ -94,7 +94,7 @@ def read_state(tensors: Mapping[str, torch.Tensor], folder: Path, runtime: Runti
     Raises:
         OSError: On one rank, a tensor is missing, has another shape or cannot be read; raised on all ranks.
     """
-    reader = reader_of(folder)
+    reader = tensor_reader(folder)
     runtime.step_boundary()
     with _checkpointing(), torch.no_grad():
         dcp.load(dict(tensors), storage_reader=reader, **runtime.checkpoint_arguments(saves=False))
@@ -109,7 +109,7 @@ class _TensorFiles(FileSystem):
         return [file for file in super().ls(path) if _TENSOR_FILE.fullmatch(Path(file).name)]
 
 
-def reader_of(folder: Path) -> HuggingFaceStorageReader:
+def tensor_reader(folder: Path) -> HuggingFaceStorageReader:
     """Return a reader for the full or sharded tensors in the safetensors files of ``folder``."""
     reader = HuggingFaceStorageReader(str(folder))
     reader.fs = _TensorFiles()
@@ -118,7 +118,7 @@ def reader_of(folder: Path) -> HuggingFaceStorageReader:
 
 def tensors_in(folder: Path, prefix: str = "") -> dict[str, torch.Tensor]:
     """Return the tensors stored in ``folder`` with names that begin with ``prefix``, as meta tensors by name."""
-    saved = reader_of(folder).read_metadata().state_dict_metadata if folder.is_dir() else {}
+    saved = tensor_reader(folder).read_metadata().state_dict_metadata if folder.is_dir() else {}
     return {
         name: torch.empty(tensor.size, dtype=tensor.properties.dtype, device="meta")
         for name, tensor in saved.items()
@@ -201,7 +201,7 @@ def trained_weights(model: nn.Module) -> dict[str, torch.Tensor]:
     return weights
 
 
-def whole_weights(model: nn.Module, runtime: Runtime, *, keeps: bool) -> dict[str, torch.Tensor]:
+def gather_full_weights(model: nn.Module, runtime: Runtime, *, keeps: bool) -> dict[str, torch.Tensor]:
     """Gather `trained_weights` on the host, see `to_host`. Stacked weights are split into one weight per layer."""
     return by_layer(model, to_host(trained_weights(model), runtime, keeps=keeps))
 
@@ -335,7 +335,7 @@ def read_optimizer(
         if kind not in state and tensor.shape == parameter.shape:
             # torch's optimizers compute in the dtype of the weights, but the checkpoint has `optim_state_dtype`
             is_torchs = type(optimizer).__module__.startswith("torch.optim.")
-            state[kind] = zeros_laid_out_like(parameter).to(parameter.dtype if is_torchs else tensor.dtype)
+            state[kind] = zeros_sharded_like(parameter).to(parameter.dtype if is_torchs else tensor.dtype)
         elif kind not in state:
             state[kind] = torch.zeros_like(tensor, device="cpu")
             groups = optimizer.param_groups

@@ -133,7 +133,7 @@ OLD_NAMES = {
 }
 
 
-def todays_names(names: Iterable[str]) -> str:
+def advice_on_old_names(names: Iterable[str]) -> str:
     """Return advice on the arguments that match `OLD_NAMES`: today's names, or what to do instead.
 
     Args:
@@ -153,20 +153,20 @@ def todays_names(names: Iterable[str]) -> str:
     return "; ".join(answers)
 
 
-class AnswersOldNames:
+class SuggestsNewNames:
     """Base class that rejects unknown constructor arguments with advice from `OLD_NAMES`."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         parameters = inspect.signature(cls).parameters
         takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
-        if not takes_all and (answer := todays_names(name for name in kwargs if name not in parameters)):
+        if not takes_all and (answer := advice_on_old_names(name for name in kwargs if name not in parameters)):
             raise UserTypeError(f"{cls.__name__} was given unknown arguments. {answer}.")
         return super().__new__(cls)
 
 
 if TYPE_CHECKING:
 
-    class RemovedArguments(AnswersOldNames):
+    class RemovedArguments(SuggestsNewNames):
         """The fields of `REMOVED`, for subclasses of `transformers.TrainingArguments`."""
 
         evaluation_strategy: str | None
@@ -174,11 +174,11 @@ else:
     RemovedArguments = make_dataclass(
         "RemovedArguments",
         [(name, row[0], field(default=row[1], metadata={"help": argparse.SUPPRESS})) for name, row in REMOVED.items()],
-        bases=(AnswersOldNames,),
+        bases=(SuggestsNewNames,),
     )
 
 
-def take_removed(args: Any) -> None:
+def apply_removed_arguments(args: Any) -> None:
     """Set today's arguments from removed ones (`REMOVED`), with a deprecation warning for each.
 
     Raises:
@@ -210,7 +210,7 @@ class TrainingArguments(RemovedArguments, transformers.TrainingArguments):
     """`transformers.TrainingArguments` that also accepts the arguments of versions up to 4.57."""
 
     def __post_init__(self) -> None:
-        take_removed(self)
+        apply_removed_arguments(self)
         super().__post_init__()
 
 
@@ -453,7 +453,7 @@ def check_trackers(args: Any) -> None:
         )
 
 
-def check_rate(args: Any, model: Any) -> None:
+def warn_of_high_learning_rate(args: Any, model: Any) -> None:
     """Warn if a full model is trained with TRL's default learning rate, a rate for adapters."""
     sizes = [(weight.numel(), weight.requires_grad) for weight in model.parameters()]
     trained = sum(size for size, trains in sizes if trains)
@@ -487,7 +487,7 @@ def check_remat(args: Any) -> None:
     )
 
 
-def check_final_rate(args: Any, optimizer: Any) -> None:
+def check_learning_rate_end(args: Any, optimizer: Any) -> None:
     """Raise UserError unless all initial learning rates of an optimizer are above `learning_rate_end`."""
     rate = min(optimizer.defaults["lr"], *(group["lr"] for group in optimizer.param_groups))
     if rate <= args.learning_rate_end:

@@ -397,7 +397,7 @@ class RewardConfig(RemovedArguments, TrainingArguments):
             self.output_url, self.output_dir = self.output_dir, private_folder(self.output_dir)
         if self.fsdp in ("no", "off"):  # YAML spellings of False
             self.fsdp = None
-        checks.take_removed(self)
+        checks.apply_removed_arguments(self)
         if self.pad_token is not None:
             warnings.warn(
                 "`pad_token` is deprecated and will be removed in v2.0.0: set `tokenizer.pad_token` and pass the "
@@ -419,7 +419,7 @@ class RewardConfig(RemovedArguments, TrainingArguments):
             self.gradient_checkpointing = False  # remat overrides TRL's default of True
         if self.greater_is_better is None and (self.metric_for_best_model or "").endswith(ERRORS):
             self.greater_is_better = False  # transformers does this only for losses
-        with runtime.current().known_to_accelerate(), warnings.catch_warnings():
+        with runtime.current().accelerate_context(), warnings.catch_warnings():
             # our default has TRL's name, and transformers deprecates it
             warnings.filterwarnings(
                 "ignore", message="`gradient_checkpointing.*` is deprecated", category=FutureWarning
@@ -457,7 +457,7 @@ class RewardConfig(RemovedArguments, TrainingArguments):
         """Start the runtime before transformers looks for the device, and set the arguments that depend on it."""
         chosen = runtime.current()  # on XLA this has turned SPMD on
         checks.check_limits(self, checks.DEVICE_LIMITS[runtime.choice().name], f"impossible on {chosen.name}")
-        chosen.settle_arguments(self)
+        chosen.set_device_arguments(self)
 
     @property
     def remat_policy(self) -> Remat:

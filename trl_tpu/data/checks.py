@@ -111,7 +111,7 @@ def check_raw_row(row: Mapping[str, Any], answers: Mapping[str, Any], where: str
     """
     parts = {key: row[key] for key in ("prompt",) if key in row} | dict(answers)
     for key, value in parts.items():
-        check_dialogue(value, f"{where}: `{key}`")
+        check_conversation(value, f"{where}: `{key}`")
     if len({type(value) for value in parts.values()}) > 1:
         raise UserError(
             f"{where} mixes text and lists of messages in {', '.join(f'`{key}`' for key in parts)}. If the answers "
@@ -128,7 +128,7 @@ def check_raw_row(row: Mapping[str, Any], answers: Mapping[str, Any], where: str
         )
 
 
-def check_dialogue(value: Any, where: str) -> None:
+def check_conversation(value: Any, where: str) -> None:
     """Check the text or the messages of one column of a row; both may be empty.
 
     Args:

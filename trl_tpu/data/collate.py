@@ -30,7 +30,7 @@ from .length_stats import STEP_ENDS, answers_of, labels_of
 
 Example = Mapping[str, Any]
 
-LayOut = Callable[[Sequences], list[Batch[np.ndarray]]]
+PackRows = Callable[[Sequences], list[Batch[np.ndarray]]]
 
 
 @dataclass(frozen=True)
@@ -245,13 +245,13 @@ class BatchCollator:
     """Collator for this package's own batches, packed or padded.
 
     Args:
-        lay_out: Arranges sequences in rows of tokens: `pack`, `pack_unpadded` or `pad`, with their settings.
+        pack_rows: Arranges sequences in rows of tokens: `pack`, `pack_unpadded` or `pad`, with their settings.
         pad_token_id: Id of padding tokens. A sequence is scored at its last token with another id.
         rule: Settings that define the comparisons.
         part: This process's part of the examples; None means all examples.
     """
 
-    lay_out: LayOut
+    pack_rows: PackRows
     pad_token_id: int
     rule: ComparisonRule = ComparisonRule()
     part: Part | None = None
@@ -260,7 +260,7 @@ class BatchCollator:
         """Make the batch from the first ``real`` examples; the remaining examples are padding."""
         part, every = self.part or Part(len(examples)), examples[:real]
         rows, table = part.of(every), part.table(every, examples[0], self.rule)
-        batches = self.lay_out(sequences_of(rows or examples[:1], self.pad_token_id, table))
+        batches = self.pack_rows(sequences_of(rows or examples[:1], self.pad_token_id, table))
         if not rows:  # a process without examples still runs the step, on a row without weight
             batches = [replace(batch, tokens_S=0 * batch.tokens_S) for batch in batches]
         return Batch.of(batches).map_tensors(torch.from_numpy)

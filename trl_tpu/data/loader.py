@@ -90,7 +90,7 @@ def prompts_in_training(train: Any, evaluation: Any, name: str = "") -> tuple[in
     return shared, len(prompts)
 
 
-class ByPrompt(Sampler[int]):
+class PromptGroupSampler(Sampler[int]):
     """Sampler that keeps each prompt group's pairs together; the order changes each epoch, and all processes agree.
 
     The order of groups is random. The order of updates is random too, so that a large group does not fill several
@@ -121,7 +121,7 @@ class ByPrompt(Sampler[int]):
         self._epoch += 1
 
 
-def by_prompt(sampler_fn: Callable[[Any], Any], args: Any, parts: int, dataset: Any) -> Any:
+def prompt_group_sampler(sampler_fn: Callable[[Any], Any], args: Any, parts: int, dataset: Any) -> Any:
     """Return a sampler that keeps pairs with the same prompt together; a subclass's own sampler is kept.
 
     Args:
@@ -134,14 +134,14 @@ def by_prompt(sampler_fn: Callable[[Any], Any], args: Any, parts: int, dataset: 
     if type(sampler) is not RandomSampler:
         return sampler
     pairs = args.train_batch_size * parts * args.gradient_accumulation_steps
-    return ByPrompt(prompt_groups(dataset), pairs, args.seed if args.data_seed is None else args.data_seed)
+    return PromptGroupSampler(prompt_groups(dataset), pairs, args.seed if args.data_seed is None else args.data_seed)
 
 
 _SAMPLED_PAIRS = 2048  # pairs whose tokens are read to estimate how many tokens are shared
 
 
 def sizes_by_prompt(dataset: Any, pairs: int) -> np.ndarray:
-    """Return the number of tokens that each pair adds to batches in the order of `ByPrompt`, and log the savings.
+    """Return how many tokens each pair adds to batches in the order of `PromptGroupSampler`, and log the savings.
 
     The last ``pairs`` sizes are the full sizes of the largest pairs, with nothing shared. So shapes that are planned
     for these sizes can hold any batch.
@@ -156,7 +156,7 @@ def sizes_by_prompt(dataset: Any, pairs: int) -> np.ndarray:
             "or leave group_by_prompt out."
         )
     stats, group_N = length_stats(dataset), prompt_groups(dataset)
-    order_N, added = list(ByPrompt(group_N, pairs)), list[int]()
+    order_N, added = list(PromptGroupSampler(group_N, pairs)), list[int]()
     for first in range(0, min(_SAMPLED_PAIRS, len(order_N)), pairs):
         rows = map(dataset.__getitem__, order_N[first : first + pairs])
         sequences = [np.asarray(ids) for row in rows for ids in answers_of(row)]
@@ -203,7 +203,7 @@ def host_batches(
     """
     settings: dict[str, Any] = {name: getattr(args, f"dataloader_{name}") for name in (*_LOADER_SETTINGS, "drop_last")}
     seed = partial(seed_worker, num_workers=args.dataloader_num_workers, rank=0)
-    settings["worker_init_fn"] = partial(outlive_sigterm, seed)
+    settings["worker_init_fn"] = partial(ignore_foreign_sigterm, seed)
     config: Any = args.accelerator_config  # TrainingArguments has converted dicts and files
     if sampler is not None and config.use_seedable_sampler:
         sampler = training_order(dataset, sampler, args.data_seed)
@@ -241,7 +241,7 @@ def skipping_by(skip: Callable[[Any, int], Any], loader: Any) -> Iterator[None]:
         transformers.trainer.skip_first_batches = original
 
 
-class WholeStream(IterableDataset[Any]):
+class UnsplitStream(IterableDataset[Any]):
     """Wrapper that hides the files of a `datasets` stream: each process reads the whole stream and takes its part.
 
     Without it, accelerate would assign the files of a stream to processes. Then the pairs of a batch would depend on
@@ -273,7 +273,7 @@ class WholeStream(IterableDataset[Any]):
 def collate_marked(
     collate: Callable[..., Any], select_columns: Callable[[list[Any]], list[Any]], examples: Sequence[tuple[Any, bool]]
 ) -> Any:
-    """Collate the selected columns of a `WholeStream`'s marked examples; padding examples do not count."""
+    """Collate the selected columns of a `UnsplitStream`'s marked examples; padding examples do not count."""
     rows, is_real = zip(*examples, strict=True)
     return collate(select_columns(list(rows)), real=sum(is_real))
 
@@ -298,7 +298,7 @@ def rows_of_step(loader: Any, step: int, accumulated: int) -> list[int] | None:
     return orders[0] if orders[0] == orders[1] else None
 
 
-def outlive_sigterm(init: Callable[[int], None] | None, worker: int) -> None:
+def ignore_foreign_sigterm(init: Callable[[int], None] | None, worker: int) -> None:
     """Initialize a loader's worker with ``init``, and make it ignore SIGTERM from processes other than its parent.
 
     A machine that shuts down sends SIGTERM to all processes; without workers the main process could not end its step.

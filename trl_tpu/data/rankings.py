@@ -28,8 +28,8 @@ class RankingKind(PairKind):
         attributes: Names of the graded attributes, if any. `scores` then has a list for each name, or None where the
             row has no grades for this attribute.
         settings: Settings with their values, such as ``ties='skip'``, that have no effect without rankings.
-        are_alone: Whether each row has a single answer. Its score is the probability that the answer is right, or any
-            number with `needs_scores`.
+        has_single_answers: Whether each row has one answer. Its score is the probability that the answer is right,
+            or any number with `needs_scores`.
     """
 
     may_tie: bool = False
@@ -37,7 +37,7 @@ class RankingKind(PairKind):
     needs_scores: bool = False
     attributes: tuple[str, ...] = ()
     settings: tuple[str, ...] = ()
-    are_alone: bool = False
+    has_single_answers: bool = False
     columns = RANKING
 
     def check_dataset(self, dataset: Dataset | IterableDataset, columns: list[str], name: str) -> None:
@@ -47,7 +47,9 @@ class RankingKind(PairKind):
                 f"The {name} dataset is a stream of rankings, so the number of answers per row is unknown. Convert it "
                 "to a dataset: `datasets.Dataset.from_list(list(stream.take(n)))`."
             )
-        if self.are_alone and (unused := [name for name in self.settings if name != "loss_type='regression'"]):
+        if self.has_single_answers and (
+            unused := [name for name in self.settings if name != "loss_type='regression'"]
+        ):
             raise UserError(
                 f"{', '.join(unused)}: only rankings use these settings, and the {name} dataset has one answer per "
                 "row. Leave them out."
@@ -95,8 +97,8 @@ class RankingKind(PairKind):
             where: Beginning of error messages, see `checks.row_of`.
             column: Name of the column for error messages.
         """
-        if self.are_alone != (answers == 1) or not 1 <= answers <= MOST_ANSWERS:
-            number = "1 as in the first row" if self.are_alone else f"2 to {MOST_ANSWERS} to be ranked"
+        if self.has_single_answers != (answers == 1) or not 1 <= answers <= MOST_ANSWERS:
+            number = "1 as in the first row" if self.has_single_answers else f"2 to {MOST_ANSWERS} to be ranked"
             raise UserError(f"{where} has {answers} answers; each row must have {number}.")
         lists, counts = self._grade_lists(grades, f"{where}: `{column}`"), set[int]()
         for place, values in lists.items():
@@ -105,7 +107,7 @@ class RankingKind(PairKind):
             for value in values:
                 if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= checks.LARGEST:
                     raise UserError(f"{place} holds {value!r}; each must be a finite number (float32).")
-                if self.are_alone and not self.needs_scores and not 0 <= value <= 1:
+                if self.has_single_answers and not self.needs_scores and not 0 <= value <= 1:
                     raise UserError(
                         f"{place} holds {value!r}; for a single answer it must be the probability that the answer is "
                         "right, from 0 to 1. For grades in another range set loss_type='regression'."
@@ -117,7 +119,7 @@ class RankingKind(PairKind):
                     "ties='skip' to leave out comparisons of equal answers, set 'davidson' or 'rao_kupper' to learn "
                     "from ties, or remove such rows."
                 )
-        if not lists or (not self.may_all_tie and not self.are_alone and counts == {1}):
+        if not lists or (not self.may_all_tie and not self.has_single_answers and counts == {1}):
             raise UserError(f"{where}: `{column}` is {grades!r:.80}, so no answer is better than another.")
 
     def _grade_lists(self, grades: Any, place: str) -> dict[str, Any]:

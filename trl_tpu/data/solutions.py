@@ -21,7 +21,7 @@ NEUTRAL = -1
 """Label of a step that is neither right nor wrong."""
 
 
-def are_labels(labels: Any, steps: int) -> bool:
+def is_label_list(labels: Any, steps: int) -> bool:
     """Check for a list with one label per step: the probability that the step is right (0 to 1), or -1 for neutral."""
     if not isinstance(labels, list) or len(labels) != steps:
         return False
@@ -101,7 +101,7 @@ def prepare_solutions(
     if not isinstance(dataset, Dataset):
         raise UserError(f"The {name} dataset is not a `Dataset` with a length: load it without streaming.")
     columns, first, counts_N = checks.column_names(dataset, name), dataset[0], np.zeros(1, np.int64)
-    is_labeled = "completions" in columns and are_labels(first.get("labels"), len(first["completions"] or ()))
+    is_labeled = "completions" in columns and is_label_list(first.get("labels"), len(first["completions"] or ()))
     if is_labeled or "input_ids" not in columns:  # otherwise `completions` is an extra column
         labels_N = [labels or [] for labels in (dataset["labels"] if "labels" in columns else ())]
         is_soft = any(isinstance(label, float) and label % 1 for labels in labels_N for label in labels)
@@ -145,7 +145,7 @@ def _tokenize_raw_solution(
     check_solution(row, where)
     steps: list[str] = row["completions"]
     labels: Any = row.get("labels")
-    if not are_labels(labels, len(steps)):
+    if not is_label_list(labels, len(steps)):
         raise UserError(
             f"{where}: `labels` must have the probability that each of {len(steps)} `completions` is right, 0 to 1, "
             f"got {labels!r:.80}."

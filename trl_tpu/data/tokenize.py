@@ -124,7 +124,7 @@ def _kind_of(
             )
         return PairKind(), has_token_pairs
     answers = first["answer_ids"] if has_token_rankings else first.get("completions")
-    rankings = replace(rankings, are_alone=isinstance(answers, list) and len(answers) == 1)
+    rankings = replace(rankings, has_single_answers=isinstance(answers, list) and len(answers) == 1)
     rankings.check_dataset(dataset, columns, name)
     # several rejected answers to one chosen answer are tied
     return replace(rankings, may_tie=rankings.may_tie or set(RAW_COLUMNS) <= set(columns)), has_token_rankings
@@ -159,7 +159,9 @@ def _tokenize_rows(
         ids = iter(processing_class(text=texts, return_attention_mask=False)["input_ids"])
     else:  # rows of a stream may mix text and messages
         sources = ((row, checks.row_of(at, name, place)) for at, row, answers in checked for place in answers)
-        ids = (tokenize_dialogue(text, processing_class, *source) for text, source in zip(texts, sources, strict=True))
+        ids = (
+            tokenize_conversation(text, processing_class, *source) for text, source in zip(texts, sources, strict=True)
+        )
     prepared = list[dict[str, Any]]()
     for at, row, answers, converted in zip(indices, rows, answers_N, forms, strict=True):
         ids_K = list(islice(ids, len(answers)))
@@ -177,13 +179,13 @@ def _tokenize_rows(
     return {column: [row[column] for row in prepared] for column in prepared[0]}
 
 
-def tokenize_dialogue(
+def tokenize_conversation(
     dialogue: str | list[dict[str, Any]], processing_class: PreTrainedTokenizerBase, row: Mapping[str, Any], where: str
 ) -> list[int]:
     """Tokenize one text or one conversation.
 
     Args:
-        dialogue: A complete text (see `checks.with_eos`), or messages that `checks.check_dialogue` accepts.
+        dialogue: A complete text (see `checks.with_eos`), or messages that `checks.check_conversation` accepts.
         processing_class: The tokenizer.
         row: The row; messages are rendered with its ``tools`` and ``chat_template_kwargs``, if any.
         where: Beginning of error messages.

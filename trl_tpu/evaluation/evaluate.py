@@ -73,7 +73,7 @@ class RewardSums:
         return cls(**dict(named), lowest=lowest.item(), highest=highest.item())
 
     @classmethod
-    def of_saved(cls, sums: Mapping[str, Any]) -> "RewardSums":
+    def from_checkpoint(cls, sums: Mapping[str, Any]) -> "RewardSums":
         """Create the sums from a checkpoint; older ones counted only pairs and stored sums of squared rewards."""
         fields = {"comparisons": sums["pairs"], "answers": 2 * sums["pairs"], **sums}
         if "squares" in fields:
@@ -205,7 +205,7 @@ def _top1_of(rewards_NK: np.ndarray, grade_NK: np.ndarray) -> np.ndarray:
     return credit_N
 
 
-class NothingCompared(UserError):
+class NoComparisons(UserError):
     """No row has two finite rewards with a label that says which one should be higher."""
 
 
@@ -292,12 +292,12 @@ class Evaluation:
         """Return the verdict on all rows that were added.
 
         Raises:
-            NothingCompared: No row has two finite rewards with a label that says which one should be higher.
+            NoComparisons: No row has two finite rewards with a label that says which one should be higher.
         """
         rankings, right, ties, margin, pairs, top1, tau = self._sums.tolist()
         of = self._kind if self._kind in POINTWISE_KINDS else "pairs"
         if not pairs:
-            raise NothingCompared(
+            raise NoComparisons(
                 f"None of {self._rows} {of} has two finite rewards with one labeled as better: there is nothing to "
                 "evaluate."
             )
@@ -457,7 +457,7 @@ def evaluate_rewards(
         logger.warning("eval_by=%r is ignored: the order of the rows is unknown.", eval_by)
     try:
         return evaluate_rows(rewards_NK, replace(labels, grade_PAK=grade_NK[:, None]), lengths_NK, groups)
-    except NothingCompared:
+    except NoComparisons:
         logger.warning(
             "The evaluation has no accuracy: no row has two answers with finite rewards and one labeled as better, or "
             "a labeled step with a finite reward."

@@ -190,7 +190,7 @@ class LengthBias:
     bins: tuple[LengthBin, ...]
 
     @property
-    def says_something(self) -> bool:
+    def has_length_differences(self) -> bool:
         """Whether any pair has answers of different lengths."""
         return self.chosen_is_longer is not None or self.rejected_is_longer is not None
 

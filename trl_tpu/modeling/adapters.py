@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, BitsAndBytesConfig, PreTrainedModel
 
 from ..errors import UserError, explaining
-from .head_spec import BASE_CONFIG, HeadSpec, hub_settings, write_old_names
+from .head_spec import BASE_CONFIG, HeadSpec, add_transformers4_names, hub_settings
 from .heads import auto_class_of
 
 if TYPE_CHECKING:
@@ -174,14 +174,14 @@ def load_adapted_model(folder: str, step_separator: str | None = None, **kwargs:
         return getattr(peft, f"AutoPeftModelFor{task}Classification").from_pretrained(folder, **kwargs)
 
 
-def noted_attributes(model: Any) -> dict[str, float]:
-    """Return the attribute weights, by name, that `note_attributes` wrote into the adapters' config; empty if none."""
+def read_attribute_weights(model: Any) -> dict[str, float]:
+    """Return the weights, by name, that `write_attribute_weights` wrote into the adapters' config; empty if none."""
     configs = model.peft_config.values() if is_peft_model(model) else ()
     noted = (config.auto_mapping[_ATTRIBUTES] for config in configs if _ATTRIBUTES in (config.auto_mapping or ()))
     return dict(next(noted, ()))
 
 
-def note_attributes(model: Any, attributes: Mapping[str, float]) -> None:
+def write_attribute_weights(model: Any, attributes: Mapping[str, float]) -> None:
     """Write attribute weights into the config of a model's adapters; peft saves and loads them with the adapters.
 
     peft drops unknown keys. Its `auto_mapping` can hold the weights: it is a dict, and unused by adapters with a
@@ -244,7 +244,7 @@ def complete_config(model: nn.Module, folder: str | Path) -> None:
         config = copy.deepcopy(base.config)
         config.architectures = [type(base).__name__]
         Path(folder, BASE_CONFIG).write_text(config.to_json_string(), encoding="utf-8")
-    write_old_names(folder)
+    add_transformers4_names(folder)
 
 
 def adapter_names(model: nn.Module, state: Mapping[str, torch.Tensor]) -> set[str]:

@@ -22,24 +22,24 @@ from ..parallel.shard import distributed_config, place_model, plan_model
 from .adapters import (
     add_adapters,
     is_peft_model,
-    note_attributes,
-    noted_attributes,
     prepare_adapters,
+    read_attribute_weights,
     read_peft_config,
     reads_base_weights,
     warn_if_head_is_frozen,
     without_adapters,
+    write_attribute_weights,
 )
 from .head_spec import HeadSpec, hub_settings, set_inference_metadata, write_head_spec
 from .layers import disable_dropout_in_model, freeze
 from .load import (
     check_num_labels,
-    forget_files,
     get_config_model_id,
     load_model,
     load_processing_class,
     load_tokenizer,
-    settle_tokenizer,
+    remove_offload_hooks,
+    set_special_tokens,
 )
 from .losses import LISTWISE_LOSSES, TIES
 from .model_shape import learned_positions
@@ -96,7 +96,7 @@ def build_reward_model(
     outputs = HeadSpec(dict.fromkeys(args.attributes or (), 1.0), args.step_separator)
     files: dict[str, Any] = {"trust_remote_code": args.trust_remote_code}
     name, in_files = model, False
-    attribute_weights: Mapping[str, float] = noted_attributes(model)
+    attribute_weights: Mapping[str, float] = read_attribute_weights(model)
     if isinstance(peft_config, Mapping):
         peft_config = read_peft_config(peft_config, "TOKEN_CLS" if outputs.step_separator else "SEQ_CLS")
     if isinstance(name, str):
@@ -113,7 +113,7 @@ def build_reward_model(
             kwargs.setdefault("distributed_config", distributed_config(args.mesh_shape))
         model = load_model(name, outputs, in_files=in_files, **kwargs)
         if is_peft_model(model):  # `name` is a folder of saved adapters, possibly with a tokenizer
-            in_files, attribute_weights = False, noted_attributes(model) or HeadSpec.saved(name).attributes
+            in_files, attribute_weights = False, read_attribute_weights(model) or HeadSpec.saved(name).attributes
             where = {**hub_settings(kwargs), "_raise_exceptions_for_missing_entries": False}
             if processing_class is None and cached_file(name, "tokenizer_config.json", **where) is not None:
                 processing_class = load_tokenizer(name, **files)
@@ -135,15 +135,15 @@ def build_reward_model(
         write_head_spec(base.config, [*attribute_weights], [*attribute_weights.values()], None)
     write_head_spec(base.config, args.attributes or (), args.attribute_weights, outputs.step_separator)
     tokenizer = load_processing_class(model, processing_class, **files)
-    tokenizer, added_tokens = settle_tokenizer(model, tokenizer, args)
+    tokenizer, added_tokens = set_special_tokens(model, tokenizer, args)
     if in_files:  # before the adapters: peft puts them on the device of the base weights
         place_model(model, plan_model(model, args.mesh_shape, args.sharding_rules), runtime.current(), args.device)
-        forget_files(model)
+        remove_offload_hooks(model)
     if peft_config is not None:
         model = add_adapters(model, peft_config, added_tokens)
     if is_peft_model(model):
         prepare_adapters(model, gradient_checkpointing=bool(args.activation_checkpointing))
-    note_attributes(model, HeadSpec.of(base.config).attributes)
+    write_attribute_weights(model, HeadSpec.of(base.config).attributes)
     warn_if_head_is_frozen(model)
     freeze(model, args.frozen_parameters)
     if args.disable_dropout:
@@ -164,7 +164,7 @@ def _loads_in_parts(args: RewardConfig, peft_config: Any) -> bool:
     return peft_config is None or (peft_config.peft_type == "LORA" and not reads_base_weights(peft_config))
 
 
-def in_order_of(model: Any, args: RewardConfig) -> RewardConfig:
+def with_attribute_order(model: Any, args: RewardConfig) -> RewardConfig:
     """Return ``args`` with attributes in the order of the model's outputs."""
     order = [*HeadSpec.of(without_adapters(model).config).attributes]
     if order != (args.attributes or []):

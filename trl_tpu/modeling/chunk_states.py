@@ -22,7 +22,7 @@ from torch.autograd.function import once_differentiable
 from ..packing.batch import Batch
 from ..packing.shapes import CHUNK
 from ..runtime import current
-from .forward import PackingImpossible, batch_being_read
+from .forward import PackingImpossible, current_packed_batch
 
 # parameter of transformers' functions that carry a recurrent state over a sequence, by its two names
 _INITIAL_STATES = ("initial_state", "initial_states")
@@ -125,7 +125,7 @@ def _copy_with_chunked_rules(function: FunctionType) -> FunctionType:
 
 def _scan_rule(rule: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Call ``rule`` chunk by chunk. A rule takes an initial state, and returns outputs and the last state."""
-    batch = batch_being_read()
+    batch = current_packed_batch()
     assert batch is not None
     parent_RM = parents_of_chunks(batch)
     rows, count = parent_RM.shape

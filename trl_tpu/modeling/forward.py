@@ -99,7 +99,7 @@ class PackedOutputs(NamedTuple):
 _BATCH, _PACKED_OUTPUTS = CompileableContextVar("batch"), CompileableContextVar("noted")
 
 
-def batch_being_read() -> Batch[torch.Tensor] | None:
+def current_packed_batch() -> Batch[torch.Tensor] | None:
     """Return the packed batch that a model is reading in this thread; None for a padded batch."""
     return _BATCH.get()
 
@@ -147,7 +147,7 @@ def tree_masks(plain: Callable[..., Any], batch: Batch[Any], rule: MaskRule, *ar
     return TreeMasks(tuple(masks), tail_masks)
 
 
-def attend_by(
+def register_attention(
     model: PreTrainedModel,
     name: str,
     masks: Callable[..., Any],

@@ -257,7 +257,7 @@ def saved_scale(model: str | Path) -> RewardScale | None:
     return RewardScale(float(mean), float(std))
 
 
-def write_old_names(folder: str | Path) -> None:
+def add_transformers4_names(folder: str | Path) -> None:
     """Rewrite a saved model's or tokenizer's config for transformers before 5.
 
     In the tokenizer's config, names that only transformers 5 reads are replaced by the old names. transformers 5 reads

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ..errors import UserError
-from ..parallel.shard import kind_of
+from ..parallel.shard import parameter_pattern
 from ..runtime import PartitionSpec, Remat, Runtime
 
 
@@ -39,7 +39,7 @@ def freeze(model: nn.Module, pattern: str | None) -> None:
             names.setdefault(parameter, []).append(name)
     frozen = [parameter for parameter, aliases in names.items() if any(re.search(pattern, name) for name in aliases)]
     if len(frozen) in (0, len(names)):
-        kinds = dict.fromkeys(kind_of(name) for aliases in names.values() for name in aliases)
+        kinds = dict.fromkeys(parameter_pattern(name) for aliases in names.values() for name in aliases)
         raise UserError(
             f"frozen_parameters={pattern!r} matches the names of {'all' if frozen else 'no'} trainable parameters: "
             f"{', '.join(kinds)}. Set a regular expression that matches some of them."
@@ -249,7 +249,7 @@ class LayerStack:
         self._owner._modules[self._attribute] = self._layers
 
     @contextmanager
-    def one_by_one(self) -> Iterator[None]:
+    def unstacked(self) -> Iterator[None]:
         """Unstack the layers while the context is open."""
         optimizer = self._optimizer
         self.unstack()

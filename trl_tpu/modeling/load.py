@@ -40,7 +40,7 @@ _PADDING_NAMES = tuple(
 )
 
 
-def settle_tokenizer(
+def set_special_tokens(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, args: RewardConfig
 ) -> tuple[PreTrainedTokenizerBase, list[int]]:
     """Set the eos token, the chat template and the pad token, and write both tokens to the model's config.
@@ -264,7 +264,7 @@ def load_classifier(
         name: A Hub id or folder.
         outputs: The head specification of the model.
         in_files: Leave the backbone's weights, except the input embeddings, in the checkpoint's files. `place_model`
-            then reads module by module; call `forget_files` after it. Weights that transformers converts while
+            then reads module by module; call `remove_offload_hooks` after it. Weights that transformers converts while
             loading (such as experts stored one by one) are loaded to the host anyway.
         **kwargs: Arguments of ``from_pretrained``.
 
@@ -378,7 +378,7 @@ def _load_in_files(
     return None if is_lost or is_mixed else (model, info)
 
 
-def forget_files(model: PreTrainedModel) -> None:
+def remove_offload_hooks(model: PreTrainedModel) -> None:
     """Remove accelerate's offloading hooks from a model whose weights are placed."""
     remove_hook_from_submodules(model)
     for module in model.modules():

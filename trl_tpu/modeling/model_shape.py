@@ -101,7 +101,7 @@ def model_without_weights(config: PretrainedConfig, dtype: Any, trust_remote_cod
         return auto_class_of(config, outputs).from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
 
 
-def read_model(model: Any) -> ModelShape:
+def model_shape_of(model: Any) -> ModelShape:
     """Return the sizes of a reward model. It may be on torch's meta device, and may have adapters."""
     config = model.config.get_text_config()
     routed = getattr(config, "num_experts_per_tok", None) or getattr(config, "top_k_experts", None) or 1
@@ -130,7 +130,7 @@ def read_model(model: Any) -> ModelShape:
     )
 
 
-def needed_flops(model: ModelShape, pairs: PairLengths) -> float:
+def training_flops(model: ModelShape, pairs: PairLengths) -> float:
     """Return the operations of a forward and backward over ``pairs``: each unique token once, without padding.
 
     Counted as for model FLOPs utilization (https://arxiv.org/abs/2204.02311, appendix B): N weights take 2 N
@@ -143,7 +143,7 @@ def needed_flops(model: ModelShape, pairs: PairLengths) -> float:
     return 2 * (2 * model.products + model.trained_products) * pairs.tokens + 3 * attention
 
 
-def work_of_a_pair(model: nn.Module, dataset: Any) -> float | None:
+def flops_per_pair(model: nn.Module, dataset: Any) -> float | None:
     """Return the operations of a forward and backward over an average pair of ``dataset``.
 
     None if unknown: for a stream, a quantized model, or a model other than a causal transformers decoder whose layers
@@ -152,7 +152,7 @@ def work_of_a_pair(model: nn.Module, dataset: Any) -> float | None:
     if not isinstance(dataset, Dataset) or getattr(model, "is_quantized", False):
         return None
     try:
-        shape, config = read_model(model), model.config.get_text_config()  # type: ignore[union-attr, operator]
+        shape, config = model_shape_of(model), model.config.get_text_config()  # type: ignore[union-attr, operator]
         causal = sum(bool(getattr(module, "is_causal", False)) for module in model.modules())
         kinds = set(getattr(config, "layer_types", None) or ())
         is_bidirectional = getattr(config, "use_bidirectional_attention", False)
@@ -161,4 +161,4 @@ def work_of_a_pair(model: nn.Module, dataset: Any) -> float | None:
         pairs = length_stats(dataset).lengths
     except (AttributeError, TypeError, ValueError):  # a custom config, or other columns
         return None
-    return needed_flops(shape, pairs) / len(pairs) if len(pairs) else None
+    return training_flops(shape, pairs) / len(pairs) if len(pairs) else None

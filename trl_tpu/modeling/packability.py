@@ -13,16 +13,16 @@ from transformers import PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask_function
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from ..data.collate import BatchCollator, LayOut
+from ..data.collate import BatchCollator, PackRows
 from ..data.collators import DataCollatorForPreference
 from ..packing.batch import Batch
 from ..packing.pack import pack_unpadded, pad
 from ..packing.planned import pack
 from ..packing.shapes import CHUNK, RowPlan, RowShape
 from .adapters import without_adapters
-from .forward import OURS, MaskRule, PackingImpossible, attend_by, record_scores, run_packed
+from .forward import OURS, MaskRule, PackingImpossible, record_scores, register_attention, run_packed
 from .head_spec import find_score_head
-from .tree_states import States, call_with_states, carries_states, forget_tree_states, use_tree_states
+from .tree_states import States, call_with_states, carries_states, restore_layer_forwards, use_tree_states
 
 # relative difference of float32 sums that are added in two orders
 _ROUNDING = 2e-5
@@ -77,7 +77,7 @@ def check_unmodified(model: nn.Module) -> None:
         head = inner
 
 
-def own_code_of(model: PreTrainedModel) -> str | None:
+def user_code_in(model: PreTrainedModel) -> str | None:
     """Return a description of user code that computes rewards in ``model``; None if there is none."""
     try:
         check_unmodified(model)
@@ -182,7 +182,7 @@ def use_tree_masks(model: PreTrainedModel) -> None:
             f"packed rows need attention that takes a mask, but the model uses {name!r}. Load it with "
             "`attn_implementation=` 'sdpa' or 'eager'"
         )
-    attend_by(model, name, plain, ALL_ATTENTION_FUNCTIONS.get(name, _eager_attention))
+    register_attention(model, name, plain, ALL_ATTENTION_FUNCTIONS.get(name, _eager_attention))
     if not model.config._attn_implementation.startswith(OURS):
         raise PackingImpossible(f"{type(model).__name__} does not attend through transformers' attention interface")
 
@@ -214,7 +214,7 @@ def check_packing_is_exact(model: nn.Module, pad_token_id: int, *, is_unpadded: 
     attention, examples = base.config._attn_implementation, _tiny_batch(pad_token_id)
     planned = partial(pack, plan=RowPlan((RowShape(2, 32),)))
     unpadded = partial(pack_unpadded, attention_crossover_length=100)
-    layouts: list[LayOut] = [pad, planned, unpadded]
+    layouts: list[PackRows] = [pad, planned, unpadded]
     if use_tree_states(base):
         # unpadded and planned rows pass states on in different ways; a run uses only one of them
         examples += _branches_of_chunks(base, pad_token_id)
@@ -226,8 +226,8 @@ def check_packing_is_exact(model: nn.Module, pad_token_id: int, *, is_unpadded: 
             for layer in {type(part): part for part in base.modules() if carries_states(part)}.values():
                 _check_state_resumes(layer, base.config.get_text_config().hidden_size)
             base.set_attn_implementation(attention)  # the model's code may check this name while it reads padded rows
-            for lay_out in layouts:
-                (batch,) = BatchCollator(lay_out, pad_token_id)(examples).parts
+            for pack_rows in layouts:
+                (batch,) = BatchCollator(pack_rows, pad_token_id)(examples).parts
                 values, rules = _read(model, batch.map_tensors(lambda tensor: tensor.to(parameter.device)))
                 if not padded:
                     padded = values
@@ -244,7 +244,7 @@ def check_packing_is_exact(model: nn.Module, pad_token_id: int, *, is_unpadded: 
                         )
     except Exception as error:  # the model's code may raise anything for inputs that it does not expect
         base.set_attn_implementation(attention)
-        forget_tree_states(base)
+        restore_layer_forwards(base)
         if isinstance(error, PackingImpossible):
             raise
         raise PackingImpossible(f"{name} fails on packed rows ({type(error).__name__}: {error})") from error

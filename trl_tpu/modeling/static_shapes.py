@@ -20,7 +20,7 @@ from ..parallel.mesh import BATCH_AXES
 from ..runtime import PartitionSpec
 from ..runtime.native import einsum, masked_attention
 from .adapters import without_adapters
-from .forward import MaskRule, attend_by, tree_masks
+from .forward import MaskRule, register_attention, tree_masks
 from .head_spec import keep_heads_in_float32, wrap_forward
 from .tree_states import carries_states
 
@@ -111,7 +111,7 @@ def fit_to_device(model: nn.Module, *, is_static: bool) -> None:
     if is_static:
         base = without_adapters(model)
         if base.config._attn_implementation == "sdpa":
-            attend_by(base, "static", static_sdpa_mask, static_sdpa_attention)
+            register_attention(base, "static", static_sdpa_mask, static_sdpa_attention)
         ALL_EXPERTS_FUNCTIONS.register(STATIC_EXPERTS, static_experts)
         base.set_experts_implementation(STATIC_EXPERTS)
         if any(map(carries_states, base.modules())):
@@ -325,4 +325,4 @@ def use_expanded_attention(model: PreTrainedModel) -> None:
         "it has attention sinks": any(name.endswith(".sinks") for name, _ in model.named_parameters()),
     }
     _raise_obstacle(model, obstacles)
-    attend_by(model, "expanded", static_sdpa_mask, expanded_attention, expanded_masks)
+    register_attention(model, "expanded", static_sdpa_mask, expanded_attention, expanded_masks)

@@ -21,7 +21,7 @@ from torch import nn
 from ..packing.batch import Tree
 from ..packing.shapes import CHUNK
 from .chunk_states import call_by_chunks
-from .forward import batch_being_read, reading
+from .forward import current_packed_batch, reading
 from .head_spec import is_wrapped, wrap_forward
 
 # A layer that calls one of these methods carries states. Attention layers update keys and values instead.
@@ -132,7 +132,7 @@ def use_tree_states(model: nn.Module) -> bool:
     return bool(layers)
 
 
-def forget_tree_states(model: nn.Module) -> None:
+def restore_layer_forwards(model: nn.Module) -> None:
     """Restore the forwards that `use_tree_states` wrapped."""
     for module in model.modules():
         if is_wrapped(module, _read_by_nodes):
@@ -153,7 +153,7 @@ def recompute_in_same_batch(model: nn.Module) -> None:
 def _checkpoint_in_batch(
     checkpoint: Callable[..., Any], forward: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
-    batch = batch_being_read()
+    batch = current_packed_batch()
 
     def forward_in_batch(*args: Any, **kwargs: Any) -> Any:
         with reading(batch):
@@ -166,7 +166,7 @@ def _read_by_nodes(
     forward: Callable[..., Any], signature: inspect.Signature, *args: Any, **kwargs: Any
 ) -> torch.Tensor | tuple[torch.Tensor, ...]:
     """Call a layer's ``forward`` once per node of the row, or once for a batch that is not packed."""
-    batch = batch_being_read()
+    batch = current_packed_batch()
     if batch is None:
         return forward(*args, **kwargs)
     arguments = signature.bind(*args, **kwargs).arguments

@@ -132,7 +132,7 @@ class Chip:
         link_bandwidth: Total bandwidth of all links to other chips in one direction, in bytes per second: half of the
             published bidirectional bandwidth.
         shapes: Shapes of slices that can be rented, from small to large.
-        rented_as: Prefix of the accelerator type: "v5litepod" for a v5litepod-8.
+        accelerator_prefix: Prefix of the accelerator type: "v5litepod" for a v5litepod-8.
     """
 
     name: str
@@ -141,7 +141,7 @@ class Chip:
     memory_bandwidth: float
     link_bandwidth: float
     shapes: tuple[str, ...]
-    rented_as: str
+    accelerator_prefix: str
 
     @property
     def source(self) -> str:
@@ -161,13 +161,13 @@ CHIPS = {
 }
 
 
-def peak_flops_of(rented_as: str | None) -> float | None:
+def peak_flops_of(accelerator_prefix: str | None) -> float | None:
     """Return a chip's published peak rate in FLOP/s; None for an unknown chip.
 
     Args:
-        rented_as: Prefix of the accelerator type; see `Chip`.
+        accelerator_prefix: Prefix of the accelerator type; see `Chip`.
     """
-    return next((chip.peak_flops for chip in CHIPS.values() if chip.rented_as == rented_as), None)
+    return next((chip.peak_flops for chip in CHIPS.values() if chip.accelerator_prefix == accelerator_prefix), None)
 
 
 @dataclass(frozen=True)

@@ -47,11 +47,13 @@ class ShardReport:
         part, total = (f"{size / 2**20:.2f} MiB" for size in (self.bytes_per_device, self.total_bytes))
         lines = [f"mesh {self.mesh} on {self.mesh.devices} device(s): {part} of parameters per device, {total} in all"]
         if self.mesh.devices > 1:
-            lines += dict.fromkeys(f"  {kind_of(name)}: {placement}" for name, placement in self.placements.items())
+            lines += dict.fromkeys(
+                f"  {parameter_pattern(name)}: {placement}" for name, placement in self.placements.items()
+            )
         return "\n".join(lines)
 
 
-def kind_of(name: str) -> str:
+def parameter_pattern(name: str) -> str:
     """Return a parameter's name with layer numbers replaced by ``*``: ``model.layers.*.mlp.up_proj.weight``."""
     return re.sub(r"(?<![^.])\d+(?=\.|$)", "*", name)
 
@@ -232,9 +234,7 @@ def place_model(model: nn.Module, plan: Plan, runtime: Runtime, device: torch.de
     return ShardReport(plan.mesh, placements, {name: tensor.nbytes for name, tensor in model.named_parameters()})
 
 
-def keep_activations_split(
-    model: nn.Module, plan: Plan, placements: Mapping[str, Placement], runtime: Runtime
-) -> None:
+def shard_activations(model: nn.Module, plan: Plan, placements: Mapping[str, Placement], runtime: Runtime) -> None:
     """Keep activations sharded by forward hooks: rows over the batch axes, heads and inner features over `tensor`.
 
     Without these constraints GSPMD propagates the weights' sharding to the activations, and gathers the full batch on
@@ -289,7 +289,7 @@ def _constrain(module: nn.Module, first: Any, last: Any, runtime: Runtime) -> No
     module.register_forward_hook(hook)
 
 
-def zeros_laid_out_like(parameter: torch.Tensor) -> torch.Tensor:
+def zeros_sharded_like(parameter: torch.Tensor) -> torch.Tensor:
     """Return zeros with the shape, type and sharding of ``parameter``."""
     if isinstance(parameter, DTensor):
         return torch.zeros_like(parameter)  # a product would lose the order of rows split over two axes

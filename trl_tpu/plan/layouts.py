@@ -14,7 +14,7 @@ from datasets import Dataset
 from ..config.reward_config import RewardConfig
 from ..data.length_stats import PAIR, has_row_format, length_stats
 from ..modeling.adapters import without_adapters
-from ..modeling.model_shape import ModelShape, needed_flops, read_model
+from ..modeling.model_shape import ModelShape, model_shape_of, training_flops
 from ..modeling.tree_states import shared_chunk
 from ..packing.shapes import PairLengths, round_up
 from ..parallel.mesh import GiB, MeshShape, MiB, TpuSlice
@@ -53,7 +53,7 @@ class Layout:
 
     @cached_property
     def model(self) -> ModelShape:
-        return read_model(self.module)
+        return model_shape_of(self.module)
 
     @property
     def pairs(self) -> int:
@@ -88,9 +88,9 @@ class Layout:
         return max(((shape.rows, shape.length) for shape in plan.shapes), key=prod)
 
     @property
-    def needed_flops(self) -> float:
+    def training_flops(self) -> float:
         """Operations that the model needs for a micro-batch over all chips."""
-        return needed_flops(self.model, self.lengths) / len(self.lengths) * self.pairs
+        return training_flops(self.model, self.lengths) / len(self.lengths) * self.pairs
 
     @property
     def arguments(self) -> dict[str, Any]:
@@ -212,7 +212,7 @@ class Attempt:
     def flops(self) -> float:
         """Lower bound on the operations per chip and micro-batch: the compiler undercounts kernels and loops."""
         counted = 0.0 if self.program is None else self.program.flops
-        return max(counted, self.layout.needed_flops / self.layout.topology.chips)
+        return max(counted, self.layout.training_flops / self.layout.topology.chips)
 
     @property
     def seconds(self) -> dict[str, float]:
@@ -277,9 +277,9 @@ def report(tried: Attempt, pairs_to_train: float | None = None) -> str:
         ("arithmetic", f"{seconds['arithmetic']:.4g} s", operations),
         ("links", f"{seconds['links']:.4g} s", links if program.flops else "unknown: the compiler counts a loop once"),
     ]
-    mfu = layout.needed_flops / chips / chip.peak_flops / best
+    mfu = layout.training_flops / chips / chip.peak_flops / best
     notes = [
-        f"The model needs {scaled(layout.needed_flops / chips)}FLOP per chip. At best {best:.4g} s, limited by "
+        f"The model needs {scaled(layout.training_flops / chips)}FLOP per chip. At best {best:.4g} s, limited by "
         f"{max(seconds, key=seconds.__getitem__)}: at most {rate:,.1f} pairs per second, and at most {mfu:.0%} of the "
         "chips' arithmetic used for the model (MFU)."
     ]

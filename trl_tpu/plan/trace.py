@@ -145,7 +145,7 @@ def make_trainer(request: StepRequest, model: PreTrainedModel, folder: str) -> R
         processing_class=PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<eos>"),
         peft_config=request.peft,
     )
-    reason = trainer.batch_plan.padded_because
+    reason = trainer.batch_plan.padding_reason
     if request.rows is not None and reason is not None:
         raise UserError(f"Batches are padded, not packed: {reason}. Plan with --packing false.")
     return trainer

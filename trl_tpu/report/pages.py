@@ -33,8 +33,8 @@ from .verdicts import (
     sentences_of,
     tables_of,
     text_of,
-    verdict_name,
-    verdict_text,
+    verdict_file_name,
+    verdict_json,
 )
 
 logger = logging.getLogger(__name__)
@@ -135,7 +135,7 @@ def pictures_of(verdicts: Verdicts, runs: Sequence[RunHistory] = ()) -> dict[str
         logger.warning(_NO_MATPLOTLIB)
         return {}
     pairs = {name: verdict for name, verdict in verdicts.items() if isinstance(verdict, Verdict)}
-    lengths = {name: each.length for name, each in pairs.items() if each.length and each.length.says_something}
+    lengths = {name: each.length for name, each in pairs.items() if each.length and each.length.has_length_differences}
     groups = {name: verdict.groups for name, verdict in verdicts.items() if verdict.groups}
     height = 3.0 + 0.2 * max(map(len, groups.values()), default=0)
     charts: list[tuple[str, Mapping[str, Any], Callable[..., None], float]] = [
@@ -255,9 +255,9 @@ def write_verdicts(verdicts: Mapping[str, Verdict], folder: Path, draws: bool) -
         return ""
     folder.mkdir(parents=True, exist_ok=True)
     for name, verdict in by_dataset.items():
-        path = folder / verdict_name(name)
+        path = folder / verdict_file_name(name)
         partial = path.with_name(f"{path.name}.partial")
-        partial.write_text(verdict_text(verdict), encoding="utf-8")
+        partial.write_text(verdict_json(verdict), encoding="utf-8")
         partial.replace(path)
     parts = ["## Evaluation", as_markdown(by_dataset, markdown_text)]
     pictures = pictures_of({name or "value": verdict for name, verdict in by_dataset.items()}) if draws else {}
@@ -290,7 +290,7 @@ def write_page(
     files = {_file_of(title): png for title, png in pictures.items()}
     for number, verdict in enumerate(verdicts.values(), start=1):
         name = VERDICT_FILE if len(verdicts) == 1 else f"verdict-{number}.json"
-        files[name] = verdict_text(verdict).encode()
+        files[name] = verdict_json(verdict).encode()
     for path in map(folder.joinpath, files):
         if path.exists() and _entry(path.name, path.read_bytes()) not in earlier:
             raise UserError(f"{path} was not written by a report and is not overwritten. Pass another --output.")

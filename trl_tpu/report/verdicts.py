@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 from ..data.checks import check_one_form
 from ..data.collate import Labels
 from ..data.rankings import grades_of
-from ..data.solutions import NEUTRAL, are_labels
+from ..data.solutions import NEUTRAL, is_label_list
 from ..errors import UserError
 from ..evaluation.evaluate import evaluate_best_of_n, evaluate_rows, padded
 from ..evaluation.verdict import BestOfN, LengthBias, Proportion, Verdict, check_groups, label_of
@@ -64,7 +64,7 @@ def sentences_of(verdict: Verdict | BestOfN) -> list[str]:
 def _sentences_on_length(length: LengthBias | None, accuracy: Proportion) -> list[str]:
     if length is None:
         return ["Answer lengths are unavailable; the length-only baseline was not computed."]
-    if not length.says_something:
+    if not length.has_length_differences:
         return ["Both answers of every pair have the same length, so the length bias is undefined."]
     better = "longer" if length.longer_wins >= 0.5 else "shorter"
     above = "clearly" if accuracy.low > length.length_only else "not clearly"
@@ -139,7 +139,7 @@ def _cell(value: Proportion | float | None, with_count: bool = False) -> str:
 
 def _length(verdict: Verdict, name: str) -> float | None:
     length = verdict.length
-    return getattr(length, name) if length is not None and length.says_something else None
+    return getattr(length, name) if length is not None and length.has_length_differences else None
 
 
 # name, value and meaning of each measure
@@ -177,7 +177,7 @@ def markdown_text(text: str) -> str:
     return "".join(f"\\{letter}" if letter in "\\*_[]" else letter for letter in escaped)
 
 
-def verdict_name(dataset: str) -> str:
+def verdict_file_name(dataset: str) -> str:
     """Return the file name of a verdict on a dataset. The name of an only dataset is empty.
 
     `urllib.parse.unquote` recovers the dataset's name.
@@ -185,7 +185,7 @@ def verdict_name(dataset: str) -> str:
     return f"verdict-{quote(dataset, safe='')}.json" if dataset else VERDICT_FILE
 
 
-def verdict_text(verdict: Verdict | BestOfN) -> str:
+def verdict_json(verdict: Verdict | BestOfN) -> str:
     """Return a verdict as JSON, with null for numbers that are not finite."""
     kind = next(name for name, type_ in _KINDS.items() if isinstance(verdict, type_))
     text = json.dumps({"kind": kind} | dataclasses.asdict(verdict))
@@ -194,7 +194,7 @@ def verdict_text(verdict: Verdict | BestOfN) -> str:
 
 
 def read_verdict(path: Path) -> Verdict | BestOfN:
-    """Read a verdict from a file that was written with `verdict_text`.
+    """Read a verdict from a file that was written with `verdict_json`.
 
     Raises:
         UserError: The file does not hold a verdict.
@@ -236,14 +236,14 @@ class LabeledRewards:
         rewards_NK: Rewards of each item's answers.
         labels: Labels of the items.
         tokens_N2: Token counts of both answers of a pair, NaN if unknown; None if items are not pairs.
-        are_lists: Whether rows have lists of right and wrong answers, as in RewardBench 2.
+        has_answer_lists: Whether rows have lists of right and wrong answers, as in RewardBench 2.
     """
 
     rows: list[Row]
     rewards_NK: np.ndarray
     labels: Labels
     tokens_N2: np.ndarray | None
-    are_lists: bool
+    has_answer_lists: bool
 
     @classmethod
     def of(cls, rows: Sequence[Row], columns: Sequence[str]) -> "LabeledRewards":
@@ -259,15 +259,17 @@ class LabeledRewards:
         is_pairs, has_steps = set(columns).issuperset(_REWARD_COLUMNS), "step_rewards" in columns
         kind: Kind = "pairs" if is_pairs else "steps" if has_steps else "rankings"
         parts = [part for row in rows for part in _PART_READERS[kind](row)]
-        are_lists = any(isinstance(row.get(column), list) for row in rows for column in _REWARD_COLUMNS)
+        has_answer_lists = any(isinstance(row.get(column), list) for row in rows for column in _REWARD_COLUMNS)
         tokens_N2 = None
-        if kind == "pairs" and not are_lists:
+        if kind == "pairs" and not has_answer_lists:
             tokens = [[row.get(f"tokens_{half}") for half in ("chosen", "rejected")] for row, *_ in parts]
             tokens_N2 = np.array(tokens, dtype=np.float64).reshape(-1, 2)
         grade_NK = padded([grades for _, _, grades in parts])
         kind = "answers" if kind == "rankings" and grade_NK.shape[1] == 1 else kind
         labels = Labels(grade_NK[:, None].astype(np.float32), kind=kind)
-        return cls([row for row, *_ in parts], padded([part[1] for part in parts]), labels, tokens_N2, are_lists)
+        return cls(
+            [row for row, *_ in parts], padded([part[1] for part in parts]), labels, tokens_N2, has_answer_lists
+        )
 
     def groups(self, column: str | None) -> list[str] | None:
         """Return each row's group in ``column``, by default in ``attribute`` or ``subset`` if rows have it."""
@@ -297,7 +299,7 @@ def _pair(row: Row) -> Iterator[_Part]:
 
 def _steps(row: Row) -> Iterator[_Part]:
     rewards, labels, steps = row.get("step_rewards"), row.get("labels"), row.get("completions") or []
-    if not isinstance(rewards, list) or not isinstance(labels, list) or not are_labels(labels, len(rewards)):
+    if not isinstance(rewards, list) or not isinstance(labels, list) or not is_label_list(labels, len(rewards)):
         yield row, [math.nan], [1.0]  # nan: the verdict counts the row as left out
         return
     numbers = _numbers(rewards) if rewards else []
@@ -394,7 +396,7 @@ def read_scored(path: Path, eval_by: str | None = None) -> ScoredRows:
         raise UserError(f"{path} has no column {eval_by!r}. Its columns are {', '.join(columns)}.")
     if (groups := scored.groups(eval_by)) is not None:
         check_groups(groups)
-    if scored.are_lists:
+    if scored.has_answer_lists:
         ids = [str(row.get("id", "")) for row in scored.rows]
         return ScoredRows(
             scored.rows, evaluate_best_of_n(scored.rewards_NK, scored.labels.grade_PAK[:, 0], ids, groups)

@@ -85,7 +85,7 @@ class Facts:
     """The variable ``PJRT_DEVICE``, if the user set it."""
     switch: str | None = None
     """The variable ``USE_TORCH_XLA``, if the user set it."""
-    misfit: str | None = None
+    version_mismatch: str | None = None
     """Reason why the installed torch_xla cannot be used; None if it can."""
     has_torch_tpu: bool = False
     accelerator: str | None = None
@@ -110,8 +110,8 @@ def choose(facts: Facts) -> Choice:
         return Choice("torchtpu", f"torch's accelerator is a TPU, through TorchTPU; {CPU}=1 would choose the CPU")
     if facts.switch is not None and not _is_on(facts.switch):
         return Choice("native", f"{_SWITCH}={facts.switch} turns PyTorch/XLA off")
-    if facts.misfit is not None:
-        return Choice("native", facts.misfit)
+    if facts.version_mismatch is not None:
+        return Choice("native", facts.version_mismatch)
     asked = "a TPU is attached" if facts.tpu_chips else None
     if facts.pjrt_device:
         asked = f"PJRT_DEVICE={facts.pjrt_device} is set"
@@ -153,7 +153,7 @@ def settle() -> None:
     facts = _facts()
     _State.choice = choose(facts)
     # A torch_xla of the wrong version is always turned off: with the switch on, transformers would fail to import it.
-    asked = facts.switch is not None and (facts.misfit is None or not _is_on(facts.switch))
+    asked = facts.switch is not None and (facts.version_mismatch is None or not _is_on(facts.switch))
     _State.set_switch = _State.choice.name != "xla" and facts.has_torch_xla and not asked
     if facts.asks_for_cpu:  # the variable may be inherited from a parent process that trains on TorchTPU
         os.environ.pop("ACCELERATE_TORCH_DEVICE", None)
@@ -184,7 +184,7 @@ def _facts() -> Facts:
     has_torch_tpu = find_spec("torch_tpu") is not None
     return Facts(
         has_torch_xla=find_spec("torch_xla") is not None,
-        misfit=_misfit(),
+        version_mismatch=_misfit(),
         has_libtpu="TPU_LIBRARY_PATH" in os.environ or find_spec("libtpu") is not None,
         tpu_chips=sum(map(_is_tpu, glob.glob("/sys/bus/pci/devices/*"))),
         pjrt_device=_asked_device(),

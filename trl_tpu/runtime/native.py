@@ -31,7 +31,7 @@ from ..errors import UserError
 PartitionSpec = tuple[str | tuple[str, ...] | None, ...]
 
 #: Timeout of collectives: processes wait while process 0 writes a large model to slow storage.
-PATIENCE = timedelta(hours=2)
+COLLECTIVE_TIMEOUT = timedelta(hours=2)
 
 Value = TypeVar("Value")
 LoopStep = Callable[[list[torch.Tensor], list[torch.Tensor]], tuple[list[torch.Tensor], list[torch.Tensor]]]
@@ -289,7 +289,7 @@ class Runtime:
     def _device_name(self) -> str:
         return torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU, {torch.get_num_threads()} threads"
 
-    def known_to_accelerate(self) -> AbstractContextManager[None]:
+    def accelerate_context(self) -> AbstractContextManager[None]:
         """Return a context for starting accelerate, to let it detect this runtime's device and processes."""
         return nullcontext()
 
@@ -297,7 +297,7 @@ class Runtime:
         """Return the cloud name of the TPU generation, such as "v6e"; None if the devices are not TPUs."""
         return None
 
-    def most_memory(self, device: torch.device) -> int | None:
+    def peak_memory(self, device: torch.device) -> int | None:
         """Return the peak memory use of a device of this process, in bytes; None if unknown.
 
         On a CPU, it is the memory of the whole process. The call does not stop the device.
@@ -329,7 +329,7 @@ class Runtime:
 
     # ---- settings
 
-    def settle_arguments(self, args: Any) -> None:
+    def set_device_arguments(self, args: Any) -> None:
         """Set training arguments that depend on the device, before transformers reads them."""
         if args.bf16 is None:
             args.bf16 = (args.use_cpu or is_torch_bf16_gpu_available()) and not args.fp16
@@ -364,7 +364,7 @@ class Runtime:
         """
         self._ranks, self.copies = prod(sizes.values()), sizes["tensor"]
         if self._ranks > 1 and dist.is_initialized() and self._saving_group is None:
-            self._saving_group = dist.new_group(backend="gloo", timeout=PATIENCE)
+            self._saving_group = dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT)
 
     # ---- layouts
 

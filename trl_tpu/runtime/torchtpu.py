@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Adam, Optimizer
 
 from .device_choice import CPU
-from .native import PATIENCE, Runtime
+from .native import COLLECTIVE_TIMEOUT, Runtime
 
 # Shapes that one function may be compiled for. torch's default of 8 is meant to detect code with changing shapes.
 _RECOMPILE_LIMIT = 256
@@ -39,7 +39,7 @@ class TorchTpuRuntime(Runtime):
         os.environ.setdefault("ACCELERATE_TORCH_DEVICE", "tpu")
         torch.set_float32_matmul_precision("highest")
         if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not dist.is_initialized():
-            dist.init_process_group("cpu:gloo,tpu:tpu_dist", timeout=PATIENCE)
+            dist.init_process_group("cpu:gloo,tpu:tpu_dist", timeout=COLLECTIVE_TIMEOUT)
 
     @property
     def device(self) -> torch.device:
@@ -49,7 +49,7 @@ class TorchTpuRuntime(Runtime):
         return f"{torch.get_device_module('tpu').get_device_name()} through TorchTPU"
 
     @contextmanager
-    def known_to_accelerate(self) -> Iterator[None]:
+    def accelerate_context(self) -> Iterator[None]:
         """Let accelerate count processes as on CPUs: on TPUs it expects one process. `__init__` sets its device."""
         if dist.is_initialized():
             os.environ[CPU] = "1"  # only within the context: users set the variable to choose the CPU
@@ -58,7 +58,7 @@ class TorchTpuRuntime(Runtime):
         finally:
             os.environ.pop(CPU, None)
 
-    def settle_arguments(self, args: Any) -> None:
+    def set_device_arguments(self, args: Any) -> None:
         args.dataloader_pin_memory = False  # batches are small, and not every host supports pinning
         args.logging_nan_inf_filter = False  # it would read the loss at every step; see `nonfinite_limit`
         if args.bf16 is None:
@@ -68,7 +68,7 @@ class TorchTpuRuntime(Runtime):
         name = torch.get_device_module("tpu").get_device_name().removeprefix("TPU").strip().lower()
         return {"v5e": "v5litepod"}.get(name, name) or None
 
-    def most_memory(self, device: torch.device) -> int | None:
+    def peak_memory(self, device: torch.device) -> int | None:
         return torch.accelerator.max_memory_allocated(device) or None
 
     def compile_count(self) -> int:

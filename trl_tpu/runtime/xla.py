@@ -34,7 +34,7 @@ from ..errors import UserError
 from . import device_choice as libtpu
 from .layer_loop import OnHost, recompute, scan_layers
 from .native import (
-    PATIENCE,
+    COLLECTIVE_TIMEOUT,
     LoopStep,
     PartitionSpec,
     Remat,
@@ -243,7 +243,7 @@ class XlaRuntime(Runtime):
         )
 
     @contextmanager
-    def known_to_accelerate(self) -> Iterator[None]:
+    def accelerate_context(self) -> Iterator[None]:
         yield
         PartialState().local_process_index = 0  # accelerate sets -1 for the only process of a host
 
@@ -253,7 +253,7 @@ class XlaRuntime(Runtime):
     def is_first_of_host(self, local_index: int) -> bool:
         return True
 
-    def settle_arguments(self, args: Any) -> None:
+    def set_device_arguments(self, args: Any) -> None:
         if args.bf16 is None:
             args.bf16 = not args.fp16
 
@@ -291,7 +291,7 @@ class XlaRuntime(Runtime):
         ):  # the type is neither in the machine's metadata nor in the environment
             return None
 
-    def most_memory(self, device: torch.device) -> int | None:
+    def peak_memory(self, device: torch.device) -> int | None:
         # torch_xla 2.9 cannot report the memory of devices under SPMD
         return peak_resident_bytes() if xr.device_type() == "CPU" else None
 
@@ -306,8 +306,8 @@ class XlaRuntime(Runtime):
         if xr.process_count() == 1:
             return None
         if not dist.is_initialized():
-            dist.init_process_group("gloo", init_method="xla://", timeout=PATIENCE)
-        return dist.new_group(backend="gloo", timeout=PATIENCE)
+            dist.init_process_group("gloo", init_method="xla://", timeout=COLLECTIVE_TIMEOUT)
+        return dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT)
 
     def set_mesh(self, sizes: Mapping[str, int], slices: int) -> None:
         names, shape, reported = tuple(sizes), tuple(sizes.values()), len(_reported_slices())

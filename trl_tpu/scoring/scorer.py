@@ -14,7 +14,7 @@ import torch
 from transformers.utils import find_adapter_config_file
 
 from .. import runtime
-from ..data.collate import BatchCollator, ComparisonRule, LayOut, Part
+from ..data.collate import BatchCollator, ComparisonRule, PackRows, Part
 from ..errors import UserError
 from ..modeling.adapters import is_peft_model, load_adapted_model
 from ..modeling.forward import PackingImpossible, rewards_of
@@ -29,7 +29,7 @@ from ..packing.pack import in_order, pack_unpadded, pad
 from ..packing.planned import pack
 from ..packing.shapes import RowPlan, RowShape, attention_crossover_length, round_up
 from ..parallel.mesh import BATCH_AXES, parse_mesh
-from ..parallel.shard import keep_activations_split, place_model, plan_model
+from ..parallel.shard import place_model, plan_model, shard_activations
 
 logger = logging.getLogger(__name__)
 
@@ -66,18 +66,18 @@ class Batches:
 
     def unpadded(self, dialogues: Sequence[np.ndarray]) -> Iterator[Members]:
         """Yield batches of tight rows, for a device that computes any shape without compiling it."""
-        lay_out = partial(pack_unpadded, attention_crossover_length=self.attention_crossover_length)
+        pack_rows = partial(pack_unpadded, attention_crossover_length=self.attention_crossover_length)
         order, shared = in_order(list(dialogues))
         members, tokens = list[int](), 0
         for index, common in zip(order.tolist(), [0, *shared.tolist()], strict=False):
             size = len(dialogues[index])
             if members and (tokens + size - common > self.tokens or len(members) == _MAX_PACKED):
-                yield self._batch(lay_out, dialogues, members)
+                yield self._batch(pack_rows, dialogues, members)
                 members, tokens = [], 0
             tokens += size - (common if members else 0)
             members.append(index)
         if members:
-            yield self._batch(lay_out, dialogues, members)
+            yield self._batch(pack_rows, dialogues, members)
 
     def planned(self, dialogues: Sequence[np.ndarray]) -> Iterator[Members]:
         """Yield batches of planned shapes, for a device that compiles each shape.
@@ -110,11 +110,11 @@ class Batches:
             yield self._batch(partial(pad, lengths=lengths), dialogues, members, rows)
 
     def _batch(
-        self, lay_out: LayOut, dialogues: Sequence[np.ndarray], members: list[int], rows: int | None = None
+        self, pack_rows: PackRows, dialogues: Sequence[np.ndarray], members: list[int], rows: int | None = None
     ) -> Members:
         """Make a batch of the sequences ``members``, with a table of ``rows`` rows (by default one per sequence)."""
         part = None if rows is None else Part(rows)
-        collate = BatchCollator(lay_out, self.pad_token_id, ComparisonRule(answers=1), part)  # makes no comparisons
+        collate = BatchCollator(pack_rows, self.pad_token_id, ComparisonRule(answers=1), part)  # makes no comparisons
         return np.array(members), collate([{"answers": [dialogues[index]]} for index in members]).parts
 
 
@@ -127,7 +127,7 @@ def _doubled(length: int, least: float) -> int:
 
 MakeBatches = Callable[[Sequence[np.ndarray]], Iterator[Members]]
 
-TOKENS_A_PASS = 4096
+TOKENS_PER_PASS = 4096
 
 
 class Scorer:
@@ -154,7 +154,7 @@ class Scorer:
         *,
         bf16: bool = False,
         mesh: str = "fsdp=-1",
-        tokens_per_pass: int = TOKENS_A_PASS,
+        tokens_per_pass: int = TOKENS_PER_PASS,
         standardize: bool = False,
     ) -> None:
         self.runtime = runtime.current()
@@ -195,7 +195,7 @@ class Scorer:
         plan = plan_model(self.model, self.mesh)
         report = place_model(self.model, plan, self.runtime, self.device)
         if self.mesh.devices > 1:
-            keep_activations_split(self.model, plan, report.placements, self.runtime)
+            shard_activations(self.model, plan, report.placements, self.runtime)
 
     def _resolve_pad_token(self, model_folder: str) -> int:
         config = self.model.config.get_text_config()

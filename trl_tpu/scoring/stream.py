@@ -28,9 +28,9 @@ from ..data.chat_templates import date_written
 from ..data.formats import convert_row
 from ..data.length_stats import NO_LABEL
 from ..data.solutions import check_solution, tokenize_solution
-from ..data.tokenize import tokenize_dialogue
+from ..data.tokenize import tokenize_conversation
 from ..errors import UserError
-from .scorer import TOKENS_A_PASS, Scorer
+from .scorer import TOKENS_PER_PASS, Scorer
 
 logger = logging.getLogger(__name__)
 
@@ -166,7 +166,7 @@ class Form:
 
         Rewards of a model's attributes go to the column ``REWARD_COLUMN_by_attribute``.
         """
-        flat_items = all_of(items)
+        flat_items = flatten_items(items)
         faults = list(dict.fromkeys(item.fault for item in flat_items if item.fault))
         more = f" (and {len(faults) - 1} more without a reward)" if len(faults) > 1 else ""
         written = dict(row)
@@ -186,7 +186,7 @@ class Form:
         return written | {REASON: f"{faults[0]}{more}" if faults else None}
 
 
-def all_of(items: Items) -> list[Item]:
+def flatten_items(items: Items) -> list[Item]:
     """Return a row's items in one flat list."""
     return [item for value in items.values() for item in (value if isinstance(value, list) else [value])]
 
@@ -194,12 +194,12 @@ def all_of(items: Items) -> list[Item]:
 def _read(row: Row, prompt: Any, answer: Any, where: str, tokenizer: Any) -> Item:
     """Read an answer, after the prompt if there is one. A text gets an EOS token, as in training."""
     try:
-        checks.check_dialogue(answer, where)
+        checks.check_conversation(answer, where)
         dialogue = checks.with_eos(answer, tokenizer)
         if prompt is not None:
             if type(prompt) is not type(answer):
                 raise UserError(f"{where} and `prompt` must both be texts, or both lists of messages.")
-            checks.check_dialogue(prompt, f"{where}: its `prompt`")
+            checks.check_conversation(prompt, f"{where}: its `prompt`")
             dialogue = prompt + dialogue
     except UserError as error:
         return Item(row, where, fault=str(error))
@@ -239,7 +239,7 @@ def tokenize(items: list[Item], scorer: Scorer, max_length: int | None) -> list[
             if isinstance(ids, str):
                 ids = next(tokenized)
             elif isinstance(ids, list):
-                ids = tokenize_dialogue(ids, scorer.tokenizer, item.row, item.where)
+                ids = tokenize_conversation(ids, scorer.tokenizer, item.row, item.where)
             checks.check_ids(ids, item.where, scorer.num_embeddings)
             item.tokens = len(ids)
             if max_length is not None and len(ids) > max_length:
@@ -263,7 +263,7 @@ def score(
     best_of_n: bool = False,
     bf16: bool = False,
     mesh: str = "fsdp=-1",
-    tokens_per_pass: int = TOKENS_A_PASS,
+    tokens_per_pass: int = TOKENS_PER_PASS,
     standardize: bool = False,
     trust_remote_code: bool = False,
 ) -> Iterator[dict[str, Any]]:
@@ -295,14 +295,14 @@ def score(
     named: Iterable[Any] = (
         {"text" if isinstance(row, str) else "messages": row} if isinstance(row, str | list) else row for row in rows
     )
-    form, stream = look_at(named, best_of_n)
+    form, stream = inspect_rows(named, best_of_n)
     if not isinstance(model, Scorer):
         settings: dict[str, Any] = {"bf16": bf16, "mesh": mesh, "tokens_per_pass": tokens_per_pass}
         model = Scorer(model, trust_remote_code, standardize=standardize, **settings)
     return chain.from_iterable(scored for _, scored in scored_windows(model, stream, form.of_model(model), max_length))
 
 
-def look_at(rows: Iterable[Any], best_only: bool) -> tuple[Form, Iterator[Row | UserError]]:
+def inspect_rows(rows: Iterable[Any], best_only: bool) -> tuple[Form, Iterator[Row | UserError]]:
     """Detect the form of rows from the first row; return the form and an iterator over all rows.
 
     Args:
@@ -354,7 +354,7 @@ def _start(
     items_of_rows = [
         form.read(row, checks.row_of(number, "scored"), scorer.tokenizer) for number, row in enumerate(rows, first)
     ]
-    ready = tokenize([item for items in items_of_rows for item in all_of(items)], scorer, max_length)
+    ready = tokenize([item for items in items_of_rows for item in flatten_items(items)], scorer, max_length)
     chats = ((item.dialogue, item.row) for item, _ in ready if isinstance(item.dialogue, list))
     date_written(scorer.tokenizer, chats)  # warns if the chat template writes a date
     rewards = scorer.start([ids for _, ids in ready])

@@ -12,7 +12,7 @@ from typing import Any, NoReturn, TypeVar, get_args, get_origin
 
 from transformers.hf_argparser import HfArgumentParser, string_to_bool
 
-from trl_tpu.config.checks import todays_names
+from trl_tpu.config.checks import advice_on_old_names
 from trl_tpu.errors import UserError
 from trl_tpu.scripts.config_file import take_config
 
@@ -94,10 +94,10 @@ class TrlParser(HfArgumentParser):
             left = [unknown_keys, unknown_words] if separate_remaining_strings else [unknown_keys + unknown_words]
             return (*parsed, *left)
         if unknown_words:
-            fix = todays_names(word for word in unknown_words if word.startswith("--")) or "Correct them"
+            fix = advice_on_old_names(word for word in unknown_words if word.startswith("--")) or "Correct them"
             raise UserError(f"Unknown arguments on the command line: {' '.join(unknown_words)}. {fix}.")
         if unknown_keys and fail_with_unknown_args:
-            fix = todays_names(key.removeprefix("--") for key in unknown_keys[::2]) or "Correct them"
+            fix = advice_on_old_names(key.removeprefix("--") for key in unknown_keys[::2]) or "Correct them"
             raise UserError(f"Unknown arguments in the config file: {' '.join(unknown_keys)}. {fix}.")
         return tuple(parsed)
 

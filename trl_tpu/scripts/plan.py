@@ -24,7 +24,7 @@ from trl_tpu.modeling.adapters import add_adapters, get_peft_config, without_ada
 from trl_tpu.modeling.build import build_dataset
 from trl_tpu.modeling.head_spec import write_head_spec
 from trl_tpu.modeling.layers import freeze
-from trl_tpu.modeling.load import load_tokenizer, settle_tokenizer
+from trl_tpu.modeling.load import load_tokenizer, set_special_tokens
 from trl_tpu.modeling.model_shape import model_without_weights
 from trl_tpu.parallel.mesh import MeshShape, parse_mesh, parse_topology
 from trl_tpu.plan import layouts
@@ -202,7 +202,7 @@ def read_inputs(
         dataset = pick_split(splits, script.dataset_train_split, what)
         if not isinstance(dataset, Dataset):
             raise UserError(f"{what} is a stream: its lengths are unknown. Plan with --row_length instead.")
-        tokenizer, _ = settle_tokenizer(model, load_tokenizer(name, **loading), args)
+        tokenizer, _ = set_special_tokens(model, load_tokenizer(name, **loading), args)
         tokens = build_dataset(dataset, model, tokenizer, args, "train", False)
     if (peft_config := get_peft_config(model_args)) is not None:
         model = add_adapters(model, peft_config)

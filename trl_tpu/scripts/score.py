@@ -23,11 +23,11 @@ from tqdm import tqdm
 from trl_tpu.config.reward_config import help_from_docstring
 from trl_tpu.data import checks
 from trl_tpu.errors import UserError, UserFileError
-from trl_tpu.evaluation.evaluate import Evaluation, NothingCompared
+from trl_tpu.evaluation.evaluate import Evaluation, NoComparisons
 from trl_tpu.report.verdicts import LabeledRewards, Table, as_markdown, printable, read_rows
 from trl_tpu.scoring import stream
-from trl_tpu.scoring.scorer import TOKENS_A_PASS, Scorer
-from trl_tpu.scoring.stream import REASON, Form, look_at, scored_windows
+from trl_tpu.scoring.scorer import TOKENS_PER_PASS, Scorer
+from trl_tpu.scoring.stream import REASON, Form, inspect_rows, scored_windows
 from trl_tpu.scripts.parser import TrlParser
 from trl_tpu.scripts.utils import Rows, open_rows
 
@@ -75,7 +75,7 @@ class ScoreArguments:
     max_length: int | None = None
     bf16: bool = False
     mesh: str = "fsdp=-1"
-    tokens_per_pass: int = TOKENS_A_PASS
+    tokens_per_pass: int = TOKENS_PER_PASS
     trust_remote_code: bool = False
 
 
@@ -103,7 +103,7 @@ def main(args: ScoreArguments) -> int:
         count: int | None = len(args.text)
     else:
         raw_rows, count = open_rows(str(args.dataset_name), args.dataset_config, args.dataset_split)
-    form, rows = look_at(raw_rows, args.best_of_n)
+    form, rows = inspect_rows(raw_rows, args.best_of_n)
     settings: dict[str, Any] = {"bf16": args.bf16, "mesh": args.mesh, "tokens_per_pass": args.tokens_per_pass}
     scorer = Scorer(args.model_name_or_path, args.trust_remote_code, standardize=args.standardize, **settings)
     form = form.of_model(scorer)
@@ -117,12 +117,12 @@ def main(args: ScoreArguments) -> int:
             values = [row[column] if isinstance(row[column], list) else [row[column]] for row in scored]
             if rewards := [reward for row_values in values for reward in row_values if reward is not None]:
                 ranges[column].append((len(rewards), sum(rewards), min(rewards), max(rewards)))
-        if columns != ["reward"] and not (labeled := LabeledRewards.of(scored, columns)).are_lists:
+        if columns != ["reward"] and not (labeled := LabeledRewards.of(scored, columns)).has_answer_lists:
             evaluation.add(labeled.rewards_NK, labeled.labels, labeled.tokens_N2, labeled.groups(None))
         for row in scored if args.text else ():
             print(f"{math.nan if row['reward'] is None else row['reward']:10.4f}  {row['text']}")
     if not args.text:
-        with suppress(NothingCompared):
+        with suppress(NoComparisons):
             print(as_markdown({"": evaluation.verdict()}, printable), end="\n\n")
         cells = []
         for column, parts in ranges.items():

@@ -183,7 +183,7 @@ class Selfcheck:
     def plan(self, name: str, words: list[str]) -> None:
         """Add what ``trl-tpu plan`` predicts for the chips of a run, to compare with its lines."""
         result = self.runs[name]
-        chip = next((chip for chip in CHIPS.values() if result["chip"] in (chip.name, chip.rented_as)), None)
+        chip = next((chip for chip in CHIPS.values() if result["chip"] in (chip.name, chip.accelerator_prefix)), None)
         shape = next((shape for shape in chip.shapes if prod(shape) == result["devices"]), None) if chip else None
         if chip is None or shape is None:
             return

@@ -30,15 +30,15 @@ from ..packing.batch import Batch, micro_batches_of, tensors_in
 from ..report.pages import is_generated, make_model_card, write_verdicts
 from ..runtime import Runtime
 from ..training.device_trainer import DeviceTrainer
-from ..training.progress import AddedMetrics
+from ..training.progress import SubclassMetrics
 from ..training.saving import write_card
 from ..training.statistics import scale_of
-from ..training.stopping import EvaluationCutShort
+from ..training.stopping import EvaluationInterrupted
 from .utils import get_config_model_id
 
 logger = logging.getLogger(__name__)
 
-ORDER_PAIRS = ("get_eval_dataloader", "get_test_dataloader", "_get_eval_sampler")
+ORDER_METHODS = ("get_eval_dataloader", "get_test_dataloader", "_get_eval_sampler")
 """Methods that decide the order of evaluated pairs."""
 
 
@@ -151,7 +151,7 @@ class EvaluatingTrainer(DeviceTrainer):
 
     processing_class: PreTrainedTokenizerBase
     _tag_names: list[str]
-    _metrics: dict[str, AddedMetrics]
+    _metrics: dict[str, SubclassMetrics]
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Log, and include averages of the values that a subclass has added to ``self._metrics[mode]``, as in TRL."""
@@ -242,7 +242,7 @@ class EvaluatingTrainer(DeviceTrainer):
         """Evaluate all batches, and compute metrics and the verdict.
 
         Raises:
-            EvaluationCutShort: If a process was preempted during an evaluation at the end of a training step.
+            EvaluationInterrupted: If a process was preempted during an evaluation at the end of a training step.
         """
         components, args = self.trl_tpu, self.args
         compute_metrics: Any = self.compute_metrics
@@ -268,9 +268,9 @@ class EvaluatingTrainer(DeviceTrainer):
                 is_planned = components.batch_plan.plans_shapes and isinstance(inputs, Batch)
                 pairs.add(*self._evaluate_batch(model, inputs, ignore_keys), is_planned)
                 self.control = self.callback_handler.on_prediction_step(args, self.state, self.control)
-                may_stop, request = components.preemption.cuts_evaluations_short, components.preemption.told_to_stop
+                may_stop, request = components.preemption.interrupts_evaluations, components.preemption.is_preempted
                 if may_stop and components.agreement.any_in_evaluation(len(pairs), request):
-                    raise EvaluationCutShort
+                    raise EvaluationInterrupted
         components.runtime.step_boundary()
         components.recompiles.settle()
         columns = pairs.fetch()
@@ -370,7 +370,9 @@ class EvaluatingTrainer(DeviceTrainer):
 
     def _rows_in_order(self, dataset: Any, count: int) -> Any:
         """Return ``dataset`` if its first ``count`` rows were evaluated in order, else None."""
-        in_order = all(map(self._is_original, ORDER_PAIRS)) and self.args.train_sampling_strategy != "group_by_length"
+        in_order = (
+            all(map(self._is_original, ORDER_METHODS)) and self.args.train_sampling_strategy != "group_by_length"
+        )
         if not in_order or not isinstance(dataset, Dataset) or count > len(dataset):
             return None
         is_part = self.args.dataloader_drop_last or self.args.max_eval_steps is not None

@@ -36,18 +36,18 @@ from ..modeling.build import (
     default_folder,
     first_answers,
     first_chat,
-    in_order_of,
+    with_attribute_order,
 )
 from ..modeling.head_spec import HeadSpec
 from ..modeling.load import warn_of_unscored_eos
 from ..modeling.losses import Loss, StepResult, batch_loss
-from ..modeling.model_shape import work_of_a_pair
+from ..modeling.model_shape import flops_per_pair
 from ..packing.batch import Batch
 from ..packing.shapes import RowPlan
 from ..training.batch_plan import BatchPlan
-from ..training.progress import AddedMetrics
+from ..training.progress import SubclassMetrics
 from ..training.statistics import StepStatistics
-from .evaluation import ORDER_PAIRS, EvaluatingTrainer
+from .evaluation import ORDER_METHODS, EvaluatingTrainer
 from .legacy import has_old_order, upgrade_args, upgrade_processing_class, uses_old_columns
 
 logger = logging.getLogger(__name__)
@@ -60,7 +60,7 @@ EvalDataset: TypeAlias = (
 )
 
 
-class RewardTrainer(checks.AnswersOldNames, EvaluatingTrainer):
+class RewardTrainer(checks.SuggestsNewNames, EvaluatingTrainer):
     """Trainer of reward models on preference pairs or rankings.
 
     The arguments have the names and the order of `trl.RewardTrainer`. `model_init` and deprecated names come last.
@@ -145,9 +145,9 @@ class RewardTrainer(checks.AnswersOldNames, EvaluatingTrainer):
         built, built_tokenizer = build(model if model_init is None else super().call_model_init())
         built.add_model_tags(self._tag_names)
         if optimizers[0] is None and optimizer_cls_and_kwargs is None:
-            checks.check_rate(args, built)
+            checks.warn_of_high_learning_rate(args, built)
         # `_prepare_dataset` reads these attributes, also in subclasses
-        self.args = args = in_order_of(built, args)
+        self.args = args = with_attribute_order(built, args)
         self.model, self.processing_class = built, built_tokenizer
         plan = BatchPlan(
             args,
@@ -164,7 +164,7 @@ class RewardTrainer(checks.AnswersOldNames, EvaluatingTrainer):
         eval_rows = None if eval_dataset is None else self._prepared(eval_dataset, "eval")
         warn_of_unscored_eos(built_tokenizer, first_answers(train_rows))
         adds_metrics = compute_metrics is not None or not all(map(_is_transformers, callbacks or ()))
-        if not adds_metrics and all(map(self._is_original, (*_BATCH_METHODS, *ORDER_PAIRS, *_METRIC_METHODS))):
+        if not adds_metrics and all(map(self._is_original, (*_BATCH_METHODS, *ORDER_METHODS, *_METRIC_METHODS))):
             check_best_metric(args, eval_rows)
         plan.prepare(train_rows, eval_rows)
         super().__init__(
@@ -187,11 +187,11 @@ class RewardTrainer(checks.AnswersOldNames, EvaluatingTrainer):
             self.accelerator,
             nonfinite_limit=args.nonfinite_limit,
             attribute_weights=tuple(HeadSpec.of(without_adapters(built).config).attributes.values()),
-            work_of_a_pair=work_of_a_pair(built, train_rows),
+            flops_per_pair=flops_per_pair(built, train_rows),
         )
         if type(self)._set_signature_columns_if_needed is Trainer._set_signature_columns_if_needed:
             self._signature_columns = [*COLUMNS]  # type: ignore[assignment]  # else transformers keeps only the model's arguments
-        self._make_parts(plan, statistics)
+        self._make_components(plan, statistics)
         self.trl_tpu.build = build
         self.trl_tpu.date = date_written(built_tokenizer, first_chat(train_dataset))
         sets, raw = (data if isinstance(data, Mapping) else {"": data} for data in (eval_rows, eval_dataset))
@@ -200,7 +200,7 @@ class RewardTrainer(checks.AnswersOldNames, EvaluatingTrainer):
         self.trl_tpu.seen = {id(sets[name]): prompts_in_training(train, evaluated[name], name) for name in sets}
         self.verdicts = statistics.verdicts
         """Verdict of the last evaluation for each prefix of metric names, such as "eval"."""
-        self._metrics = {mode: AddedMetrics(self._last_metrics) for mode in ("train", "eval")}
+        self._metrics = {mode: SubclassMetrics(self._last_metrics) for mode in ("train", "eval")}
         self.tokenizer = built_tokenizer  # TRL's name up to 0.23
 
     def call_model_init(self, trial: Any = None) -> PreTrainedModel:
@@ -300,7 +300,7 @@ _BATCH_METHODS = (
 _METRIC_METHODS = ("evaluate", "_evaluate", "_determine_best_metric", "log")
 _ORIGINAL_METHODS = {
     name: getattr(RewardTrainer, name)
-    for name in (*_BATCH_METHODS, *ORDER_PAIRS, *_METRIC_METHODS, "_prepare_dataset")
+    for name in (*_BATCH_METHODS, *ORDER_METHODS, *_METRIC_METHODS, "_prepare_dataset")
 }
 
 

@@ -144,7 +144,7 @@ class TrainState:
         Args:
             folder: Folder to write to. By default `args.output_dir`.
         """
-        with self._trainer.paused(), self._trainer.trl_tpu.step_state.one_by_one():
+        with self._trainer.paused(), self._trainer.trl_tpu.step_state.unstacked():
             self._trainer.save_model(folder)
 
 

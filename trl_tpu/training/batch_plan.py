@@ -19,7 +19,7 @@ from ..modeling.forward import PackingImpossible
 from ..modeling.layers import find_layers
 from ..modeling.losses import TIES
 from ..modeling.model_shape import outgrows_positions
-from ..modeling.packability import make_packable, own_code_of
+from ..modeling.packability import make_packable, user_code_in
 from ..modeling.static_shapes import fit_to_device
 from ..packing.pack import pack_unpadded, pad
 from ..packing.planned import pack
@@ -56,7 +56,7 @@ class BatchPlan:
         UserError: packing=True is set, but packing is impossible.
     """
 
-    padded_because: str | None = None
+    padding_reason: str | None = None
     """The obstacle to packing; None if batches are packed."""
 
     def __init__(
@@ -78,14 +78,14 @@ class BatchPlan:
         self.planned = PlannedShapes(args, runtime, fixed_rows)
         self.plans_shapes = runtime.plans_shapes
         self._is_unpadded = not self.plans_shapes and fixed_rows is None  # applies to packed batches only
-        self._pad_because(self._obstacle_in_settings(model) or self._obstacle_in_code())
+        self._pad_for_reason(self._obstacle_in_settings(model) or self._obstacle_in_code())
         self.use_model(model)
 
     # ---- the decision
 
     @property
     def packed(self) -> bool:
-        return self.padded_because is None
+        return self.padding_reason is None
 
     @property
     def layout(self) -> str:
@@ -107,9 +107,11 @@ class BatchPlan:
             try:
                 make_packable(model, self._pad_token_id, is_unpadded=self._is_unpadded)
             except PackingImpossible as reason:
-                self._pad_because(str(reason))
+                self._pad_for_reason(str(reason))
         if self.packed and not self._packs(self._train_dataset):
-            self._pad_because("train_dataset is a stream without max_length, so its pairs may be longer than any row")
+            self._pad_for_reason(
+                "train_dataset is a stream without max_length, so its pairs may be longer than any row"
+            )
         self.planned.use_model(model, self._pad_token_id, self.packed)
 
     def prepare(self, train_dataset: Any, eval_dataset: Any) -> None:
@@ -128,7 +130,7 @@ class BatchPlan:
         """Return whether batches of ``dataset`` are packed. They are padded if no shapes can be planned."""
         return self.packed and (self._is_unpadded or self.planned.can_plan(dataset))
 
-    def _pad_because(self, obstacle: str | None) -> None:
+    def _pad_for_reason(self, obstacle: str | None) -> None:
         """Pad batches from now on if there is an obstacle to packing.
 
         Raises:
@@ -140,7 +142,7 @@ class BatchPlan:
             raise UserError(f"packing=True is impossible: {obstacle}. Set packing='auto', or remove the obstacle.")
         if self._args.packing == "auto":
             logger.warning(f"Batches are padded, not packed: {obstacle}.")
-        self.padded_because = obstacle
+        self.padding_reason = obstacle
 
     def _obstacle_in_settings(self, model: PreTrainedModel) -> str | None:
         args = self._args
@@ -209,7 +211,7 @@ class BatchPlan:
         """
         self._collator = user_collator
         if self.packed:
-            self._pad_because(self._obstacle_in_code() or own_code_of(self._whole_model))
+            self._pad_for_reason(self._obstacle_in_code() or user_code_in(self._whole_model))
         args, (index, count) = self._args, self._runtime.batch_part
         answers = length_stats(dataset).answers if is_prepared(dataset) else 2  # streams hold pairs only
         rule = ComparisonRule(
@@ -222,10 +224,10 @@ class BatchPlan:
         )
         part = Part(batch_size, index, count) if count > 1 else None
         if self._packs(dataset) and self._is_unpadded:
-            lay_out = partial(pack_unpadded, attention_crossover_length=self.planned.crossover)
+            pack_rows = partial(pack_unpadded, attention_crossover_length=self.planned.crossover)
         elif self._packs(dataset):
             rows = self.planned.rows(dataset, batch_size)
-            lay_out = partial(pack, plan=rows, expands=self.planned.expands, part=(index, count))
+            pack_rows = partial(pack, plan=rows, expands=self.planned.expands, part=(index, count))
             part = Part(batch_size * count, index, count, shares_pairs=True)
         elif self._obstacle_in_code() is not None:
             are_old = self._old_columns or isinstance(user_collator, RewardDataCollatorWithPadding)
@@ -239,8 +241,8 @@ class BatchPlan:
             if self.plans_shapes:  # a fixed number of rows, even if the length is not planned
                 lengths, part = lengths or (), Part(batch_size, index, count)
             multiple: Any = args.pad_to_multiple_of or 1
-            lay_out = partial(pad, lengths=lengths, multiple=multiple)
-        return BatchCollator(lay_out, self._pad_token_id, rule, part)
+            pack_rows = partial(pad, lengths=lengths, multiple=multiple)
+        return BatchCollator(pack_rows, self._pad_token_id, rule, part)
 
     # ---- shapes
 
@@ -250,8 +252,8 @@ class BatchPlan:
         None if lengths are not planned: on other devices, for user-defined collators, and if `PlannedShapes.lengths`
         returns None.
         """
-        is_ours = self._collator is None or isinstance(self._collator, _COLLATORS)
-        return self.planned.lengths(dataset) if self.plans_shapes and is_ours else None
+        has_own_format = self._collator is None or isinstance(self._collator, _COLLATORS)
+        return self.planned.lengths(dataset) if self.plans_shapes and has_own_format else None
 
     @property
     def shapes(self) -> int | None:
@@ -275,6 +277,6 @@ class BatchPlan:
             return f"packed into rows of {self.planned.training_rows}; attention is computed {attention}"
         lengths = self._lengths_of(self._train_dataset)
         if lengths is None:
-            return f"padded to their longest sequence ({self.padded_because})"
+            return f"padded to their longest sequence ({self.padding_reason})"
         listed = " or ".join(map(str, lengths)) if len(lengths) <= 4 else f"one of {len(lengths)} lengths in"
-        return f"padded to {listed} tokens ({self.padded_because})"
+        return f"padded to {listed} tokens ({self.padding_reason})"

@@ -39,13 +39,13 @@ from transformers.trainer_utils import has_length
 
 from ..checkpoint.folders import RunFolder
 from ..checkpoint.state_dict import gather_weights_on_save
-from ..config.checks import check_final_rate
+from ..config.checks import check_learning_rate_end
 from ..data.loader import (
-    WholeStream,
-    by_prompt,
+    UnsplitStream,
     collate_marked,
     host_batches,
-    outlive_sigterm,
+    ignore_foreign_sigterm,
+    prompt_group_sampler,
     rows_of_step,
     skip_batches,
     skipping_by,
@@ -61,7 +61,7 @@ from .optimizer import skip_unless, store_first_moments, unwrap
 from .progress import JsonLines, Progress
 from .saving import Components, SavingTrainer
 from .statistics import StepCounts, StepStatistics
-from .stopping import SIGTERM, EvaluationCutShort, StepCallback
+from .stopping import SIGTERM, EvaluationInterrupted, StepCallback
 
 logger = logging.getLogger(__name__)
 
@@ -81,7 +81,7 @@ class DeviceTrainer(SavingTrainer):
     stop_checkpoint = ""
     """Folder or URL of the last saved checkpoint. After an early stop it belongs to the last step."""
 
-    def _make_parts(self, plan: BatchPlan, statistics: StepStatistics) -> None:
+    def _make_components(self, plan: BatchPlan, statistics: StepStatistics) -> None:
         """Make the components. Call this after transformers' constructor."""
         is_json = self.args.progress == "json"
         shows_bar = self.pop_callback(trainer.DEFAULT_PROGRESS_CALLBACK) is not None  # notebooks have their own
@@ -149,7 +149,7 @@ class DeviceTrainer(SavingTrainer):
                 output = super().train(checkpoint, trial, ignore_keys_for_eval)
             finally:
                 ours.step_state.unstack()
-                ours.checkpoints.drop_download()
+                ours.checkpoints.delete_download()
                 ours.checkpointer.wait()  # before another run can lock the folder
                 run.release()
                 self.stopped_by, self.stop_checkpoint = preemption.stopped_by, ours.checkpointer.latest
@@ -159,9 +159,9 @@ class DeviceTrainer(SavingTrainer):
                 "provide pairs that can be trained on."
             )
         # after a time limit a SIGTERM may have reached only some ranks: all raise together
-        if preemption.stopped_by is not None and any(ours.agreement.all_gather_object(preemption.told_to_stop)):
+        if preemption.stopped_by is not None and any(ours.agreement.all_gather_object(preemption.is_preempted)):
             raise ours.unfinished(SIGTERM)
-        if preemption.told_to_stop:  # after the last step: training is complete, so handle the signal as usual
+        if preemption.is_preempted:  # after the last step: training is complete, so handle the signal as usual
             ours.at_late_sigterm()
         return output
 
@@ -202,7 +202,7 @@ class DeviceTrainer(SavingTrainer):
             super()._move_model_to_device(model, device)
         self.shard_report = shard.place_model(model, plan, runtime, device)
         if is_spmd:
-            shard.keep_activations_split(model, plan, self.shard_report.placements, runtime)
+            shard.shard_activations(model, plan, self.shard_report.placements, runtime)
             if runtime.topology().process_count == 1:  # with several, all would have to gather together
                 gather_weights_on_save(model, runtime)
 
@@ -225,14 +225,14 @@ class DeviceTrainer(SavingTrainer):
         is_stream = isinstance(dataset, torch.utils.data.IterableDataset)
         is_grouped = is_training and self.args.group_by_prompt
         if is_grouped:
-            sampler_fn = partial(by_prompt, sampler_fn, self.args, parts)
+            sampler_fn = partial(prompt_group_sampler, sampler_fn, self.args, parts)
         if not self._shards_model:
             if is_stream and parts > 1:
                 if not is_training:
                     collate = partial(
                         collate_marked, collate, self._get_collator_with_removed_columns(list, description)
                     )
-                dataset = WholeStream(dataset, None if is_training else batch_size * parts)
+                dataset = UnsplitStream(dataset, None if is_training else batch_size * parts)
             collator, self.data_collator = self.data_collator, collate  # transformers' method reads this attribute
             try:
                 loader: Any = super()._get_dataloader(
@@ -245,7 +245,7 @@ class DeviceTrainer(SavingTrainer):
                 # the loader passes the epoch to this sampler, also after a resume
                 loader.set_sampler(getattr(batches, "batch_sampler", batches).sampler)
             inner = getattr(loader, "base_dataloader", loader)  # accelerate wraps torch's loader
-            inner.worker_init_fn = partial(outlive_sigterm, inner.worker_init_fn)
+            inner.worker_init_fn = partial(ignore_foreign_sigterm, inner.worker_init_fn)
             return loader
         batch_size *= parts
         sampler = None
@@ -300,7 +300,7 @@ class DeviceTrainer(SavingTrainer):
         if self.lr_scheduler is None and self.args.learning_rate_end is not None:
             (name, arguments), warmup = self.args.schedule, self.args.get_warmup_steps(num_training_steps)
             scheduled: Any = optimizer or self.optimizer
-            check_final_rate(self.args, scheduled)
+            check_learning_rate_end(self.args, scheduled)
             self.lr_scheduler = get_scheduler(name, scheduled, warmup, num_training_steps, arguments)
             self._created_lr_scheduler = True
         return super().create_scheduler(num_training_steps, optimizer)
@@ -362,16 +362,16 @@ class DeviceTrainer(SavingTrainer):
         if control.should_log and self.state.global_step > self._globalstep_last_logged:
             self._log_step(tr_loss, grad_norm, start_time, learning_rate)
         ours.statistics.pause()
-        preemption.cuts_evaluations_short = True  # evaluations outside of steps run to their end
+        preemption.interrupts_evaluations = True  # evaluations outside of steps run to their end
         try:
             super()._maybe_log_save_evaluate(
                 tr_loss, grad_norm, model, trial, epoch, ignore_keys_for_eval, start_time, learning_rate
             )
-        except EvaluationCutShort:
+        except EvaluationInterrupted:
             preemption.stop(SIGTERM, self.args, self.state, self.control)
             must_save = True
         finally:
-            preemption.cuts_evaluations_short = False
+            preemption.interrupts_evaluations = False
         if must_save and not preemption.has_saved(self.state.global_step):
             # transformers did not save: a SIGTERM ended the evaluation, or save_strategy="best" cleared the request
             self._save_checkpoint(model, trial)

@@ -12,7 +12,7 @@ from torch.optim import Adam, Adamax, NAdam, Optimizer, RAdam
 
 from ..errors import UserError
 from ..modeling.layers import LayerStack, by_layer
-from ..parallel.shard import full_tensor, zeros_laid_out_like
+from ..parallel.shard import full_tensor, zeros_sharded_like
 from ..parallel.sharding_plan import Placement
 from ..runtime import PartitionSpec, Remat, Runtime
 
@@ -61,7 +61,7 @@ class StepState:
         prepare_optimizer(optimizer, self._runtime, specs if self._stack is None else specs | self._stack.axes)
         if accumulates:
             parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-            self.gradient_buffers = {parameter: zeros_laid_out_like(parameter) for parameter in parameters}
+            self.gradient_buffers = {parameter: zeros_sharded_like(parameter) for parameter in parameters}
             for parameter in filter(lambda tensor: tensor.requires_grad, parameters):
                 parameter.register_hook(partial(self._note_gradient, parameter))
             self._runtime.step_boundary()
@@ -79,9 +79,9 @@ class StepState:
         if self._stack is not None:
             self._stack.unstack()
 
-    def one_by_one(self) -> AbstractContextManager[None]:
+    def unstacked(self) -> AbstractContextManager[None]:
         """Return a context in which stacked layers are separate."""
-        return nullcontext() if self._stack is None else self._stack.one_by_one()
+        return nullcontext() if self._stack is None else self._stack.unstacked()
 
     def _note_gradient(self, parameter: nn.Parameter, gradient: torch.Tensor | None) -> None:
         if gradient is not None:  # recomputed layers pass None for unused weights
@@ -164,7 +164,7 @@ def prepare_optimizer(optimizer: Optimizer, runtime: Runtime, specs: Mapping[Any
         steps = runtime.to_device(torch.zeros(len(parameters)), device).unbind()
         for (parameter, group), step in zip(parameters, steps, strict=True):
             names = ["exp_avg", "exp_avg_sq", *["max_exp_avg_sq"] * group["amsgrad"]]
-            zeros = {name: zeros_laid_out_like(parameter) for name in names}
+            zeros = {name: zeros_sharded_like(parameter) for name in names}
             optimizer.state[parameter] = {"step": step.clone(), **zeros}
     else:
         _lay_out_new_state(optimizer, runtime, specs)
@@ -274,7 +274,7 @@ def _lay_out_new_state(optimizer: Optimizer, runtime: Runtime, specs: Mapping[An
 
     is_new = [True]  # a hook cannot remove itself while hooks are called
 
-    def lay_out(*_: object) -> None:
+    def pack_rows(*_: object) -> None:
         if not is_new:
             return
         is_new.clear()
@@ -283,7 +283,7 @@ def _lay_out_new_state(optimizer: Optimizer, runtime: Runtime, specs: Mapping[An
                 if isinstance(value, torch.Tensor) and value.shape == parameter.shape and parameter in specs:
                     state[name] = runtime.constrain(value, specs[parameter])
 
-    optimizer.register_step_post_hook(lay_out)
+    optimizer.register_step_post_hook(pack_rows)
 
 
 def _replace_rates(optimizer: Optimizer, replacement: Callable[[Any], Any]) -> None:

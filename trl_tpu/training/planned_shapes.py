@@ -14,7 +14,7 @@ from ..data.length_stats import PAIR, has_row_format, is_prepared, length_stats,
 from ..data.loader import sizes_by_prompt
 from ..modeling.adapters import without_adapters
 from ..modeling.model_shape import outgrows_positions
-from ..modeling.packability import own_code_of, reads_padding
+from ..modeling.packability import reads_padding, user_code_in
 from ..modeling.static_shapes import ExpansionImpossible, use_expanded_attention
 from ..modeling.tree_states import shared_chunk
 from ..packing.shapes import PairLengths, RowPlan, attention_crossover_length, bucket_lengths, plan_rows, round_up
@@ -105,7 +105,7 @@ class PlannedShapes:
         Rewards can depend on padding with user-defined forwards, with prompt tuning, and with positions that depend on
         the longest sequence.
         """
-        own_code = own_code_of(self._whole_model)
+        own_code = user_code_in(self._whole_model)
         if own_code is not None and own_code not in self._reads_padding and not self._args.pad_to_multiple_of:
             self._reads_padding[own_code] = reads_padding(self._whole_model, self._pad_token_id)
             if self._reads_padding[own_code]:

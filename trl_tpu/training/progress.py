@@ -148,7 +148,7 @@ class JsonLines(TrainerCallback):
             print(json.dumps(json.loads(text, parse_constant=lambda _: None)), flush=True)  # JSON has no NaN
 
 
-class AddedMetrics(defaultdict[str, list[float]]):
+class SubclassMetrics(defaultdict[str, list[float]]):
     """Metrics that a subclass collects over steps, as lists by name.
 
     The lookup of a built-in metric returns a new list with the value of the last step; the metric is not stored here.

@@ -32,8 +32,8 @@ from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import HubStrategy
 
 from ..checkpoint.checkpointer import CheckpointContents, Checkpointer, CheckpointLoader, on_all_ranks
-from ..checkpoint.folders import RemoteRun, RunFolder, atomic_folder, files_in, is_ours
-from ..checkpoint.state_dict import PROGRESS_FILE, older_weights, optimizer_numbers, whole_weights
+from ..checkpoint.folders import RemoteRun, RunFolder, atomic_folder, files_in, has_own_format
+from ..checkpoint.state_dict import PROGRESS_FILE, gather_full_weights, older_weights, optimizer_numbers
 from ..config.reward_config import RewardConfig, is_url, private_folder
 from ..errors import UserError
 from ..modeling.adapters import complete_config, save_adapter_config
@@ -125,7 +125,7 @@ class Components:
         self.agreement = HostAgreement(runtime, accelerator)
         self.preemption = Preemption(args.time_limit, args.save_interval)
         in_float16 = args.mixed_precision == "fp16" or any(p.dtype == torch.float16 for p in model.parameters())
-        statistics.judges_steps = saves_state(accelerator) and not in_float16
+        statistics.checks_nonfinite = saves_state(accelerator) and not in_float16
         self.recompiles = RecompileGuard(runtime, announce)
         self.checkpointer = Checkpointer(
             runtime, self.agreement, writes=args.should_save, shares_disk=shares_disk, limit=args.save_total_limit
@@ -257,7 +257,7 @@ class SavingTrainer(Trainer):
         def write() -> None:
             weights = None
             if self._shards_model:
-                weights = whole_weights(self.model, runtime, keeps=self.args.should_save)
+                weights = gather_full_weights(self.model, runtime, keeps=self.args.should_save)
             if not self.args.should_save:
                 if weights is None:  # accelerate's FSDP and DeepSpeed gather them
                     super(SavingTrainer, self).save_model(folder, _internal_call=True)
@@ -329,7 +329,7 @@ class SavingTrainer(Trainer):
         finally:
             self.args.save_total_limit = limit
         if stopped_by is None and self.state.best_model_checkpoint is not None and not ours.best_model_lost:
-            ours.checkpointer.keep_best_alone(ours.run_folder, Path(self.state.best_model_checkpoint).name)
+            ours.checkpointer.delete_all_but_best(ours.run_folder, Path(self.state.best_model_checkpoint).name)
         self._report_pushes()
         if ours.checkpointer.failed:
             logger.error("These checkpoints were NOT saved: %s", ", ".join(ours.checkpointer.failed))
@@ -343,7 +343,9 @@ class SavingTrainer(Trainer):
         ours, best = self.trl_tpu, str(self.state.best_model_checkpoint)
         if ours.preemption.stopped_by == SIGTERM:
             return
-        if not saves_state(self.accelerator) or (ours.remote is None and Path(best).is_dir() and not is_ours(best)):
+        if not saves_state(self.accelerator) or (
+            ours.remote is None and Path(best).is_dir() and not has_own_format(best)
+        ):
             super()._load_best_model()
             return
         folder, faults = ours.checkpoints.find_best(best, ours.run_folder)
@@ -363,7 +365,7 @@ class SavingTrainer(Trainer):
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None:
             return
-        with self.trl_tpu.step_state.one_by_one():
+        with self.trl_tpu.step_state.unstacked():
             is_loaded = saves_state(self.accelerator) and self.trl_tpu.checkpoints.load_optimizer(
                 self.model, unwrap(self.optimizer), self.lr_scheduler, checkpoint
             )
@@ -412,7 +414,7 @@ class SavingTrainer(Trainer):
             on_all_ranks(lambda: self.save_model(path, _internal_call=True), all_gather_object)
         else:
             are_gathered = runtime.topology().process_count > 1 and args.save_only_model
-            weights = whole_weights(model, runtime, keeps=writes) if are_gathered else {}
+            weights = gather_full_weights(model, runtime, keeps=writes) if are_gathered else {}
             if writes and (weights or isinstance(model, PreTrainedModel)):
                 with save_given_weights_only(model):
                     self._save(path, weights)

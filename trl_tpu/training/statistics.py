@@ -51,7 +51,7 @@ class StepStatistics:
         nonfinite_limit: Maximum number of consecutive nonfinite steps: training stops when it is reached. 0 turns
             counting and skipping off.
         attribute_weights: Weights that combine several attributes into the measured reward; empty for one attribute.
-        work_of_a_pair: FLOPs of an average training pair; None if unknown. Tokens that its answers share count once,
+        flops_per_pair: FLOPs of an average training pair; None if unknown. Tokens that its answers share count once,
             padding does not count. See `trl_tpu.modeling.model_shape`.
     """
 
@@ -68,12 +68,12 @@ class StepStatistics:
         *,
         nonfinite_limit: int = 0,
         attribute_weights: Sequence[float] = (),
-        work_of_a_pair: float | None = None,
+        flops_per_pair: float | None = None,
     ) -> None:
         self._runtime, self._device, self._accelerator = runtime, device, accelerator
         self.limit, self.attribute_weights = nonfinite_limit, attribute_weights
-        self._work = work_of_a_pair
-        self.judges_steps = True
+        self._work = flops_per_pair
+        self.checks_nonfinite = True
         """Whether nonfinite steps are errors. In float16 they are normal: they adjust the loss scale."""
         self.num_tokens = 0  # tokens up to the last log, including those before a resume
         self.evaluated: RewardScale | None = None
@@ -87,7 +87,7 @@ class StepStatistics:
     @property
     def skips_nonfinite(self) -> bool:
         """Whether nonfinite steps are counted and skipped."""
-        return self.judges_steps and self.limit > 0
+        return self.checks_nonfinite and self.limit > 0
 
     def _to_device(self, values: Sequence[Any], dtype: torch.dtype) -> torch.Tensor:
         return self._runtime.to_device(torch.tensor(values, dtype=dtype), self._device)
@@ -123,7 +123,7 @@ class StepStatistics:
             The sum of losses since the last log.
         """
         index, count = (0, 1) if (group := self._accelerator) is None else (group.process_index, group.num_processes)
-        saved = [RewardSums.of_saved(part["metrics"]["open"]) for part in parts]
+        saved = [RewardSums.from_checkpoint(part["metrics"]["open"]) for part in parts]
         # the next log includes these sums, but its rates do not
         self._resumed, self._step = sum(saved, RewardSums()), step
         self._seconds, self._since = 0.0, time.monotonic()
@@ -267,7 +267,7 @@ class StepStatistics:
             self._windows.popleft()
         if (programs := self._runtime.compile_count()) is not None:
             logs["compiled_programs"] = programs
-        if (memory := self._runtime.most_memory(self._device)) is not None:
+        if (memory := self._runtime.peak_memory(self._device)) is not None:
             logs["memory_gib"] = memory / GiB
         if self.skips_nonfinite:
             logs["nonfinite"] = counted.nonfinite

@@ -180,7 +180,7 @@ class Unfinished(SystemExit):
         return f"{self.reason} stopped training; {outcome}"
 
 
-class EvaluationCutShort(Exception):
+class EvaluationInterrupted(Exception):
     """Early end of an evaluation because a process is preempted."""
 
 
@@ -219,12 +219,12 @@ class Preemption(ExportableState):
         """Begin to train: reset the clocks and requests."""
         self.stopped_by: str | None = None
         """Reason for an early stop: `SIGTERM` or `TIME_LIMIT`; None without an early stop."""
-        self.told_to_stop = False
+        self.is_preempted = False
         """Whether this process has received SIGTERM."""
         self.requests = dict.fromkeys((SIGTERM, TIME_LIMIT, SAVE_INTERVAL), False)
         """Requests of this process at the end of the last step."""
-        self.cuts_evaluations_short = False
-        """Whether a SIGTERM ends the current evaluation by `EvaluationCutShort`; the step is saved then."""
+        self.interrupts_evaluations = False
+        """Whether a SIGTERM ends the current evaluation by `EvaluationInterrupted`; the step is saved then."""
         self._saved_step = -1
         self._started = self._last_save = time.monotonic()
 
@@ -245,7 +245,7 @@ class Preemption(ExportableState):
         before = signal.getsignal(signal.SIGTERM) or signal.SIG_DFL
 
         def note(*_: object) -> None:
-            self.told_to_stop = True
+            self.is_preempted = True
             signal.signal(signal.SIGTERM, before)
 
         end_forks_by_sigterm()
@@ -259,7 +259,7 @@ class Preemption(ExportableState):
         """Note this process's requests at the end of ``step``."""
         trained, unsaved = (timedelta(seconds=time.monotonic() - start) for start in (self._started, self._last_save))
         self.requests = {
-            SIGTERM: self.told_to_stop,
+            SIGTERM: self.is_preempted,
             TIME_LIMIT: trained >= self._time_limit and step < max_steps,
             SAVE_INTERVAL: unsaved >= self._save_interval,
         }
