@@ -63,7 +63,7 @@ def compare(size: str, runs: int, steps: int) -> None:
             train_sampling_strategy="sequential", **harness.SMALL,
         )  # fmt: skip
         return {
-            TIME: 1000 * trained.seconds_a_pair * count / COMPARISONS,
+            TIME: 1000 * trained.seconds_per_pair * count / COMPARISONS,
             TOKENS: trained.tokens() / unique,
             "losses": trained.losses,
         }

@@ -33,8 +33,8 @@ def run(system: str, trained: str, folder: str, steps: str) -> dict[str, Any]:
     )  # fmt: skip
     assert len(done.trainer.train_dataset) == len(pairs), "a pair is longer than max_length"
     return {
-        "s a pair": done.seconds_a_pair,
-        "tokens a real one": done.tokens() / done.real_tokens(),  # every pair once, so the order does not matter
+        "s per pair": done.seconds_per_pair,
+        "tokens per real token": done.tokens() / done.real_tokens(),  # every pair once, so the order does not matter
         "GiB": peak_resident_bytes() / 2**30,
         "losses": done.losses,
     }
@@ -46,9 +46,9 @@ def compare(trained: str, folder: str, steps: int, runs: int) -> None:
     )
     harness.show_compared_with_trl(
         f"{smollm2.NAME}, {trained} trained, {steps} steps of {harness.PAIRS_A_BATCH} pairs, medians of {runs} runs",
-        {"s a pair": ".2f", "tokens a real one": ".3f", "GiB": ".1f"},
+        {"s per pair": ".2f", "tokens per real token": ".3f", "GiB": ".1f"},
         measured,
-        shares=["s a pair", "GiB"],
+        shares=["s per pair", "GiB"],
     )
 
 

@@ -50,16 +50,16 @@ def compare(size: str, data: str) -> None:
     def run(system: str) -> dict[str, Any]:
         trained = harness.train(system, model, pairs, max_steps=STEPS, **harness.SMALL, **SYSTEMS[system])
         losses = trained.losses
-        return {"ms a pair": 1000 * trained.seconds_a_pair, "mean loss": statistics.mean(losses), "losses": losses}
+        return {"ms per pair": 1000 * trained.seconds_per_pair, "mean loss": statistics.mean(losses), "losses": losses}
 
     with tempfile.TemporaryDirectory() as folder:
         model = harness.save_model(folder, size)
         measured = harness.alternate(MODELS.get(size, RUNS), SYSTEMS, run)
     harness.show_compared_with_trl(
         f"{data} pairs: model {size}, {harness.PAIRS_A_BATCH} pairs a batch, {torch.get_num_threads()} threads",
-        {"ms a pair": ".1f", "mean loss": ".6f"},
+        {"ms per pair": ".1f", "mean loss": ".6f"},
         measured,
-        shares=["ms a pair"],
+        shares=["ms per pair"],
     )
 
 

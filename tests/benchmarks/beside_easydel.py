@@ -61,7 +61,7 @@ def run(system: str, folder: str, pairs: str, steps: str) -> dict[str, Any]:
     return {"ends": ends[:-1], "programs": programs[:-1], "tokens": trained.tokens(), "losses": trained.losses}
 
 
-def seconds_a_pair(ends: list[list[float]], programs: list[int]) -> list[float]:
+def seconds_per_pair(ends: list[list[float]], programs: list[int]) -> list[float]:
     """Return median seconds of the clock and of all cores per pair, over steps without compilation."""
     usual = [n for n in range(1, len(ends)) if programs[n] == programs[n - 1]]
     return [
@@ -79,10 +79,10 @@ def in_a_process(system: str, python: str, folder: str, pairs: str, steps: int, 
         found = harness.result_of([python, side, folder, pairs, *numbers], environment)
     else:
         found = harness.in_a_process("beside_easydel", system, folder, pairs, steps, **SYSTEMS[system])
-    clock, cores = seconds_a_pair(found["ends"], found["programs"])
-    print(f"{system}: {clock:.3f} s a pair, {cores:.3f} of all cores", flush=True)
-    numbers = {"s a pair": clock, "of all cores": cores, "programs": found["programs"][-1]}
-    return numbers | {"tokens a real one": found["tokens"] / real, "losses": found["losses"]}
+    clock, cores = seconds_per_pair(found["ends"], found["programs"])
+    print(f"{system}: {clock:.3f} s per pair, {cores:.3f} of all cores", flush=True)
+    numbers = {"s per pair": clock, "of all cores": cores, "programs": found["programs"][-1]}
+    return numbers | {"tokens per real token": found["tokens"] / real, "losses": found["losses"]}
 
 
 def tokenized(model: str, count: int) -> list[dict[str, list[int]]]:
@@ -107,7 +107,7 @@ def compare(python: str, steps: int, runs: int) -> None:
         )
     harness.show_compared_with_trl(
         f"hidden size 64, 4 layers, {steps} steps of {PAIRS_A_BATCH} pairs, medians of {runs} runs",
-        {"s a pair": ".3f", "of all cores": ".3f", "programs": ".0f", "tokens a real one": ".2f"},
+        {"s per pair": ".3f", "of all cores": ".3f", "programs": ".0f", "tokens per real token": ".2f"},
         measured,
         shares=[],
     )

@@ -61,7 +61,7 @@ class Trained:
         return training.losses(self.trainer)
 
     @property
-    def seconds_a_pair(self) -> float:
+    def seconds_per_pair(self) -> float:
         args = self.trainer.args
         return self.seconds / (args.max_steps * args.per_device_train_batch_size)
 

@@ -33,8 +33,20 @@ from . import harness, smollm2
 FOLDERS = {"trl_tpu": "trl_tpu", harness.TRL: "trl"}
 MEASURED = "measured.json"
 SHORTER = "the shorter answer wins"
-COLUMNS = ("model", "data", "what", "accuracy (95 % interval)", "calibration error", "length alone", "CPU s a pair")
-HEAD = "| " + " | ".join([*COLUMNS, "tokens a real one", "commit"]) + " |\n|---|---|---|---|---:|---:|---:|---:|---|\n"
+COLUMNS = (
+    "model",
+    "data",
+    "training",
+    "accuracy (95 % interval)",
+    "calibration error",
+    "length alone",
+    "CPU s per pair",
+)
+HEAD = (
+    "| "
+    + " | ".join([*COLUMNS, "tokens per real token", "commit"])
+    + " |\n|---|---|---|---|---:|---:|---:|---:|---|\n"
+)
 
 
 def split(options: argparse.Namespace) -> tuple[Dataset, Dataset]:

@@ -129,7 +129,7 @@ class Checkpointer:
 
     @property
     def _has_tensors(self) -> bool:
-        """Whether this process has tensors to write."""
+        """True if this process has tensors to write."""
         return self._runtime.shards_model or self._writes
 
     def wait(self) -> None:

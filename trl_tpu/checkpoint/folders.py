@@ -426,7 +426,7 @@ class RunFolder:
 
     @property
     def began_without_a_checkpoint(self) -> bool:
-        """Whether a run began in this folder without resuming, and has not saved a checkpoint."""
+        """True if a run began in this folder without resuming, and has not saved a checkpoint."""
         return bool(self._run) and not self.began_from and not self.checkpoints()
 
     def begin(self, resumed: str | None, step: int = 0, bases: Iterable[str] = ()) -> None:

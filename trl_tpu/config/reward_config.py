@@ -447,7 +447,7 @@ class RewardConfig(RemovedArguments, TrainingArguments):
 
     @property
     def shards_over_processes(self) -> bool:
-        """Whether the mesh consists of several processes with one device each.
+        """True if the mesh consists of several processes with one device each.
 
         On XLA it does not: accelerate counts one process for all devices.
         """
@@ -530,7 +530,7 @@ class RewardConfig(RemovedArguments, TrainingArguments):
 
     @property
     def should_save(self) -> bool:
-        """Whether this process writes files: only the first one, or with `save_on_each_node` one per host."""
+        """True if this process writes files: only the first one, or with `save_on_each_node` one per host."""
         if self.save_on_each_node:
             return runtime.current().is_first_of_host(super().local_process_index)
         return super().should_save

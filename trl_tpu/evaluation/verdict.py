@@ -191,7 +191,7 @@ class LengthBias:
 
     @property
     def has_length_differences(self) -> bool:
-        """Whether any pair has answers of different lengths."""
+        """True if any pair has answers of different lengths."""
         return self.chosen_is_longer is not None or self.rejected_is_longer is not None
 
 

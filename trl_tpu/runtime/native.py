@@ -233,10 +233,10 @@ class Runtime:
     """
 
     plans_shapes = False
-    """Whether batches should have a few planned shapes, since each new shape is compiled."""
+    """True if batches should have a few planned shapes, since each new shape is compiled."""
 
     is_spmd = False
-    """Whether one process drives all devices of its host, and steps are recorded and partitioned by the compiler.
+    """True if one process drives all devices of its host, and steps are recorded and partitioned by the compiler.
 
     On SPMD devices, reading a value stops the device, and values that change from step to step must be tensors.
     Without SPMD, each process has one device, and accelerate manages the processes.
@@ -252,12 +252,12 @@ class Runtime:
 
     @property
     def shards_model(self) -> bool:
-        """Whether one model is sharded over processes or devices. Each process then makes the batches of all."""
+        """True if one model is sharded over processes or devices. Each process then makes the batches of all."""
         return self.is_spmd or self._ranks > 1
 
     @property
     def has_attention_kernel(self) -> bool:
-        """Whether `segment_attention` needs less memory than a mask per query and key."""
+        """True if `segment_attention` needs less memory than a mask per query and key."""
         return False
 
     @property

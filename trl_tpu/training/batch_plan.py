@@ -265,7 +265,7 @@ class BatchPlan:
 
     @property
     def accumulates(self) -> bool:
-        """Whether some batches are split into several micro-batches."""
+        """True if some batches are split into several micro-batches."""
         return self.packed and not self._is_unpadded and bool(self.planned.training_rows.accumulate)
 
     def describe(self) -> str:

@@ -179,7 +179,7 @@ class SavingTrainer(Trainer):
 
     @property
     def is_distributed_loading_by_transformers(self) -> bool:
-        """Whether the model is sharded over processes.
+        """True if the model is sharded over processes.
 
         False during transformers' constructor: it would reject saving of a sharded model.
         """

@@ -74,7 +74,7 @@ class StepStatistics:
         self.limit, self.attribute_weights = nonfinite_limit, attribute_weights
         self._work = flops_per_pair
         self.checks_nonfinite = True
-        """Whether nonfinite steps are errors. In float16 they are normal: they adjust the loss scale."""
+        """True if nonfinite steps are errors. In float16 they are normal: they adjust the loss scale."""
         self.num_tokens = 0  # tokens up to the last log, including those before a resume
         self.evaluated: RewardScale | None = None
         """Mean and standard deviation of rewards in the last evaluation."""
@@ -86,7 +86,7 @@ class StepStatistics:
 
     @property
     def skips_nonfinite(self) -> bool:
-        """Whether nonfinite steps are counted and skipped."""
+        """True if nonfinite steps are counted and skipped."""
         return self.checks_nonfinite and self.limit > 0
 
     def _to_device(self, values: Sequence[Any], dtype: torch.dtype) -> torch.Tensor:
@@ -131,7 +131,7 @@ class StepStatistics:
         self._windows.clear()
         self._losses_1 = self.loss_sum()  # sum over the step's micro-batches, finite only if all losses are
         self.is_finite_1 = self._to_device([True], torch.bool)
-        """Whether the last step was finite."""
+        """True if the last step was finite."""
         self.nonfinite = 0
         """Nonfinite steps of this run up to the last log."""
         if not parts:
