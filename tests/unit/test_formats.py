@@ -45,6 +45,13 @@ def test_template_arguments_reach_the_template() -> None:
     assert rendered == {"prompt": "LOUD HEY\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"}
 
 
+def test_tools_among_template_arguments_are_used() -> None:
+    row = {"prompt": [user("Hi")]}
+    rendered = chat_templates.apply_chat_template(row | {"chat_template_kwargs": {"tools": TOOLS}}, tiny_tokenizer())
+    assert rendered == chat_templates.apply_chat_template(row, tiny_tokenizer(), tools=TOOLS)
+    assert rendered != chat_templates.apply_chat_template(row, tiny_tokenizer())
+
+
 def test_text_parts_render_as_plain_text() -> None:
     parts = {"role": "user", "content": [{"type": "text", "text": "H"}, {"type": "text", "text": "i"}]}
     for form in ("messages", "prompt"):

@@ -77,12 +77,12 @@ def apply_template(
 
 
 def template_arguments(tools: Any, variables: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return a row's variables for the template, and its tools, parsed if they are JSON text.
+    """Return a row's variables for the template, and its tools, parsed if they are JSON text; variables win.
 
     Variables that are None are left out: Arrow adds them if other rows have these variables.
     """
     present = {key: value for key, value in (variables or {}).items() if value is not None}
-    return present | {"tools": json.loads(tools) if isinstance(tools, str) else tools}
+    return {"tools": json.loads(tools) if isinstance(tools, str) else tools} | present
 
 
 def _with_content(message: dict[str, Any], content: Any) -> dict[str, Any]:
