@@ -120,7 +120,9 @@ class RankingKind(PairKind):
                     "from ties, or remove such rows."
                 )
         if not lists or (not self.may_all_tie and not self.has_single_answers and counts == {1}):
-            raise UserError(f"{where}: `{column}` is {grades!r:.80}, so no answer is better than another.")
+            raise UserError(
+                f"{where}: `{column}` is {grades!r:.80}, so no answer is better than another. Remove such rows."
+            )
 
     def _grade_lists(self, grades: Any, place: str) -> dict[str, Any]:
         """Return the lists of grades in a column by their place in the row: one list, or one per attribute."""
