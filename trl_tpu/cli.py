@@ -6,7 +6,6 @@ import importlib.metadata
 import platform
 import signal
 import sys
-from functools import partial
 
 from trl_tpu.errors import UserError
 from trl_tpu.plan.compile import pretend_devices
@@ -49,7 +48,6 @@ def main(argv: list[str] | None = None) -> int:
     """
     argv = sys.argv[1:] if argv is None else argv
     parser = argparse.ArgumentParser(prog="trl-tpu", description="Reward models on TPUs.", allow_abbrev=False)
-    parser.formatter_class = partial(argparse.HelpFormatter, max_help_position=16)  # the longest name, and its help
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND")
     for name, help_text in COMMANDS.items():
         subparsers.add_parser(name, help=help_text, add_help=False)
