@@ -1,15 +1,15 @@
-"""Compare RewardBench 2's numbers of ``trl-tpu report`` with those of the rewardbench package, on the same rewards.
+"""Compare the RewardBench 2 scores of ``trl-tpu report`` and of the rewardbench package, on the same rewards.
 
     trl-tpu score --model_name_or_path MODEL --dataset_name ROWS.jsonl --output SCORED.jsonl
     trl-tpu report SCORED.jsonl --output REPORT
     python examples/check_with_rewardbench.py SCORED.jsonl REPORT/verdict.json    # where rewardbench is installed
 
 ROWS.jsonl has RewardBench 2's columns: `prompt`, `chosen` and `rejected` (lists), `subset`, and in the subset Ties the
-`id` (`ref:N`, `tied:N`). rewardbench pins an older transformers, so it needs an environment of its own; of the package
-only its arithmetic is called: no model, no hub.
+`id` (`ref:N`, `tied:N`). rewardbench pins an older transformers, so it needs a separate environment. Only its
+arithmetic is called: no model, no Hub.
 
-Where all right answers of a question in Ties have the very same reward, rewardbench 0.1.4 leaves it out of the last
-term of its score; 0.1.5 and ``trl-tpu report`` count it.
+If all right answers of a question in Ties have exactly the same reward, rewardbench 0.1.4 leaves the question out of
+the last term of its score. rewardbench 0.1.5 and ``trl-tpu report`` count it.
 """
 
 import argparse
@@ -26,7 +26,7 @@ TOLERANCE = 1e-6
 
 
 def rolled_up(rows: list[dict[str, Any]]) -> Dataset:
-    """Return what rewardbench's `scripts/run_v2.py` has once its rewards are there: a row a prompt, with `results`."""
+    """Return the rows of rewardbench's `scripts/run_v2.py` after scoring: one row per prompt, with `results`."""
     flat = [
         # a reward is a list of one, as a model with one label gives it
         {"subset": row["subset"], "id": str(row.get("id", "")), "text": "", "scores": [float(reward)]}

@@ -14,14 +14,14 @@ from typing import Any
 import trl_tpu
 from trl_tpu import ModelConfig, RewardConfig, ScriptArguments, TrainState, TrlParser
 
-# What this loop can do. `TrainState` rejects the other settings of the trainer's loop, such as report_to.
-CAN: dict[str, Any] = {"save_strategy": ["no"], "logging_strategy": ["steps"], "eval_strategy": ["no", "steps"]}
-CAN |= {"logging_first_step": [False], "eval_delay": [None, 0]}
+# Settings that this loop supports. `TrainState` rejects the other settings of the trainer's loop, such as report_to.
+SUPPORTED: dict[str, Any] = {"save_strategy": ["no"], "logging_strategy": ["steps"], "eval_strategy": ["no", "steps"]}
+SUPPORTED |= {"logging_first_step": [False], "eval_delay": [None, 0]}
 
 
 def check(args: RewardConfig) -> None:
-    """Reject what this loop does not do."""
-    for name, values in CAN.items():
+    """Reject settings that this loop does not support."""
+    for name, values in SUPPORTED.items():
         if getattr(args, name) not in values:
             raise SystemExit(f"own_loop.py: --{name} must be {values[-1]} here.")
     if args.logging_steps % 1 or (args.eval_steps or 0) % 1:
@@ -29,10 +29,10 @@ def check(args: RewardConfig) -> None:
 
 
 def train(state: TrainState) -> Iterator[dict[str, float]]:
-    """Train, evaluate and save; yield what there is to log."""
+    """Train, evaluate and save; yield the logs."""
     args = state.args
     for batch in state.batches():
-        trl_tpu.training_step(state, batch)  # returns metrics on the device, which nothing reads here
+        trl_tpu.training_step(state, batch)  # its metrics on the device are not read here
         if state.step % args.logging_steps == 0:
             yield state.log()
         is_due = args.eval_strategy == "steps" and state.step % args.eval_steps == 0

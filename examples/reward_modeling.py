@@ -1,4 +1,4 @@
-"""A reward-modeling script of your own: that of TRL's examples, with the import line changed.
+"""Train a reward model from the command line: TRL's example script with the import line changed.
 
     python examples/reward_modeling.py \
         --model_name_or_path Qwen/Qwen2.5-0.5B-Instruct \

@@ -4,7 +4,7 @@
     python examples/score_with_vllm.py MODEL SCORED.jsonl      # in an environment that has vLLM
 
 MODEL is a saved reward model or a merged export; rows have `messages` or `text`, and the `reward` of `trl-tpu score`.
-vLLM takes the model's only output as it is, since the config says ``problem_type: regression``.
+vLLM returns the model's only output unchanged, because the config says ``problem_type: regression``.
 """
 
 import argparse

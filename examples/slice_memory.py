@@ -1,9 +1,8 @@
-"""What a model's training state takes of each chip's memory, by mesh: `python examples/slice_memory.py`.
+"""Print the memory per chip that training states need, by mesh: `python examples/slice_memory.py`.
 
-Models have no weights, and the sharding plan is the trainer's own. Counted are weights and optimizer state in float32
-(4 bytes per parameter, and 8 for Adam's two moments, of trained parameters), gradients (4), and what activation
-checkpointing keeps of each layer (its input, in float32 as the weights). What a layer needs while it is computed comes
-on top: leave a fifth of a chip free.
+Models have no weights, and the sharding plan is the trainer's own. The script counts weights in float32 (4 bytes per
+parameter), gradients (4) and Adam's two moments (8) of trained parameters, and the layer inputs that activation
+checkpointing keeps, in float32. Computing a layer needs more memory: leave a fifth of a chip free.
 """
 
 from math import prod
@@ -56,11 +55,11 @@ CHOICES = [
     ("Llama-3.1-70B", "2 x v5p-128", "slices=2,fsdp=-1,tensor=4", 1.0),
 ]
 
-TOKENS_A_DEVICE_GROUP = 8192  # what one part of the batch has after packing: about four pairs of 2,048 tokens
+TOKENS_PER_PART = 8192  # tokens of one part of the batch after packing: about four pairs of 2,048 tokens
 
 
-def gigabytes_a_chip(model: Any, mesh_spec: str, chips: int, trained: float) -> tuple[float, float]:
-    """GB a chip of weights, gradients and optimizer state, and of the layers' inputs that the backward keeps.
+def gigabytes_per_chip(model: Any, mesh_spec: str, chips: int, trained: float) -> tuple[float, float]:
+    """Return GB per chip of weights, gradients and optimizer state, and of the layer inputs kept for the backward.
 
     Raises:
         UserError: The mesh does not fit the chips, or the model's heads.
@@ -69,7 +68,7 @@ def gigabytes_a_chip(model: Any, mesh_spec: str, chips: int, trained: float) -> 
     plan = plan_model(model, mesh)
     weights = {name: tuple(weight.shape) for name, weight in model.named_parameters()}
     numbers = sum(prod(shape) // plan.place(name, shape).parts(mesh) for name, shape in weights.items())
-    inputs = TOKENS_A_DEVICE_GROUP * model.config.hidden_size * model.config.num_hidden_layers
+    inputs = TOKENS_PER_PART * model.config.hidden_size * model.config.num_hidden_layers
     return (4 + 12 * trained) * numbers / 1e9, 4 * inputs / 1e9
 
 
@@ -79,12 +78,12 @@ def table() -> list[tuple[str, str, str, float, float, float, int]]:
     rows = []
     for name, slice_name, mesh, trained in CHOICES:
         chips, memory = SLICES[slice_name]
-        rows.append((name, slice_name, mesh, trained, *gigabytes_a_chip(models[name], mesh, chips, trained), memory))
+        rows.append((name, slice_name, mesh, trained, *gigabytes_per_chip(models[name], mesh, chips, trained), memory))
     return rows
 
 
 def main() -> None:
-    print("| model | trained | slice | `mesh` | state, GB a chip | layer inputs | of |")
+    print("| model | trained | slice | `mesh` | state, GB per chip | layer inputs | memory of a chip |")
     print("|---|---|---|---|---|---|---|")
     for name, slice_name, mesh, trained, state, inputs, memory in table():
         kind = "all" if trained == 1 else "LoRA"

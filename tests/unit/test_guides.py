@@ -438,5 +438,5 @@ def test_table_of_slices_equals_the_output_of_its_script(capsys: pytest.CaptureF
     model = memory.model_without_weights(config, "float32")
     count = sum(parameter.numel() for parameter in model.parameters())
     for trained, size in ((1.0, 16), (0.0, 4)):
-        state, _ = memory.gigabytes_a_chip(model, "fsdp=-1", 8, trained)
+        state, _ = memory.gigabytes_per_chip(model, "fsdp=-1", 8, trained)
         assert state == pytest.approx(size * count / 8 / 1e9, rel=1e-3)

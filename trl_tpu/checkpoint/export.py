@@ -1,4 +1,4 @@
-"""Export the model in a checkpoint to a folder that ``from_pretrained`` reads, in plain torch.
+"""Export the model in a checkpoint to a folder that ``from_pretrained`` reads, on any host with plain torch.
 
 transformers and peft read, convert, merge and write the weights. The host holds one copy of the model: in the output
 dtype; in float32 if adapters are merged; in the stored dtype if the output is float16.
@@ -44,9 +44,10 @@ from .state_dict import STATE_FOLDER, WEIGHT_PREFIX, read_weights, tensor_reader
 MODEL_FILES = ("model.safetensors", "model.safetensors.index.json")
 ADAPTER_FILE = "adapter_model.safetensors"
 ADAPTER_CONFIG = "adapter_config.json"
-_TENSOR_FILES = ("*.safetensors*", ADAPTER_CONFIG, f"{STATE_FOLDER}/*.safetensors")
-#: Files that are copied along with the weights. The list of vocabulary files covers transformers' tokenizers.
-_COMPANIONS = (
+#: Weights, and the config of adapters. They are read, so none may be a link out of the folder.
+_WEIGHT_FILES = ("*.safetensors*", ADAPTER_CONFIG, f"{STATE_FOLDER}/*.safetensors")
+#: Files that are copied unchanged. The vocabulary files are those that transformers' tokenizers read.
+_COPIED_FILES = (
     *("config.json", BASE_CONFIG, "generation_config.json", "*processor_config.json"),
     *("tokenizer*.json", "special_tokens_map.json", "added_tokens.json"),
     *("chat_template.jinja", "chat_template.json", "additional_chat_templates/*.jinja"),
@@ -69,12 +70,12 @@ def export_checkpoint(
 ) -> None:
     """Export the model in a checkpoint to a new folder that ``from_pretrained`` reads.
 
-    A new folder appears when all files are complete. ``out`` may also be an existing empty folder, such as a mount
-    point or a link: files then appear in it when all are complete, the configs last.
+    A new folder appears only when all files are complete. If ``out`` is an existing empty folder, such as a mount
+    point or a link, the complete files are moved into it, the configs last.
 
     Args:
         checkpoint: A checkpoint of this trainer or of transformers, or the folder of a saved model or of adapters. A
-            URL that fsspec reads (`gs://...`) is first copied below TMPDIR.
+            URL that fsspec reads (`gs://...`) is first copied to a temporary folder.
         out: A new or empty local folder.
         merge: Whether to merge adapters into their base model.
         base: Folder or Hub id of the adapters' base model; None for the base model that their config names.
@@ -94,10 +95,10 @@ def export_checkpoint(
     with local_copy(checkpoint) as folder:
         has_adapters = (folder / ADAPTER_CONFIG).is_file()
         _check_checkpoint(folder, merge, base, has_adapters)
-        companions = _companions(folder)
+        names = _files_to_copy(folder)
         with atomic_folder(out) as staging:
-            for name in companions:
-                if not (merge and name == BASE_CONFIG):
+            for name in names:
+                if not (merge and name == BASE_CONFIG):  # only adapters need their base model's config
                     (staging / name).parent.mkdir(exist_ok=True)
                     shutil.copyfile(folder / name, staging / name)
             if has_adapters and not merge:
@@ -118,7 +119,7 @@ def export_checkpoint(
 def _check_checkpoint(checkpoint: Path, merge: bool, base: str | None, has_adapters: bool) -> None:
     if not checkpoint.is_dir():
         raise UserError(f"{checkpoint} is not a folder. Pass the folder of a checkpoint or of a saved model.")
-    paths = (path for pattern in _TENSOR_FILES for path in checkpoint.glob(pattern))
+    paths = (path for pattern in _WEIGHT_FILES for path in checkpoint.glob(pattern))
     _check_regular(checkpoint, (path.relative_to(checkpoint).as_posix() for path in paths))
     if not has_adapters and (merge or base is not None):
         raise UserError(f"{checkpoint} has no {ADAPTER_CONFIG}: `--merge` and `--base` apply only to adapters.")
@@ -138,18 +139,18 @@ def _check_regular(folder: Path, names: Iterable[str]) -> None:
             )
 
 
-def _companions(folder: Path) -> set[str]:
-    """Return the names of files to copy with the weights: configs, tokenizer, templates, card, custom code."""
+def _files_to_copy(folder: Path) -> set[str]:
+    """Return the names of files to copy: configs, tokenizer, templates, model card, custom code."""
     paths = [*folder.iterdir(), *(folder / "additional_chat_templates").glob("*")]
     names = {path.relative_to(folder).as_posix() for path in paths if not path.is_dir()}
-    names = {name for name in names if any(fnmatchcase(name, pattern) for pattern in _COMPANIONS)}
+    names = {name for name in names if any(fnmatchcase(name, pattern) for pattern in _COPIED_FILES)}
     _check_regular(folder, names)
-    classes: list[Any] = []
+    auto_map_entries: list[Any] = []
     for name in names:
         if name.endswith("config.json"):
-            classes += (_read_config(folder / name).get("auto_map") or {}).values()
+            auto_map_entries += (_read_config(folder / name).get("auto_map") or {}).values()
     modules: list[str] = []
-    for entry in classes:  # a tokenizer's entry lists its slow class and its fast class; either may be None
+    for entry in auto_map_entries:  # a tokenizer's entry lists its slow class and its fast class; either may be None
         modules += [str(name).partition(".")[0] for name in (entry if isinstance(entry, list) else [entry])]
     while modules:
         module = modules.pop()
@@ -173,37 +174,37 @@ def _read_config(path: Path) -> dict[str, Any]:
 
 def _full_model(checkpoint: Path, dtype: torch.dtype | None, trust_remote_code: bool) -> PreTrainedModel:
     """Return the trained model in ``dtype``, by default in the stored dtype."""
-    in_files = any((checkpoint / file).is_file() for file in MODEL_FILES)
-    stored = _stored_dtype(checkpoint) if in_files else _stored_dtype(checkpoint / STATE_FOLDER, WEIGHT_PREFIX)
-    outputs = HeadSpec.saved(checkpoint)
-    read_as = stored if dtype == torch.float16 else dtype or stored  # reading as float16 would hide overflows
+    has_model_files = any((checkpoint / file).is_file() for file in MODEL_FILES)
+    stored = _stored_dtype(checkpoint) if has_model_files else _stored_dtype(checkpoint / STATE_FOLDER, WEIGHT_PREFIX)
+    spec = HeadSpec.saved(checkpoint)
+    load_dtype = stored if dtype == torch.float16 else dtype or stored  # loading in float16 would hide overflows
     model: Any
-    if in_files:
-        model, info = load_classifier(str(checkpoint), outputs, dtype=read_as, trust_remote_code=trust_remote_code)
+    if has_model_files:
+        model, info = load_classifier(str(checkpoint), spec, dtype=load_dtype, trust_remote_code=trust_remote_code)
         if missing := sorted(info["missing_keys"])[:5]:
             raise UserError(f"{checkpoint} lacks weights: {', '.join(missing)}. Copy it again.")
     else:
         config = AutoConfig.from_pretrained(checkpoint, trust_remote_code=trust_remote_code)
-        model = model_without_weights(config, read_as, trust_remote_code).to_empty(device="cpu")
+        model = model_without_weights(config, load_dtype, trust_remote_code).to_empty(device="cpu")
         model.tie_weights()
         read_weights(model, checkpoint, Runtime())
-    fold_attributes(model, outputs)
+    fold_attributes(model, spec)
     return _to_dtype(model, dtype or stored)
 
 
 def _merged_model(
     checkpoint: Path, base: str | None, dtype: torch.dtype | None, trust_remote_code: bool
 ) -> PreTrainedModel:
-    """Return the base model with the trained adapters merged in float32, then rounded once."""
-    base, outputs = _base_name(checkpoint, base), HeadSpec.saved(checkpoint)
-    kwargs: Any = {"num_labels": len(outputs.weights), "trust_remote_code": trust_remote_code}
+    """Merge the trained adapters into the base model in float32, round once to ``dtype``, and return the model."""
+    base, spec = _base_name(checkpoint, base), HeadSpec.saved(checkpoint)
+    kwargs: Any = {"num_labels": len(spec.weights), "trust_remote_code": trust_remote_code}
     with tempfile.TemporaryDirectory() as adapters:  # peft loads adapters only from a folder
         _write_adapters(checkpoint, Path(adapters), base, None, trust_remote_code)
-        model, info = load_classifier(base, outputs, dtype=torch.float32, **kwargs)
-        trained = {name.removeprefix("base_model.model.") for name in load_file(Path(adapters, ADAPTER_FILE))}
-        if missing := sorted(set(info["missing_keys"]) - trained)[:5]:
+        model, info = load_classifier(base, spec, dtype=torch.float32, **kwargs)
+        trained_names = {name.removeprefix("base_model.model.") for name in load_file(Path(adapters, ADAPTER_FILE))}
+        if missing := sorted(set(info["missing_keys"]) - trained_names)[:5]:
             raise UserError(
-                f"{', '.join(missing)}: neither the adapters nor the base model {base} have these weights, and they "
+                f"{', '.join(missing)}: neither the adapters nor the base model {base} have these weights, so they "
                 "would be random. Train adapters with `modules_to_save` or `task_type='SEQ_CLS'`."
             )
         merged: Any = merge_adapters(model, adapters)
@@ -211,7 +212,7 @@ def _merged_model(
         tokenizer = load_tokenizer(str(checkpoint), trust_remote_code=trust_remote_code)
         if tokenizer.pad_token_id is not None:  # as in training, rewards are read at the last non-padding token
             merged.config.get_text_config().pad_token_id = tokenizer.pad_token_id
-    fold_attributes(merged, outputs)
+    fold_attributes(merged, spec)
     set_reward_normalization(merged.config, saved_scale(checkpoint))
     stored = AutoConfig.from_pretrained(base, trust_remote_code=trust_remote_code).dtype
     return _to_dtype(merged, dtype or stored or torch.float32)
@@ -220,15 +221,15 @@ def _merged_model(
 def _write_adapters(
     checkpoint: Path, folder: Path, base: str | None, dtype: torch.dtype | None, trust_remote_code: bool
 ) -> None:
-    """Write the trained adapters in peft's format."""
+    """Write the trained adapters in peft's format to ``folder``."""
     if (checkpoint / ADAPTER_FILE).is_file():
         _stored_dtype(checkpoint)  # rejects a damaged file
         weights = load_file(checkpoint / ADAPTER_FILE)
     else:
         stored = _stored_dtype(checkpoint / STATE_FOLDER, WEIGHT_PREFIX)
         config = AutoConfig.from_pretrained(_base_name(checkpoint, base), trust_remote_code=trust_remote_code)
-        outputs = HeadSpec.saved(checkpoint)
-        write_head_spec(config, [*outputs.attributes], outputs.weights, outputs.step_separator)
+        spec = HeadSpec.saved(checkpoint)
+        write_head_spec(config, [*spec.attributes], spec.weights, spec.step_separator)
         model = model_without_weights(config, stored, trust_remote_code)
         adapted = empty_adapters(model, str(checkpoint), stored)
         read_weights(adapted, checkpoint, Runtime())
@@ -245,7 +246,7 @@ def _stored_dtype(folder: Path, prefix: str = "") -> torch.dtype:
     """Return the widest dtype of the safetensors weights in ``folder`` with names that begin with ``prefix``.
 
     Raises:
-        UserError: There are no weights, a file is damaged, or shards of a weight are missing.
+        UserError: ``folder`` has no weights, a file is damaged, or shards of a weight are missing.
     """
     try:
         metadata = tensor_reader(folder).read_metadata().state_dict_metadata if folder.is_dir() else {}
@@ -271,7 +272,7 @@ def _to_dtype(model: Any, dtype: torch.dtype) -> PreTrainedModel:
 
 
 def _check_range(weights: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype | None) -> None:
-    """Reject finite weights that would become infinite in float16. Other dtypes have a larger range: no check.
+    """Reject finite weights that would become infinite in float16. Other dtypes need no check: their range is larger.
 
     Raises:
         UserError: A weight is too large for float16. The message names the first one.

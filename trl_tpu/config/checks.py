@@ -1,4 +1,4 @@
-"""Checks that reject invalid settings, and arguments that transformers has renamed or removed."""
+"""Checks of settings, and replacements for arguments that transformers, TRL or EasyDeL have renamed or removed."""
 
 import argparse
 import contextlib
@@ -22,8 +22,8 @@ from ..runtime import Remat
 
 logger = logging.getLogger(__name__)
 
-_NO_EFFECT = "leave it out, it changes nothing"  # it did not affect results, or is now detected automatically
-_FEATURE_REMOVED = "gone"  # no replacement exists; `mesh` and `sharding_plan` shard the weights
+_NO_EFFECT = "leave it out, it changes nothing"  # the argument never affected results, or is automatic now
+_FEATURE_REMOVED = "gone"  # no replacement exists; sharding of weights is now set by `mesh` and `sharding_plan`
 
 
 def _repository(args: Any) -> str:
@@ -35,8 +35,9 @@ def _split_batches(args: Any) -> dict[str, Any]:
     return {**(args.accelerator_config or {}), "split_batches": args.split_batches}
 
 
-#: Arguments of transformers 4. Each entry has the type, the default and today's argument (or `_FEATURE_REMOVED`, or
-#: advice to leave it out). If today's argument takes another value, the value follows, or a function of the config.
+#: Arguments that only transformers 4 has. Each entry has the type, the default, and one of these: the current
+#: argument, `_FEATURE_REMOVED`, or advice to leave the argument out. The current argument gets the old value. If it
+#: needs another value, a fourth item follows: the value, or a function of the config.
 REMOVED: dict[str, tuple[Any, ...]] = {
     "evaluation_strategy": (str | None, None, "eval_strategy"),
     "overwrite_output_dir": (bool, False, _NO_EFFECT),
@@ -72,7 +73,7 @@ REMOVED: dict[str, tuple[Any, ...]] = {
     "include_tokens_per_second": (bool, False, "include_num_input_tokens_seen", "non_padding"),
 }
 _JAX_ONLY = "leave it out, since it is for JAX"
-#: Patterns of argument names of EasyDeL and older TRL versions, each with today's name or other advice.
+#: Patterns of argument names of EasyDeL and older TRL versions, each with the current name or other advice.
 OLD_NAMES = {
     "arguments": "args",
     "max_sequence_length|seq_length": "max_length",
@@ -121,12 +122,12 @@ OLD_NAMES = {
     "watchers|weight_distribution_.*": "callbacks of the trainer",
     "track_memory": "trl-tpu plan",
     "log_all_workers|process_zero_is_admin": "leave it out, since process 0 logs and writes",
-    "performance_mode": "leave it out, since devices are read only when a log is due",
+    "performance_mode": "leave it out, since values are read from devices only for logs",
     "use_grain|grain_.*|offload_d.*": "leave it out, since data stays on disk, and each host reads its part",
-    "benchmark.*": "trl-tpu score, and trl-tpu report",
+    "benchmark.*": "trl-tpu score and trl-tpu report",
     "(log_training_)?generation.*|(use_)?esurge_.*": "leave it out, since a reward model generates no text",
     "lmhead_chunksize|train_on_inputs|aux_loss_enabled": "leave it out, since it is for language models",
-    "quantization_.*|.*straight_through.*": "leave it out, or load_in_4bit for a frozen base on a GPU",
+    "quantization_.*|.*straight_through.*": "leave it out, or set load_in_4bit for a frozen base model on a GPU",
     "pruning_module|spars.*_module.*": "leave it out, since weights are not pruned",
     "jax_distributed_config|init_tx|low_mem_usage|is_fine_tuning|use_cjit": _JAX_ONLY,
     "model_parameters|state_apply_fn_kwarguments_to_model|_can_log.*|_im_a_hidden.*": _JAX_ONLY,
@@ -134,7 +135,7 @@ OLD_NAMES = {
 
 
 def advice_on_old_names(names: Iterable[str]) -> str:
-    """Return advice on the arguments that match `OLD_NAMES`: today's names, or what to do instead.
+    """Return advice on each argument that matches `OLD_NAMES`: its current name, or another remedy.
 
     Args:
         names: Names of arguments, or flags such as ``--old_name=value``.
@@ -142,15 +143,15 @@ def advice_on_old_names(names: Iterable[str]) -> str:
     Returns:
         The advice, separated by semicolons. Empty if no name matches.
     """
-    answers = []
+    advice = []
     for name in (text.partition("=")[0] for text in names):
         bare = name.lstrip("-").replace("-", "_")
-        today = next((today for old, today in OLD_NAMES.items() if re.fullmatch(old, bare)), None)
-        if today is not None:
-            is_setting = re.fullmatch(r"[a-z_]+(=\w+)?", today)
+        current = next((current for old, current in OLD_NAMES.items() if re.fullmatch(old, bare)), None)
+        if current is not None:
+            is_setting = re.fullmatch(r"[a-z_]+(=\w+)?", current)
             dashes = "--" if name.startswith("--") and is_setting else ""
-            answers.append(f"{name}: {'' if today.startswith(('leave', 'set')) else 'use '}{dashes}{today}")
-    return "; ".join(answers)
+            advice.append(f"{name}: {'' if current.startswith(('leave', 'set')) else 'use '}{dashes}{current}")
+    return "; ".join(advice)
 
 
 class SuggestsNewNames:
@@ -159,8 +160,8 @@ class SuggestsNewNames:
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         parameters = inspect.signature(cls).parameters
         takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
-        if not takes_all and (answer := advice_on_old_names(name for name in kwargs if name not in parameters)):
-            raise UserTypeError(f"{cls.__name__} was given unknown arguments. {answer}.")
+        if not takes_all and (advice := advice_on_old_names(name for name in kwargs if name not in parameters)):
+            raise UserTypeError(f"{cls.__name__} got unknown arguments. {advice}.")
         return super().__new__(cls)
 
 
@@ -179,30 +180,30 @@ else:
 
 
 def apply_removed_arguments(args: Any) -> None:
-    """Set today's arguments from removed ones (`REMOVED`), with a deprecation warning for each.
+    """Set the current arguments from removed ones (`REMOVED`), with a deprecation warning for each.
 
     Raises:
         UserError: If an argument asks for a feature that no longer exists.
     """
-    for name, (_, default, today, *values) in REMOVED.items():
+    for name, (_, default, current, *values) in REMOVED.items():
         old_value = getattr(args, name)
         if old_value is None or old_value == default:
             continue
-        if today == _FEATURE_REMOVED:
+        if current == _FEATURE_REMOVED:
             raise UserError(f"`{name}={old_value}` asks for a feature that only transformers 4 has. Leave it out.")
         value = values[0] if values else old_value
         value = value(args) if callable(value) else value
-        advice = f"use `{today}={value!r}`"
-        if today.startswith("leave it out"):
-            advice = today
-        elif today == "TENSORBOARD_LOGGING_DIR":
-            os.environ[today] = value
-            advice = f"set {today} in the environment"
+        advice = f"use `{current}={value!r}`"
+        if current.startswith("leave it out"):
+            advice = current
+        elif current == "TENSORBOARD_LOGGING_DIR":
+            os.environ[current] = value
+            advice = f"set {current} in the environment"
         else:
-            setattr(args, today, value)
-        advice = "use `hub_token`" if today == "hub_token" else advice  # the token must not be logged
+            setattr(args, current, value)
+        advice = "use `hub_token`" if current == "hub_token" else advice  # the token must not be logged
         warnings.warn(f"`{name}` is deprecated: {advice}.", FutureWarning, stacklevel=4)
-    args.push_to_hub_token = None  # only `hub_token` holds the token, and no saved file has it
+    args.push_to_hub_token = None  # saved files leave out `hub_token`, but would keep this copy
 
 
 @dataclass
@@ -216,19 +217,20 @@ class TrainingArguments(RemovedArguments, transformers.TrainingArguments):
 
 _PLAIN_TORCH = "train on plain torch with USE_TORCH_XLA=0"
 
-#: Settings that no runtime supports, and what to do instead. A key is a name, or `name=` and a pattern of values.
+#: Settings that no runtime supports, with advice. A key is NAME, or NAME=PATTERN with a regular expression to find in
+#: the value.
 LIMITS = {
-    "include_for_metrics=inputs": "leave it out, and read the evaluation data: predictions are in the same order",
+    "include_for_metrics=inputs": "leave it out, and take inputs from the evaluation data: predictions have its order",
     "save_steps=None": "leave it out, or set save_strategy='no'",
     "eval_do_concat_batches=False": "leave it out: compute_metrics receives one array of all pairs",
 }
 #: Settings that XLA does not support, in the form of `LIMITS`.
 XLA_LIMITS = {
-    "fsdp": "shard with mesh='fsdp=-1' without a wrapper (transformers' XLA path saves broken files)",
+    "fsdp": "shard with mesh='fsdp=-1' (transformers' FSDP wrapper for XLA saves broken files)",
     "deepspeed": "shard with mesh='fsdp=-1' (ZeRO-3 without DeepSpeed)",
     "parallelism_config": "arrange the devices with mesh",
     "use_liger_kernel": "leave it out: its Triton kernels are for GPUs, and XLA fuses operations automatically",
-    "auto_find_batch_size": "set per_device_train_batch_size: every size it tries would need another compilation",
+    "auto_find_batch_size": "set per_device_train_batch_size: every size that it tries needs another compilation",
     **dict.fromkeys(
         ("torch_compile", "torch_compile_backend", "torch_compile_mode"), "leave it out: XLA always compiles"
     ),
@@ -236,20 +238,20 @@ XLA_LIMITS = {
     "fp16_full_eval": "leave it out: evaluation runs in the training precision",
     "bf16_full_eval": "leave it out: with bf16=True evaluation computes in bfloat16 already",
     "use_cpu": f"set the environment variable PJRT_DEVICE=CPU for XLA on the CPU, or {_PLAIN_TORCH}",
-    "include_num_input_tokens_seen": "read num_tokens in the logs: it counts tokens without stopping the device",
+    "include_num_input_tokens_seen": "read num_tokens in the logs: it is counted without waiting for the device",
     "neftune_noise_alpha": f"leave it out, or {_PLAIN_TORCH}",
     "torch_empty_cache_steps": "leave it out: XLA plans memory when it compiles",
-    "enable_jit_checkpoint": "leave it out: after a SIGTERM to any host, all hosts save and stop without it",
+    "enable_jit_checkpoint": "leave it out: all hosts already save and stop after a SIGTERM to any host",
     "train_sampling_strategy=batch_rebalance": "leave it out: every batch has the same number of pairs",
     "dataloader_in_order=False": "leave it out: all hosts must use the same batches",
-    "debug=underflow": "leave it out: it would stop the device in every layer; nonfinite_limit checks each step",
+    "debug=underflow": "leave it out: it would wait for the device in every layer; nonfinite_limit checks each step",
     "optim=fused": "use optim='adamw_torch': XLA fuses it automatically",
     "optim=bit|bnb|ademamix": f"use optim='adamw_torch', since bitsandbytes needs CUDA, or {_PLAIN_TORCH}",
     "optim=layerwise|lomo": (
         "use optim='adamw_torch': these optimizers update unsharded weights inside the backward pass"
     ),
 }
-#: Settings that are not supported by each runtime, in the form of `LIMITS`.
+#: For each runtime, the settings that it does not support, in the form of `LIMITS`.
 DEVICE_LIMITS: Mapping[str, Mapping[str, str]] = {
     "xla": XLA_LIMITS,
     "torchtpu": {"use_cpu": "set the environment variable ACCELERATE_USE_CPU=1 for plain torch on the CPU"},
@@ -259,28 +261,28 @@ DEVICE_LIMITS: Mapping[str, Mapping[str, str]] = {
 RANK_LIMITS = {
     **dict.fromkeys(("fsdp", "deepspeed", "parallelism_config"), "leave it out: mesh shards the model"),
     "bf16_full_eval": XLA_LIMITS["bf16_full_eval"],
-    "fp16": "use bf16=True: a loss scale would skip steps in some processes only",
+    "fp16": "use bf16=True: float16 loss scaling would skip steps in only some of the processes",
     "fp16_full_eval": XLA_LIMITS["fp16_full_eval"],
-    "auto_find_batch_size": "set per_device_train_batch_size: processes would try different ones",
+    "auto_find_batch_size": "set per_device_train_batch_size: processes would try different sizes",
     "sharding_plan": "leave it out: transformers shards by its own plan",
     "train_sampling_strategy=group_by_length|batch_rebalance": "leave it out: all processes must use the same order",
-    "accelerator_config=use_seedable_sampler=False": "leave use_seedable_sampler on: all must use the same order",
+    "accelerator_config=use_seedable_sampler=False": "leave use_seedable_sampler on: processes need the same order",
     "accelerator_config=split_batches=True": "leave split_batches out, and set total_batch_size",
     "optim=bit|bnb|ademamix|layerwise|lomo": "use optim='adamw_torch': it can update each process's shards",
 }
 #: Settings that `group_by_prompt` does not support, in the form of `LIMITS`.
 GROUPED_LIMITS = {
-    "train_sampling_strategy=sequential|group_by_length|batch_rebalance": "leave it out: prompts come in random order",
+    "train_sampling_strategy=sequential|group_by_length|batch_rebalance": "leave it out: prompts have a random order",
 }
 _ADAM_FIX = "choose optim='adamw_torch', or leave optim_state_dtype out"
-_GRAD_NORM_LIMITS = dict.fromkeys(("fsdp", "deepspeed", "fp16"), "leave log_grad_norms out: it reads full gradients")
-_REMAT_FIX = "set remat='full' or, to keep matrix products, remat='dots', and leave gradient_checkpointing out"
+_GRAD_NORM_LIMITS = dict.fromkeys(("fsdp", "deepspeed", "fp16"), "leave log_grad_norms out: it needs full gradients")
+_REMAT_FIX = "leave gradient_checkpointing out, and set remat='full', or remat='dots' to keep matrix products"
 _OFFLOAD_FIX = (
-    "set scan_layers=True; without it, the TPU's compiler (libtpu 0.0.21) moves the layers' inputs to the host, and "
+    "set scan_layers=True; without it, the TPU's compiler (libtpu 0.0.21) moves layer inputs to the host, but then "
     "needs more memory than without offloading"
 )
 _DOT_FIX = "leave out use_reentrant and context_fn, since remat='dots' sets them"
-_OPTIONS_FIX = "leave out offload and context_fn, torch's own options, or keep matrix products with remat='dots'"
+_OPTIONS_FIX = "leave out torch's options offload and context_fn; remat='dots' keeps matrix products"
 
 #: Minimum values of settings. Lower values would drop all rows, or fail later with an error that does not name the
 #: setting.
@@ -301,9 +303,9 @@ CHOICES: dict[str, tuple[str | None, ...]] = {
     "optim_state_dtype": ("bfloat16", None),
     "progress": ("bar", "json"),
 }
-#: Settings that have no effect unless another setting has a certain value. A key is this condition: the name of the
-#: setting, `=` and a pattern of values. A value lists the settings that depend on it. All are fields of `RewardConfig`
-#: or `ModelConfig`.
+#: Settings that have no effect unless another setting has a certain value. A key is this condition: NAME=PATTERN,
+#: with a regular expression to search for in the other setting's value. A value lists the settings that depend on it.
+#: All are fields of `RewardConfig` or `ModelConfig`.
 NEEDS = {
     "eval_strategy=steps": "eval_steps",
     "eval_strategy=steps|epoch": "eval_delay metric_for_best_model",
@@ -328,7 +330,7 @@ NEEDS = {
 
 
 def check_choices(args: Any, choices: Mapping[str, tuple[str | None, ...]]) -> None:
-    """Raise UserError if a setting has none of its allowed values."""
+    """Raise UserError if the value of a setting is not among its allowed values."""
     for setting, values in choices.items():
         if (value := getattr(args, setting)) not in values:
             raise UserError(f"{setting} must be one of {', '.join(map(repr, values))}, got {value!r}.")
@@ -340,23 +342,24 @@ def check_values(args: Any) -> None:
     Raises:
         UserError: With the setting, its value and the rule.
     """
-    for setting, least in AT_LEAST.items():
+    for setting, minimum in AT_LEAST.items():
         value = getattr(args, setting)
-        if value is not None and not value >= least:
-            raise UserError(f"{setting} must be at least {least}, or be left out, got {value!r}.")
+        if value is not None and not value >= minimum:
+            raise UserError(f"{setting} must be at least {minimum}, or be left out, got {value!r}.")
     check_choices(args, CHOICES)
     for setting in args._VALID_DICT_FIELDS:
         value = getattr(args, setting)
         if isinstance(value, str) and (value.startswith("{") or setting.endswith("_kwargs")):
             with contextlib.suppress(json.JSONDecodeError):
                 value = json.loads(value)
-            if not isinstance(value, dict):  # transformers accepts other text, or does not name the setting
+            if not isinstance(value, dict):  # transformers accepts it, or raises an error without the name
                 raise UserError(f'{setting} must be a JSON object such as {{"name": 1}}, got {value}.')
     if not 0 < args.tie_threshold < math.inf:
         raise UserError(f"tie_threshold must be a number above 0, got {args.tie_threshold!r}.")
     if not 0 <= args.label_smoothing < 0.5:
         raise UserError(f"label_smoothing must be at least 0 and below 0.5, got {args.label_smoothing!r}.")
     names, weights, loss_weights = args.attributes or [], args.attribute_weights, args.attribute_loss_weights
+    # one count for names, distinct names and weights: 0 without attributes, otherwise at least 2
     counts = {len(values) for values in (names, set(names), weights, loss_weights) if values is not None}
     is_finite = math.isfinite(sum([*(weights or []), *(loss_weights or [])]))
     if counts not in ({0}, {max(2, len(names))}) or not is_finite or not min(loss_weights or [1.0]) > 0:
@@ -367,7 +370,7 @@ def check_values(args: Any) -> None:
     with explaining(f"frozen_parameters={args.frozen_parameters!r} is not a valid regular expression", "Correct it."):
         re.compile(args.frozen_parameters or "")
     is_sigmoid, learns_ties = args.loss_type == "sigmoid", args.ties in ("davidson", "rao_kupper")
-    advice = "leave it out, or meet this condition"
+    advice = "leave it out, or change the other setting"
     check_tables(
         args,
         (True, LIMITS, "not supported"),
@@ -420,23 +423,25 @@ def check_limits(args: Any, limits: Mapping[str, str], what: str) -> None:
     Raises:
         UserError: With the setting, its value, the reason and the advice.
     """
-    for key, instead in limits.items():
-        setting, _, part = key.partition("=")
+    for key, advice in limits.items():
+        setting, _, pattern = key.partition("=")
         value = getattr(args, setting)
         value = getattr(value, "value", value)  # an enum's text
-        if re.search(part, str(value)) if part else value and value != "no":
-            raise UserError(f"{setting}={value!r} is {what}: {instead}.")
+        # without a pattern, any value is rejected that turns the setting on
+        if re.search(pattern, str(value)) if pattern else value and value != "no":
+            raise UserError(f"{setting}={value!r} is {what}: {advice}.")
 
 
 def warn_of_unmet_needs(args: Any, needs: Mapping[str, str] = NEEDS) -> None:
-    """Warn of each setting of the dataclass ``args`` that has no effect because of another setting: see `NEEDS`."""
+    """Warn of each setting in the dataclass ``args`` that has no effect: its condition in `NEEDS` is not met."""
     defaults = {item.name: item.default for item in fields(args)}
     for need, settings in needs.items():
-        other, _, part = need.partition("=")
+        other, _, pattern = need.partition("=")
         for setting in settings.split() if other in defaults else ():
             value, condition = (getattr(raw, "value", raw) for raw in (getattr(args, setting), getattr(args, other)))
-            if value != defaults[setting] and not re.search(part, str(condition)):
-                change = f"change {other}" if "^" in part else f"set {need}"
+            if value != defaults[setting] and not re.search(pattern, str(condition)):
+                # a pattern with ^ is not a value to set
+                change = f"change {other}" if "^" in pattern else f"set {need}"
                 logger.warning("%s=%r has no effect with %s=%r: %s.", setting, value, other, condition, change)
 
 
@@ -454,7 +459,7 @@ def check_trackers(args: Any) -> None:
 
 
 def warn_of_high_learning_rate(args: Any, model: Any) -> None:
-    """Warn if a full model is trained with TRL's default learning rate, a rate for adapters."""
+    """Warn if a full model is trained at TRL's default learning rate. That rate is meant for adapters."""
     sizes = [(weight.numel(), weight.requires_grad) for weight in model.parameters()]
     trained = sum(size for size, trains in sizes if trains)
     if args.learning_rate == 1e-4 and trained > sum(size for size, _ in sizes) / 2:
@@ -465,7 +470,7 @@ def warn_of_high_learning_rate(args: Any, model: Any) -> None:
 
 
 def check_remat(args: Any) -> None:
-    """Reject contradictory settings of recomputation; to be called after transformers' ``__post_init__``.
+    """Reject contradictory settings of recomputation. Call this after transformers' ``__post_init__``.
 
     Raises:
         UserError: With both settings and what to do instead.
@@ -476,6 +481,7 @@ def check_remat(args: Any) -> None:
             f"remat={args.remat!r} contradicts gradient_checkpointing={args.activation_checkpointing}: leave "
             "gradient_checkpointing out, or choose remat='none' to keep all activations."
         )
+    # a key that matches if one of these options is set to a value other than None or False
     options = "activation_checkpointing_kwargs='({})': (?!None|False)"
     check_tables(
         args,

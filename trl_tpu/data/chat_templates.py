@@ -20,7 +20,7 @@ _CONVERSATION_KEYS = ("prompt", "chosen", "rejected", "completion", "messages")
 
 _ANSWER_KEYS = ("chosen", "rejected", "completion")
 
-_TEMPLATE_FORMS: tuple[set[str], ...] = (
+_COLUMN_SETS: tuple[set[str], ...] = (
     {"messages"},
     {"prompt"},
     {"prompt", "completion"},
@@ -31,7 +31,7 @@ _TEMPLATE_FORMS: tuple[set[str], ...] = (
 
 
 def is_conversational(example: Mapping[str, Any]) -> bool:
-    """Check whether an example's first conversation column is a list of messages with a ``role``."""
+    """Check whether the first of an example's `_CONVERSATION_KEYS` holds messages with a ``role``, not plain text."""
     value = next((example[key] for key in _CONVERSATION_KEYS if key in example), None)
     return isinstance(value, list) and bool(value) and isinstance(value[0], dict) and "role" in value[0]
 
@@ -49,20 +49,19 @@ def apply_chat_template(
     answer is the part of the rendered conversation after the rendered prompt.
 
     Args:
-        example: Columns of one of these forms: language modeling, prompt only, prompt and completion (with or without
-            ``label``), or preference (with or without an explicit prompt). Optionally also ``chat_template_kwargs``,
-            a dictionary of variables for the template.
+        example: Columns of one of these formats: ``messages``; ``prompt``; ``prompt`` and ``completion``, optionally
+            with ``label``; ``chosen`` and ``rejected``, optionally with ``prompt``. A column ``chat_template_kwargs``
+            may hold a dictionary of variables for the template.
         processing_class: The tokenizer with the chat template.
         tools: Functions or their JSON schemas, for templates that support tools.
         **template_kwargs: Variables for the template.
 
     Raises:
-        KeyError: The columns match none of these forms.
-        UserError: The prompt's last role is not user, tool or assistant; a key of ``chat_template_kwargs`` is not a
-            template variable; or content is not text.
+        KeyError: The columns match none of these formats.
+        UserError: The prompt's last role is not user, tool or assistant, or content is not text.
     """
     keys = {key for key in (*_CONVERSATION_KEYS, "label") if key in example}
-    if keys not in _TEMPLATE_FORMS:
+    if keys not in _COLUMN_SETS:
         raise KeyError(f"Invalid keys in the example: {keys}")
     render: Callable[..., Any] = partial(
         apply_template,
@@ -86,8 +85,8 @@ def _render_with_prompt(example: dict[str, Any], render: Callable[..., Any]) -> 
     continues = last_role == "assistant"
     prompt = render(example["prompt"], continue_final_message=continues, add_generation_prompt=not continues)
     conversations = {key: render(example["prompt"] + example[key]) for key in _ANSWER_KEYS if key in example}
-    # A generation prompt may hold text that the rendered conversations lack, such as a tag that opens a thought. So
-    # the prompt is the common prefix of all renderings.
+    # The rendered prompt may end with text that the conversations lack, such as the tag before a thought. So use the
+    # common prefix of all renderings as the prompt.
     shared = min((_common_length(prompt, text) for text in conversations.values()), default=len(prompt))
     return {"prompt": prompt[:shared], **{key: text[shared:] for key, text in conversations.items()}}
 
@@ -138,9 +137,10 @@ def extract_prompt(example: Mapping[str, Sequence]) -> dict[str, Sequence]:
 
 
 def maybe_extract_prompt(example: dict[str, Any]) -> dict[str, Any]:
-    """Extract the prompt of a preference example that has none; return any other example unchanged.
+    """Extract the prompt of a preference example without one; return any other example unchanged.
 
-    A ``prompt`` in another form than ``chosen`` (text next to messages) is a copy for display and is replaced.
+    A text ``prompt`` for answers that are messages is a copy for display, and is replaced. A prompt of messages for
+    text answers is replaced, too.
     """
     has_prompt = "prompt" in example and (
         is_conversational({"chosen": example.get("chosen")}) == is_conversational({"prompt": example["prompt"]})
@@ -153,7 +153,7 @@ def maybe_extract_prompt(example: dict[str, Any]) -> dict[str, Any]:
 # Templates call `strftime_now` for the date. A macro of this name, put before the template, overrides the function.
 _FIXED_DATE = "{{% macro strftime_now(format) %}}{}{{% endmacro %}}"
 
-_DATE_PROBE = "\x1f{{ format }}\x1f"  # the requested format between markers, in place of the date
+_DATE_PROBE = "\x1f{{ format }}\x1f"  # writes the requested date format between two markers
 
 
 def date_written(
@@ -161,11 +161,13 @@ def date_written(
 ) -> str | None:
     """Return today's date as the chat template writes it into the first chat, and warn; return None without a date.
 
-    The template writes a date if the rendered chat changes when the requested date format replaces the date.
+    The chat is rendered twice, once with a `strftime_now` that returns the requested format instead of the date. The
+    template writes a date if the renderings differ.
 
     Args:
         tokenizer: The tokenizer with the template.
-        chats: Messages and their rows. Only the first is read, and none if the template does not call `strftime_now`.
+        chats: Pairs of messages and their row. Only the first pair is read, and only if the template calls
+            `strftime_now`.
     """
     if "strftime_now" not in str(tokenizer.chat_template):
         return None
@@ -173,10 +175,10 @@ def date_written(
         variables = row.get("chat_template_kwargs")
         tools = template_arguments(row.get("tools"), variables)["tools"]
         render = partial(apply_template, tokenizer, messages, tools=tools, chat_template_kwargs=variables)
-        with suppress(Exception):  # templates are programs and may raise anything, even if they write no date
-            replaced = render(chat_template=_FIXED_DATE.format(_DATE_PROBE) + tokenizer.get_chat_template(tools=tools))
-            if replaced != render():
-                date_format = re.search("\x1f(.*?)\x1f", replaced)
+        with suppress(Exception):  # templates are programs and may raise any exception
+            probed = render(chat_template=_FIXED_DATE.format(_DATE_PROBE) + tokenizer.get_chat_template(tools=tools))
+            if probed != render():
+                date_format = re.search("\x1f(.*?)\x1f", probed)
                 today = datetime.now().strftime(date_format[1] if date_format else "%Y-%m-%d")
                 _warn_of_date(today)
                 return today
@@ -187,6 +189,7 @@ def date_written(
 def _warn_of_date(today: str) -> None:
     logger.warning(
         f"The chat template writes the current date into conversations, {today!r} today, so their rewards change from "
-        f"day to day. Make the template always write the date of training: put `{_FIXED_DATE.format(today)}` before "
-        "it in `tokenizer.chat_template`, in `chat_template_path`'s file, or in a saved model's chat_template.jinja."
+        f"day to day. Let the template always write the date of training: put `{_FIXED_DATE.format(today)}`, with "
+        "that date, at the beginning of the template, in `tokenizer.chat_template`, in the file that "
+        "`chat_template_path` names, or in a saved model's chat_template.jinja."
     )

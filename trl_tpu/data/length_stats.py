@@ -1,4 +1,10 @@
-"""Readers of prepared rows: their forms, lengths, labels and shared prompts."""
+"""Tokenized rows: their formats, token ids, labels and length statistics.
+
+A tokenized row has one of three formats: `PAIR`, `RANKING`, or `SOLUTION` (labeled steps, for process rewards). A
+dataset counts as prepared if it is tokenized and is not a stream.
+
+Letters in names of arrays: N rows, K answers per row, D sequences of all rows, T tokens.
+"""
 
 import os
 from collections import defaultdict
@@ -18,46 +24,46 @@ from ..packing.shapes import PairLengths
 
 NO_LABEL = -100
 """Label of tokens that do not end a labeled step; the same value as `ignore_index` in torch's losses."""
-# columns of tokenized rows: TRL's for pairs (with optional labels) and solutions, and our own for rankings
+# Columns of tokenized rows by format. Pairs and solutions have TRL's names, rankings have names of this package.
 PAIR = ("chosen_ids", "rejected_ids")
 PAIR_LABELS = ("margin", "chosen_probability")
 RANKING = ("answer_ids", "grades")
 SOLUTION = ("input_ids", "labels")
 OLD_KEYS = ("input_ids_chosen", "attention_mask_chosen", "input_ids_rejected", "attention_mask_rejected")
-"""Columns of pairs, and keys of a batch, in TRL up to 0.23."""
+"""Names of pair columns, and of the keys of a batch, in TRL up to 0.23."""
 COLUMNS = (*PAIR, *RANKING, *SOLUTION, *PAIR_LABELS)
 """All columns that training reads."""
 TOKENS = (*PAIR, "answer_ids", "input_ids")
 """The columns of token ids in `COLUMNS`."""
-ANSWERS, STEP_ENDS = "answers", "step_ends"
+ANSWERS, STEP_ENDS = "answers", "step_ends"  # keys that no dataset has: see `answers_of` and `labels_of`
 _TABLE_ROWS = 1000  # rows per arrow table
 
 
 def row_format_of(columns: Collection[str]) -> tuple[str, ...]:
-    """Return the columns that hold a row's tokens: `PAIR`, `RANKING` or `SOLUTION`; none if the row has no tokens."""
-    return next((form for form in (PAIR, RANKING, SOLUTION) if set(form) <= set(columns)), ())
+    """Return the columns of a row's format: `PAIR`, `RANKING` or `SOLUTION`; empty if the row is not tokenized."""
+    return next((row_format for row_format in (PAIR, RANKING, SOLUTION) if set(row_format) <= set(columns)), ())
 
 
 def answers_of(row: Mapping[str, Any]) -> list[Any]:
-    """Return the token ids of the answers of a prepared row of any form; a solution has one answer.
+    """Return the token ids of each answer of a tokenized row. A solution has one answer.
 
-    A row that does not come from a dataset has its answers in `answers`, and its labels under the names that
-    `labels_of` returns.
+    A row that is not from a dataset, such as a trial input, has its token ids in `answers`, and its labels under the
+    names that `labels_of` returns.
     """
-    if (form := row_format_of(row)) == PAIR:
+    if (row_format := row_format_of(row)) == PAIR:
         return [row[column] for column in PAIR]
-    return [row["input_ids"]] if form == SOLUTION else row["answer_ids" if form == RANKING else ANSWERS]
+    return [row["input_ids"]] if row_format == SOLUTION else row["answer_ids" if row_format == RANKING else ANSWERS]
 
 
 def labels_of(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the labels of a prepared row of any form.
+    """Return the labels of a tokenized row by name.
 
     Pairs may have `margin` and `chosen_probability`. Rankings have `grades`. Solutions have `step_ends`, the indices
     of the tokens at which labeled steps end, and `grades`, the labels of these steps.
     """
-    if (form := row_format_of(row)) != SOLUTION:
-        names_by_form: dict[Any, tuple[str, ...]] = {PAIR: PAIR_LABELS, RANKING: ("grades",)}
-        names = names_by_form.get(form, (*PAIR_LABELS, "grades", STEP_ENDS))
+    if (row_format := row_format_of(row)) != SOLUTION:
+        names_by_format: dict[Any, tuple[str, ...]] = {PAIR: PAIR_LABELS, RANKING: ("grades",)}
+        names = names_by_format.get(row_format, (*PAIR_LABELS, "grades", STEP_ENDS))
         return {name: row[name] for name in names if name in row}
     ends = np.flatnonzero(np.asarray(row["labels"]) != NO_LABEL).tolist()
     return {STEP_ENDS: ends, "grades": [float(row["labels"][end]) for end in ends]}
@@ -82,10 +88,10 @@ def _arrays(lists: pa.ChunkedArray) -> list[Any]:
 
 @dataclass(frozen=True)
 class LengthStats:
-    """Statistics of a prepared dataset for planning batches and for resuming a run; holds no tokens.
+    """Statistics of a tokenized dataset. They serve to plan batches and to check the data of a resumed run.
 
     Args:
-        lengths: For each row, the length of the answers' common prefix, and the length of each answer after it.
+        lengths: For each row, the length of the answers' common prefix, and the length of each answer's tail after it.
         shared_prefix: Length of the common prefix of all sequences, such as a system prompt, in tokens.
         checksum: Checksum of all token ids and labels, in row order.
         answers: K, the maximum number of scored positions per row: answers, or labeled steps.
@@ -106,15 +112,15 @@ def is_prepared(dataset: Any) -> bool:
 
 
 def has_row_format(dataset: Any, form: tuple[str, ...]) -> bool:
-    """Check whether a dataset is tokenized in this form and is not a stream."""
+    """Check whether a dataset is tokenized in the row format ``form``, and is not a stream."""
     return isinstance(dataset, Dataset) and row_format_of(dataset.column_names) == form
 
 
 def length_stats(dataset: Dataset) -> LengthStats:
-    """Measure a prepared dataset in chunks of rows; repeated calls return the first result.
+    """Measure a tokenized dataset, one table of rows at a time. The result is cached per dataset object.
 
     Raises:
-        ValueError: The dataset is not prepared.
+        ValueError: The dataset is not tokenized, or is a stream.
     """
     if dataset not in _STATS_BY_DATASET:
         if not is_prepared(dataset):
@@ -124,7 +130,7 @@ def length_stats(dataset: Dataset) -> LengthStats:
 
 
 def length_stats_of_stream(stream: Iterable[Mapping[str, Any]]) -> PairLengths:
-    """Measure the first 1,000 pairs of a prepared stream; training reads the stream again from its beginning."""
+    """Measure the first 1,000 pairs of a tokenized stream. Training then reads the stream from its beginning."""
     lengths = list[tuple[int, int, int]]()
     for chosen, rejected in (map(np.asarray, answers_of(row)) for row in islice(stream, _TABLE_ROWS)):
         prefix = _common_prefix(chosen, rejected)
@@ -133,7 +139,10 @@ def length_stats_of_stream(stream: Iterable[Mapping[str, Any]]) -> PairLengths:
 
 
 def select(dataset: Dataset, is_kept_N: np.ndarray) -> Dataset:
-    """Select and measure rows; they are measured in the tables of all rows, since a selection's tables read slowly."""
+    """Return the rows that a mask keeps, with their statistics already cached.
+
+    The statistics are computed from tables of the whole dataset, because tables of a selection are slow to read.
+    """
     selection = dataset.select(np.flatnonzero(is_kept_N))
     masks = (pa.array(is_kept_N[first : first + _TABLE_ROWS]) for first in range(0, len(dataset), _TABLE_ROWS))
     _STATS_BY_DATASET[selection] = length_stats_of_tables(map(pa.Table.filter, tables_of(dataset), masks))
@@ -141,54 +150,54 @@ def select(dataset: Dataset, is_kept_N: np.ndarray) -> Dataset:
 
 
 def length_stats_of_tables(tables: Iterable[pa.Table]) -> LengthStats:
-    """Measure prepared rows in arrow tables, one table at a time."""
+    """Measure tokenized rows in arrow tables, one table at a time."""
     parts: list[PairLengths] = []
-    shared: list[bytes] = []  # the common prefix of all sequences so far
+    shared: list[bytes] = []  # empty, or one item: the common prefix of all sequences so far, 4 bytes per token
     answers = 1
-    checksums: dict[str, int] = defaultdict(int)  # one per kind of content, so that table boundaries do not matter
+    checksums: dict[str, int] = defaultdict(int)  # running checksum per kind of content: table sizes do not affect it
     for rows in filter(None, map(read_table, tables)):
         answers_N, labels_N = list(map(answers_of, rows)), list(map(labels_of, rows))
         sequences_D, counts_N = list(chain.from_iterable(answers_N)), np.array(list(map(len, answers_N)))
         parts.append(_lengths(sequences_D, counts_N))
-        ends_N = [labels.get(STEP_ENDS, answers_K) for labels, answers_K in zip(labels_N, answers_N, strict=True)]
-        answers = max(answers, *map(len, ends_N))
-        beginnings = [*shared, *(ids.tobytes() for ids in sequences_D)]
-        shared = [beginnings[0][: len(os.path.commonprefix(beginnings))]]
+        scored_N = [labels.get(STEP_ENDS, answers_K) for labels, answers_K in zip(labels_N, answers_N, strict=True)]
+        answers = max(answers, *map(len, scored_N))
+        byte_strings = [*shared, *(ids.tobytes() for ids in sequences_D)]
+        shared = [byte_strings[0][: len(os.path.commonprefix(byte_strings))]]
         contents = {ANSWERS: np.concatenate(sequences_D), "lengths": [*map(len, sequences_D)], "counts": counts_N}
         for name, content in contents.items():
             checksums[name] = crc32(np.ascontiguousarray(content, dtype=np.int64).data, checksums[name])
-        for label in labels_N[0]:
-            text = "".join(f"{labels[label]}," for labels in labels_N)
-            checksums[label] = crc32(text.encode(), checksums[label])
+        for name in labels_N[0]:
+            text = "".join(f"{labels[name]}," for labels in labels_N)
+            checksums[name] = crc32(text.encode(), checksums[name])
     checksum = crc32(repr(sorted(checksums.items())).encode())
     return LengthStats(PairLengths.joined(parts), len(b"".join(shared)) // 4, checksum, answers)
 
 
 def tables_of(dataset: Dataset) -> Iterator[pa.Table]:
     """Yield the token ids and labels of tokenized rows in arrow tables of up to 1,000 rows."""
-    form = row_format_of(dataset.column_names)
-    labels = [name for name in PAIR_LABELS if name in dataset.column_names and form == PAIR]
-    return dataset.with_format("arrow", columns=[*form, *labels]).iter(batch_size=_TABLE_ROWS)
+    row_format = row_format_of(dataset.column_names)
+    labels = [name for name in PAIR_LABELS if name in dataset.column_names and row_format == PAIR]
+    return dataset.with_format("arrow", columns=[*row_format, *labels]).iter(batch_size=_TABLE_ROWS)
 
 
 def rows_of(dataset: Dataset) -> Iterator[dict[str, Any]]:
-    """Yield tokenized rows as `read_table` returns them, without columns other than token ids and labels."""
+    """Yield the token ids and labels of tokenized rows, as `read_table` returns them."""
     return chain.from_iterable(map(read_table, tables_of(dataset)))
 
 
 def _common_prefix(first: np.ndarray, second: np.ndarray) -> int:
     length = min(len(first), len(second))
     same = first[:length] == second[:length]
-    return length if same.all() else int(same.argmin())
+    return length if same.all() else int(same.argmin())  # argmin returns the first mismatch
 
 
 def _lengths(sequences_D: list[np.ndarray], counts_N: np.ndarray) -> PairLengths:
-    """Return each row's common prefix length and the lengths after it, for sequences in row order."""
-    firsts_N = np.cumsum(counts_N) - counts_N
-    first_D, row_D = np.repeat(firsts_N, counts_N), np.repeat(np.arange(len(counts_N)), counts_N)
-    pairs = zip(first_D.tolist(), sequences_D, strict=True)
-    shared_D = [_common_prefix(sequences_D[first], ids) for first, ids in pairs]
-    prefix_N = np.minimum.reduceat(shared_D, firsts_N)
+    """Return each row's lengths, from all sequences in row order and the number of sequences per row."""
+    start_N = np.cumsum(counts_N) - counts_N
+    start_D, row_D = np.repeat(start_N, counts_N), np.repeat(np.arange(len(counts_N)), counts_N)
+    starts_and_ids = zip(start_D.tolist(), sequences_D, strict=True)
+    shared_D = [_common_prefix(sequences_D[start], ids) for start, ids in starts_and_ids]
+    prefix_N = np.minimum.reduceat(shared_D, start_N)
     tails_NK = np.zeros((len(counts_N), max(2, counts_N.max())), np.int64)
-    tails_NK[row_D, np.arange(len(row_D)) - first_D] = [*map(len, sequences_D)] - prefix_N[row_D]
+    tails_NK[row_D, np.arange(len(row_D)) - start_D] = [*map(len, sequences_D)] - prefix_N[row_D]
     return PairLengths(prefix_N, tails_NK)

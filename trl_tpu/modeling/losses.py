@@ -1,6 +1,7 @@
-"""Losses of reward modeling: from rewards and a table of comparisons, and from a model and a batch.
+"""Losses of reward modeling, computed from rewards and their comparisons (`Loss`) or by a model (`batch_loss`).
 
-Letters in names of tensors: see `trl_tpu.packing.batch`.
+Letters in names of tensors: P data rows, K answers per data row, A attributes, S = P K scored positions, G = P A
+rankings, C comparisons. `trl_tpu.packing.batch` explains them.
 """
 
 import math
@@ -32,8 +33,8 @@ class Loss:
         loss_type: "sigmoid" compares two rewards; "plackett_luce" and "regression" read whole rankings.
         ranking_top_k: The `top_k` of `plackett_luce_losses`.
         label_smoothing: Probability that a label is wrong (conservative DPO, see https://arxiv.org/abs/2305.18290).
-        ties: "rao_kupper" or "davidson": comparisons with probability 0.5 are ties, see `tie_losses`. With None they
-            are comparisons.
+        ties: "rao_kupper" or "davidson": comparisons with probability 0.5 are ties, see `tie_losses`. With any
+            other value, all comparisons have the loss of `comparison_losses`.
         tie_threshold: The `threshold` of `tie_losses`.
     """
 
@@ -50,7 +51,7 @@ class Loss:
         return cls(**{field.name: getattr(settings, field.name) for field in fields(cls)})
 
     def per_row(self, rewards_SA: torch.Tensor, table: Comparisons[torch.Tensor]) -> torch.Tensor:
-        """Compute the weighted loss of each data row, [P]. The batch's loss is the sum divided by `weight_sum_1`.
+        """Compute the weighted loss of each data row, [P]. Their sum divided by `table.weight_sum_1` is the loss.
 
         Args:
             rewards_SA: Rewards, float32 or wider; values of padding have no effect.
@@ -80,7 +81,7 @@ class Loss:
 
     def _ranking_losses(self, reward_GK: torch.Tensor, grade_GK: torch.Tensor) -> torch.Tensor:
         graded_GK = ~grade_GK.isnan()
-        reward_GK = torch.where(graded_GK, reward_GK, 0.0)  # padding may hold values that become NaN in a gradient
+        reward_GK = torch.where(graded_GK, reward_GK, 0.0)  # arbitrary values of padding could make gradients NaN
         if self.loss_type == "plackett_luce":
             return plackett_luce_losses(reward_GK, grade_GK, self.ranking_top_k)
         squares_GK = (reward_GK - torch.where(graded_GK, grade_GK, 0.0)) ** 2
@@ -97,15 +98,15 @@ def comparison_losses(
     Args:
         difference_C: Reward of the better answer, minus the reward of the worse answer, minus the target margin
             (Llama 2, https://arxiv.org/abs/2307.09288, eq. 2).
-        probability_C: Probability that the better answer is better.
+        probability_C: Probability that the answer labeled as better is really better.
         label_smoothing: Probability that a label is wrong: p becomes ``p (1 - s) + (1 - p) s``.
     """
     wrong_C = (1 - probability_C) * (1 - 2 * label_smoothing) + label_smoothing
-    return wrong_C * difference_C - logsigmoid(difference_C)  # -logsigmoid(-d) is d - logsigmoid(d)
+    return wrong_C * difference_C - logsigmoid(difference_C)  # since -logsigmoid(-d) = d - logsigmoid(d)
 
 
 def tie_losses(difference_C: torch.Tensor, ties: str | None, threshold: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute the negative log-likelihoods that the first of two answers wins, and that they tie, [C] each.
+    """Compute the negative log-likelihoods of a win of the first answer and of a tie, [C] each.
 
     Let d be the difference of the rewards and t the threshold. In the model of Rao and Kupper (1967,
     https://doi.org/10.1080/01621459.1967.10482901), the first answer wins with probability ``sigmoid(d - t)``, the
@@ -120,9 +121,8 @@ def tie_losses(difference_C: torch.Tensor, ties: str | None, threshold: float) -
     """
     if ties == "rao_kupper":
         won_C, lost_C = -logsigmoid(difference_C - threshold), -logsigmoid(-difference_C - threshold)
-        return won_C, won_C + lost_C - math.log(
-            math.expm1(2 * threshold)
-        )  # log(1 - sigmoid - sigmoid), without cancellation
+        # equals -log(1 - sigmoid(d - t) - sigmoid(-d - t)), but without cancellation
+        return won_C, won_C + lost_C - math.log(math.expm1(2 * threshold))
     tied_C = torch.full_like(difference_C, math.log(threshold))
     total_C = torch.stack([difference_C / 2, -difference_C / 2, tied_C]).logsumexp(0)
     return total_C - difference_C / 2, total_C - tied_C
@@ -133,24 +133,25 @@ def plackett_luce_losses(reward_GK: torch.Tensor, grade_GK: torch.Tensor, top_k:
 
     The best answer is drawn by the softmax of all rewards, the next answer by the softmax of the remaining rewards,
     and so on (Luce 1959; Plackett 1975, https://doi.org/10.2307/2346567; ListMLE,
-    https://doi.org/10.1145/1390156.1390306). Answers with equal grades are not compared: each is drawn from itself
-    and the answers with lower grades.
+    https://doi.org/10.1145/1390156.1390306). Answers with equal grades are not compared: the candidates of a
+    draw are the drawn answer and all answers with lower grades.
 
     Args:
         reward_GK: Rewards of the answers.
         grade_GK: Grades of the answers; NaN for missing answers.
-        top_k: Count only the first k draws; None counts all.
+        top_k: Count only answers with fewer than k better ones: the first k draws if all grades differ. None counts
+            all answers.
     """
-    above_GKK = grade_GK[:, :, None] > grade_GK[:, None, :]  # false for NaN
-    left_GKK = above_GKK | torch.eye(reward_GK.shape[1], dtype=torch.bool, device=reward_GK.device)
-    scores_GKK = torch.where(left_GKK, reward_GK[:, None, :], float("-inf"))
-    drawn_GK = ~grade_GK.isnan()
+    outranks_GKK = grade_GK[:, :, None] > grade_GK[:, None, :]  # false for NaN
+    candidate_GKK = outranks_GKK | torch.eye(reward_GK.shape[1], dtype=torch.bool, device=reward_GK.device)
+    candidate_reward_GKK = torch.where(candidate_GKK, reward_GK[:, None, :], float("-inf"))
+    counted_GK = ~grade_GK.isnan()
     if top_k is not None:
-        drawn_GK = drawn_GK & (above_GKK.sum(1) < top_k)
-    return torch.where(drawn_GK, scores_GKK.logsumexp(-1) - reward_GK, 0.0).sum(-1)
+        counted_GK = counted_GK & (outranks_GKK.sum(1) < top_k)
+    return torch.where(counted_GK, candidate_reward_GKK.logsumexp(-1) - reward_GK, 0.0).sum(-1)
 
 
-# ---- a batch
+# ---- losses of batches
 
 
 @dataclass(frozen=True)
@@ -164,7 +165,7 @@ class StepResult:
     rewards_SA: torch.Tensor
     """Rewards, float32 or wider; arbitrary for padding."""
     tokens_S: torch.Tensor
-    """Tokens that each reward adds if shared prompts are counted every time; 0 for padding."""
+    """Tokens that each reward adds: a sequence, or a step. Shared tokens count for every sequence. 0 for padding."""
     table: Comparisons[torch.Tensor]
     outputs: Any = None
     """The model's outputs for padded rows; None for packed rows."""
@@ -187,13 +188,13 @@ class StepResult:
 
 
 def batch_loss(model: nn.Module, batches: Sequence[Batch[torch.Tensor]], loss: Loss, **extras: Any) -> StepResult:
-    """Compute the loss and the rewards of a batch, or of one of its micro-batches.
+    """Compute the loss and the rewards of one or more micro-batches of a batch, merged into one result.
 
-    Without gradients, several micro-batches run as separate executions: the compiled program of a micro-batch then
-    does not depend on its position in the batch.
+    Without gradients, each micro-batch is executed separately. Micro-batches of the same shape can then run the same
+    compiled program, at any position in the batch.
 
     Args:
-        model: The whole model, with its wrappers.
+        model: The full model, wrappers included.
         batches: The micro-batches, on the model's device.
         loss: The loss, with its settings.
         extras: Further arguments of the model.
@@ -214,14 +215,18 @@ def _compute(model: nn.Module, batch: Batch[torch.Tensor], loss: Loss, extras: d
 
 
 def _join(parts: Sequence[StepResult]) -> StepResult:
-    """Merge the results of micro-batches; each micro-batch has some of the batch's rows."""
+    """Merge the results of micro-batches by summing them.
+
+    Every result covers all data rows of the batch. For rows in other micro-batches, losses, weights and numbers of
+    tokens are 0 in it, and rewards are set to 0 here.
+    """
     tables = [part.table for part in parts]
-    whole: dict[str, Any] = {name: torch.stack([getattr(table, name) for table in tables]).sum(0) for name in WEIGHTS}
+    sums: dict[str, Any] = {name: torch.stack([getattr(table, name) for table in tables]).sum(0) for name in WEIGHTS}
     rewards = [torch.where(part.tokens_S[:, None] > 0, part.rewards_SA, 0.0) for part in parts]
     return StepResult(
         torch.stack([part.loss for part in parts]).sum(),
         torch.stack([part.losses_P for part in parts]).sum(0),
         torch.stack(rewards).sum(0),
         torch.stack([part.tokens_S for part in parts]).sum(0, dtype=torch.int32),
-        replace(tables[0], **whole),
+        replace(tables[0], **sums),
     )

@@ -1,4 +1,4 @@
-"""Let a model read packed rows, after a trial has shown that packed and padded rewards are equal."""
+"""Let a model read packed rows, if tests or a trial before training show that its packed rewards are exact."""
 
 import copy
 import sys
@@ -24,10 +24,11 @@ from .forward import OURS, MaskRule, PackingImpossible, record_scores, register_
 from .head_spec import find_score_head
 from .tree_states import States, call_with_states, carries_states, restore_layer_forwards, use_tree_states
 
-# relative difference of float32 sums that are added in two orders
+# largest relative difference between float32 sums of the same numbers in two orders
 _ROUNDING = 2e-5
 
-# Packages whose modules are known to look at other tokens of a row through attention only.
+# Packages whose modules read other tokens of a row only through attention or recurrent states. All other code counts
+# as user code.
 _LIBRARIES = (
     *("builtins", "torch", "transformers", "peft", "accelerate", "trl_tpu"),
     *("bitsandbytes", "deepspeed", "liger_kernel", "torch_xla", "torchao"),
@@ -35,7 +36,8 @@ _LIBRARIES = (
 # adapters that change the activations of each token independently of all other tokens
 _TOKEN_WISE_ADAPTERS = frozenset({"LORA", "ADALORA", "IA3", "LOHA", "LOKR", "OFT", "VERA", "LN_TUNING"})
 
-# transformers' models of these types gave equal rewards and gradients in float64: see test_tree_attention.py
+# For these types of transformers' models, tests show equal packed and padded rewards and gradients in float64:
+# tests/unit/test_tree_attention.py.
 PROVEN_TYPES = frozenset(
     {"gemma2", "gemma3_text", "gpt2", "gpt_neox", "llama", "mistral", "olmo2", "phi3", "qwen2", "qwen3", "qwen3_moe"}
 )
@@ -50,13 +52,13 @@ def check_unmodified(model: nn.Module) -> None:
         model: A sequence classifier, possibly with adapters.
 
     Raises:
-        PackingImpossible: If a forward or a hook is user code, the head is more than a linear layer, or adapters do
-            more than change the activations of each token.
+        PackingImpossible: A forward or a hook is user code, the head is missing or more than a linear layer, or
+            adapters do more than change the activations of each token independently.
     """
     for config in getattr(model, "peft_config", {}).values():
         if config.peft_type not in _TOKEN_WISE_ADAPTERS:
             kind = config.peft_type.value
-            raise PackingImpossible(f"adapters of the kind {kind} may do more than change each token independently")
+            raise PackingImpossible(f"adapters of the kind {kind} may add tokens to a row or mix its tokens")
     for name, module in model.named_modules():
         where = f"{type(module).__name__} ({name})" if name else type(module).__name__
         if not _is_library_code(module.forward):
@@ -91,7 +93,7 @@ def _is_library_code(function: Any) -> bool:
     if isinstance(function, partial):
         is_library = _is_library_code(function.func)
     else:
-        # globals belong to the defining module; `__module__` may be copied from a wrapped function
+        # `__globals__` is the defining module's; functools.wraps copies `__module__` from the wrapped function
         function = getattr(function, "__func__", function)
         defined_in = getattr(function, "__globals__", {"__name__": type(function).__module__})
         is_library = defined_in.get("__name__", "").partition(".")[0] in _LIBRARIES
@@ -103,8 +105,9 @@ def _is_library_code(function: Any) -> bool:
 def reads_padding(model: nn.Module, pad_token_id: int) -> bool:
     """Return whether the rewards of a tiny batch change with more padding.
 
-    They change if a forward averages over all columns or reads the last column, as transformers' does after prompt
-    tuning. True also if unknown: for weights on the meta device or coarser than float32, and for a forward that fails.
+    They change if a forward averages over all columns, or reads the last column. transformers' classifiers do the
+    latter with prompt tuning, because they then get no token ids. Also true if the check is impossible: for weights on
+    the meta device or coarser than float32, and for a forward that fails.
     """
     parameter = next(model.parameters())
     if parameter.is_meta or parameter.dtype not in (torch.float32, torch.float64):
@@ -118,7 +121,7 @@ def reads_padding(model: nn.Module, pad_token_id: int) -> bool:
                 batch = DataCollatorForPreference(pad_token_id, multiple)(examples)
                 rows = {name: tensor.to(parameter.device) for name, tensor in batch.items()}
                 rewards.append(model(**rows).logits.squeeze(-1))
-    except Exception:  # user code may raise anything for inputs that it does not expect
+    except Exception:  # user code may raise anything for unexpected inputs
         return True
     return not _are_close(*rewards)
 
@@ -144,10 +147,10 @@ def make_packable(model: nn.Module, pad_token_id: int, *, is_unpadded: bool = Tr
     Args:
         model: A sequence classifier, possibly with adapters.
         pad_token_id: Id of the model's pad token.
-        is_unpadded: True for the unpadded rows of `pack_unpadded`, False for rows of planned shapes.
+        is_unpadded: Whether batches will be unpadded rows of `pack_unpadded`; False for rows of planned shapes.
 
     Raises:
-        PackingImpossible: If the model has no `score` head, runs user code, makes its own masks, or computes other
+        PackingImpossible: The model has no `score` head, runs user code, makes its own masks, or computes different
             rewards in packed rows.
     """
     check_unmodified(model)
@@ -155,8 +158,8 @@ def make_packable(model: nn.Module, pad_token_id: int, *, is_unpadded: bool = Tr
     config: Any = base.config.get_text_config()
     from_transformers = type(base).__module__.startswith("transformers.models.")
     is_bidirectional = getattr(config, "use_bidirectional_attention", False) or not getattr(config, "is_causal", True)
-    is_planned = next(model.parameters()).is_meta  # `trl-tpu plan` has no weights for a trial; training makes it
-    if is_planned or (from_transformers and config.model_type in PROVEN_TYPES and not is_bidirectional):
+    has_no_weights = next(model.parameters()).is_meta  # in `trl-tpu plan`: only training can run the trial
+    if has_no_weights or (from_transformers and config.model_type in PROVEN_TYPES and not is_bidirectional):
         use_tree_masks(base)
         use_tree_states(base)
     else:
@@ -165,31 +168,31 @@ def make_packable(model: nn.Module, pad_token_id: int, *, is_unpadded: bool = Tr
 
 
 def use_tree_masks(model: PreTrainedModel) -> None:
-    """Let ``model`` build masks for packed rows and attend by them, with the same attention implementation.
+    """Let ``model`` build and use masks for packed rows, with the same attention implementation.
 
     Padded batches get the same masks as before.
 
     Raises:
-        PackingImpossible: If the implementation takes no mask per query and key, such as flash and flex attention, or
-            the model's own code attends.
+        PackingImpossible: The implementation takes no mask per query and key, such as flash and flex attention, or the
+            model has its own attention code.
     """
     name = model.config._attn_implementation
     if name.startswith(OURS):
         return
-    plain = ALL_MASK_ATTENTION_FUNCTIONS.get(name)
-    if plain is None or name.startswith(("flash", "flex")):
+    mask_function = ALL_MASK_ATTENTION_FUNCTIONS.get(name)
+    if mask_function is None or name.startswith(("flash", "flex")):
         raise PackingImpossible(
             f"packed rows need attention that takes a mask, but the model uses {name!r}. Load it with "
             "`attn_implementation=` 'sdpa' or 'eager'"
         )
-    register_attention(model, name, plain, ALL_ATTENTION_FUNCTIONS.get(name, _eager_attention))
+    register_attention(model, name, mask_function, ALL_ATTENTION_FUNCTIONS.get(name, _eager_attention))
     if not model.config._attn_implementation.startswith(OURS):
         raise PackingImpossible(f"{type(model).__name__} does not attend through transformers' attention interface")
 
 
 def _eager_attention(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """Attend by transformers' "eager" function, defined in the same file as the model."""
-    files = (sys.modules[kind.__module__] for kind in type(module).__mro__)
+    """Call the "eager" attention function of the file that defines the module's class, or a parent class."""
+    files = (sys.modules[cls.__module__] for cls in type(module).__mro__)
     eager = next(eager for file in files if (eager := getattr(file, "eager_attention_forward", None)))
     return eager(module, *args, **kwargs)
 
@@ -198,11 +201,11 @@ def _eager_attention(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
 def check_packing_is_exact(model: nn.Module, pad_token_id: int, *, is_unpadded: bool = True) -> None:
     """Let ``model`` read packed rows, and compare packed with padded rewards on a tiny batch.
 
-    A rejected model attends as before. See `make_packable` for the arguments.
+    A rejected model keeps its attention and its layers' forwards. See `make_packable` for the arguments.
 
     Raises:
-        PackingImpossible: If the rewards differ by more than float32 rounding, the weights are too coarse to compare,
-            the model fails on packed or padded rows, or its config has a window that no mask rule contains.
+        PackingImpossible: The rewards differ by more than float32 rounding, the weights are too coarse to compare, the
+            model fails on packed or padded rows, or its config has an attention window that its masks do not apply.
     """
     name, parameter = type(model).__name__, next(model.parameters())
     if parameter.dtype not in (torch.float32, torch.float64):
@@ -216,8 +219,8 @@ def check_packing_is_exact(model: nn.Module, pad_token_id: int, *, is_unpadded: 
     unpadded = partial(pack_unpadded, attention_crossover_length=100)
     layouts: list[PackRows] = [pad, planned, unpadded]
     if use_tree_states(base):
-        # unpadded and planned rows pass states on in different ways; a run uses only one of them
-        examples += _branches_of_chunks(base, pad_token_id)
+        # Unpadded and planned rows pass recurrent states on in different ways. Try only the rows that the run uses.
+        examples += _pairs_at_chunk_boundaries(base, pad_token_id)
         layouts = [pad, unpadded if is_unpadded else partial(pack, plan=RowPlan((RowShape(2, 2048),), chunk=CHUNK))]
     padded: dict[str, torch.Tensor] = {}
     try:
@@ -225,7 +228,7 @@ def check_packing_is_exact(model: nn.Module, pad_token_id: int, *, is_unpadded: 
             use_tree_masks(base)  # raises before anything is computed
             for layer in {type(part): part for part in base.modules() if carries_states(part)}.values():
                 _check_state_resumes(layer, base.config.get_text_config().hidden_size)
-            base.set_attn_implementation(attention)  # the model's code may check this name while it reads padded rows
+            base.set_attn_implementation(attention)  # for padded rows: the model's code may check this name
             for pack_rows in layouts:
                 (batch,) = BatchCollator(pack_rows, pad_token_id)(examples).parts
                 values, rules = _read(model, batch.map_tensors(lambda tensor: tensor.to(parameter.device)))
@@ -234,15 +237,15 @@ def check_packing_is_exact(model: nn.Module, pad_token_id: int, *, is_unpadded: 
                     use_tree_masks(base)
                     continue
                 _reject_hidden_windows(base, rules)
-                for quantity, in_packed_rows in values.items():
-                    if not _are_close(in_packed_rows, padded[quantity]):
-                        difference = (in_packed_rows - padded[quantity]).abs().max()
+                for quantity, packed in values.items():
+                    if not _are_close(packed, padded[quantity]):
+                        difference = (packed - padded[quantity]).abs().max()
                         raise PackingImpossible(
                             f"packed and padded {quantity} of {name} differ by {difference:.2g}, more than "
-                            f"{parameter.dtype} rounding: its attention or positions ignore the given mask or "
-                            "position ids, or it does not score the last token"
+                            f"{parameter.dtype} rounding: the model ignores the given mask or position ids, or "
+                            "does not score the last token"
                         )
-    except Exception as error:  # the model's code may raise anything for inputs that it does not expect
+    except Exception as error:  # the model's code may raise anything for unexpected inputs
         base.set_attn_implementation(attention)
         restore_layer_forwards(base)
         if isinstance(error, PackingImpossible):
@@ -251,7 +254,7 @@ def check_packing_is_exact(model: nn.Module, pad_token_id: int, *, is_unpadded: 
 
 
 def _tiny_batch(pad_token_id: int) -> list[dict[str, Any]]:
-    """Make pairs whose answers share a long, a short or no prefix, and one whose rejected answer is a prefix."""
+    """Make pairs of answers with a long, a short or no common prefix, and a pair with a prefix as rejected answer."""
     ids = [token for token in range(1, 42) if token != pad_token_id]
     pairs = [
         *((ids[:9], [*ids[:5], *ids[10:14]]), (ids[20:24], [*ids[20:22], *ids[30:33]])),
@@ -261,9 +264,9 @@ def _tiny_batch(pad_token_id: int) -> list[dict[str, Any]]:
 
 
 def _check_state_resumes(layer: nn.Module, hidden_size: int) -> None:
-    """Raise PackingImpossible unless a recurrent layer that resumes from a state computes the same as in one call.
+    """Reject a recurrent layer that computes different outputs in two calls with states than in one call.
 
-    The check enlarges the weights: with the small weights of a new layer, a lost state could be too small to notice.
+    The check enlarges the weights: with the small weights of a new layer, a lost state could have too small an effect.
     """
     layer, generator = copy.deepcopy(layer).float(), torch.Generator().manual_seed(0)
 
@@ -280,13 +283,16 @@ def _check_state_resumes(layer: nn.Module, hidden_size: int) -> None:
     if not _are_close(resumed, whole[:, 70:]):
         difference = (resumed - whole[:, 70:]).abs().max()
         raise PackingImpossible(
-            f"{type(layer).__name__} does not go on from the state in its cache: its outputs differ by "
-            f"{difference:.2g}"
+            f"{type(layer).__name__} does not go on from the state in its cache: outputs in two calls differ from "
+            f"outputs in one call by {difference:.2g}"
         )
 
 
-def _branches_of_chunks(model: PreTrainedModel, pad_token_id: int) -> list[dict[str, Any]]:
-    """Make pairs that branch just before and after chunk boundaries of recurrent scans, some into a lone token."""
+def _pairs_at_chunk_boundaries(model: PreTrainedModel, pad_token_id: int) -> list[dict[str, Any]]:
+    """Make pairs whose common prefixes end just before or after chunk boundaries of the model's recurrent scans.
+
+    Some answers have only one token after the common prefix.
+    """
     config = model.config.get_text_config().to_dict()
     sizes = (size for name, size in config.items() if name.endswith("chunk_size") and isinstance(size, int))
     chunk, ids = min(max([64, *sizes]), 256), [token for token in range(1, 42) if token != pad_token_id]
@@ -299,8 +305,8 @@ def _branches_of_chunks(model: PreTrainedModel, pad_token_id: int) -> list[dict[
 def _read(model: nn.Module, batch: Batch[torch.Tensor]) -> tuple[dict[str, torch.Tensor], list[MaskRule]]:
     """Return the scores and hidden states of the scored tokens, and the mask rules that the model used.
 
-    Hidden states are compared too, since a head with small weights hides their differences. Scores of padded rows
-    come from the model's own pooling.
+    The caller compares hidden states too, since a head with small weights hides their differences. Scores of padded
+    rows come from the model's own pooling.
     """
     rules, hidden_states, scored = list[MaskRule](), list[torch.Tensor](), (batch.score_row_S, batch.score_column_S)
     head: Any = find_score_head(model)
@@ -315,13 +321,16 @@ def _read(model: nn.Module, batch: Batch[torch.Tensor]) -> tuple[dict[str, torch
 
 
 def _reject_hidden_windows(model: PreTrainedModel, rules: list[MaskRule]) -> None:
-    """Reject a window that no mask rule contains: it may count columns, and a tiny batch cannot reveal that."""
+    """Reject a model whose config has an attention window that its mask rules do not contain.
+
+    The model may measure such a window in columns of a row. Sequences of the trial are too short to reveal that.
+    """
     config = model.config.get_text_config().to_dict()
     sizes = {name: size for name, size in config.items() if name.endswith(("window", "window_size"))}
     windows = {name: size for name, size in sizes.items() if isinstance(size, int) and size > 1}
     if windows and all(rule is causal_mask_function for rule in rules):
         listed = ", ".join(f"{name}={size}" for name, size in windows.items())
         raise PackingImpossible(
-            f"the config of {type(model).__name__} has {listed}, but the model asked for causal masks only: its "
-            "window may count columns of a row"
+            f"the config of {type(model).__name__} has {listed}, but the model asked for causal masks only: it may "
+            "measure the window in columns of a packed row"
         )

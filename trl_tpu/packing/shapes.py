@@ -1,4 +1,8 @@
-"""Lengths of a dataset's pairs, and planning of row shapes from these lengths."""
+"""Lengths of a dataset's pairs, and planning of row shapes from these lengths.
+
+Letters in names of arrays: N pairs of the data, P pairs (of a batch), K answers per pair, R rows, B batches, C
+candidates for a plan.
+"""
 
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
@@ -11,12 +15,12 @@ import numpy as np
 from ..errors import UserError
 
 CHUNK = 64
-"""Granularity of shared prefixes, in tokens, in planned rows of models with recurrent layers."""
+"""With recurrent layers, shared prefixes in planned rows are multiples of this many tokens."""
 
 
 @dataclass(frozen=True)
 class PairLengths:
-    """Lengths of each pair's common prefix and of the tails after it, in tokens. Rankings have K tails, pairs two."""
+    """Lengths of each pair's common prefix and of the tails after it, in tokens. A ranking is a pair with K tails."""
 
     prefix_P: np.ndarray
     tails_PK: np.ndarray
@@ -31,14 +35,14 @@ class PairLengths:
     @classmethod
     def joined(cls, parts: Sequence["PairLengths"]) -> "PairLengths":
         """Concatenate the pairs of all parts."""
-        most = max((part.tails_PK.shape[1] for part in parts), default=2)
+        max_tails = max((part.tails_PK.shape[1] for part in parts), default=2)
         parts = [cls.of([]), *parts]
-        tails = [np.pad(part.tails_PK, ((0, 0), (0, most - part.tails_PK.shape[1]))) for part in parts]
+        tails = [np.pad(part.tails_PK, ((0, 0), (0, max_tails - part.tails_PK.shape[1]))) for part in parts]
         return cls(np.concatenate([part.prefix_P for part in parts]), np.concatenate(tails))
 
     @classmethod
     def of_size(cls, size: int) -> "PairLengths":
-        """Return a pair of ``size`` unique tokens: half of them in the prompt, a quarter in each answer."""
+        """Return the lengths of one pair of ``size`` unique tokens: half in the prompt, a quarter in each answer."""
         answer = max(1, size // 4)
         return cls.of([(size - 2 * answer, answer, answer)])
 
@@ -51,7 +55,10 @@ class PairLengths:
         return self.prefix_P + self.tails_PK.sum(axis=1)
 
     def in_chunks(self, chunk: int) -> "PairLengths":
-        """Return the lengths with sequences padded to whole chunks and prefixes shared in whole chunks."""
+        """Return the lengths in whole chunks: prefixes rounded down, tails rounded up.
+
+        Prefix tokens after the last whole chunk become part of every tail.
+        """
         prefix_P = self.prefix_P // chunk * chunk
         tails_PK = self.tails_PK + (self.prefix_P - prefix_P)[:, None]
         return PairLengths(prefix_P, -(-tails_PK // chunk) * chunk)
@@ -73,12 +80,12 @@ class PairLengths:
             window: Maximum number of keys per query, the query's own token included; None for no limit.
         """
 
-        def attended(length_P: np.ndarray) -> np.ndarray:
-            short_P = length_P if window is None else np.minimum(length_P, window)
-            return short_P * (short_P + 1) // 2 + (length_P - short_P) * (window or 0)
+        def entries(length_P: np.ndarray) -> np.ndarray:
+            windowed_P = length_P if window is None else np.minimum(length_P, window)
+            return windowed_P * (windowed_P + 1) // 2 + (length_P - windowed_P) * (window or 0)
 
-        shared_P = attended(self.prefix_P)
-        return int((shared_P + sum(attended(self.prefix_P + tail_P) - shared_P for tail_P in self.tails_PK.T)).sum())
+        shared_P = entries(self.prefix_P)
+        return int((shared_P + sum(entries(self.prefix_P + tail_P) - shared_P for tail_P in self.tails_PK.T)).sum())
 
 
 # ---- shapes and plans
@@ -86,13 +93,13 @@ class PairLengths:
 
 @dataclass(frozen=True)
 class RowShape:
-    """R rows of L columns."""
+    """Shape of a micro-batch: the number of rows, and tokens per row."""
 
     rows: int
     length: int
 
     def work(self, attention_crossover_length: float) -> float:
-        """Return the cost of linear layers and attention, in tokens. Attention is quadratic in the row length.
+        """Return the cost in tokens: 1 is the cost of a token without attention. Attention is quadratic in the length.
 
         Args:
             attention_crossover_length: The row length at which attention costs as much as everything else.
@@ -106,19 +113,19 @@ class RowShape:
 Schedule = tuple[RowShape, ...]
 """The row shapes of one batch's micro-batches, in order. The last micro-batch ends with an update."""
 
-_MAX_ACCUMULATED = 3  # accumulating micro-batches per batch that plans count on; rare batches need more
+_MAX_ACCUMULATED = 3  # maximum of accumulating micro-batches per batch in planning; rare batches need more
 
 
 @dataclass(frozen=True)
 class RowPlan:
     """The row shapes of a run.
 
-    Without `accumulate`, any batch fits into the last shape of `update`. With `accumulate`, any pair fits into its
-    longest row, so any batch fits into enough micro-batches.
+    Without `accumulate`, the last shape of `update` holds any batch. With `accumulate`, its longest row holds any
+    pair, so enough micro-batches hold any batch.
 
     Args:
-        update: Shapes of micro-batches that end a batch, at least one.
-        accumulate: Shapes of the micro-batches before them.
+        update: Shapes for the micro-batch that ends a batch with an update; at least one shape.
+        accumulate: Shapes for the micro-batches before it. They only accumulate gradients.
         attention_crossover_length: The row length at which attention costs as much as everything else.
         micro_batch_work: Fixed cost of an additional micro-batch, in tokens.
         chunk: Lengths of sequences and of shared prefixes are multiples of this many tokens.
@@ -132,8 +139,8 @@ class RowPlan:
 
     def __str__(self) -> str:
         shapes = " or ".join(map(str, self.update))
-        before = f", after micro-batches of {' or '.join(map(str, self.accumulate))} where a batch needs them"
-        return shapes + (before if self.accumulate else "")
+        suffix = f", after micro-batches of {' or '.join(map(str, self.accumulate))} if a batch needs them"
+        return shapes + (suffix if self.accumulate else "")
 
     @property
     def shapes(self) -> tuple[RowShape, ...]:
@@ -152,17 +159,17 @@ class RowPlan:
 
     @property
     def accumulations(self) -> list[Schedule]:
-        """Sequences of shapes before an update, up to the number of micro-batches that plans count on."""
+        """All combinations of `accumulate` shapes that planning tries before an update, including none."""
         counts = range(_MAX_ACCUMULATED + 1)
         return [shapes for n in counts for shapes in itertools.combinations_with_replacement(self.accumulate, n)]
 
     @cached_property
     def _usual_schedules(self) -> list[Schedule]:
-        every = ((*before, update) for before in self.accumulations for update in self.update)
-        return sorted(every, key=lambda schedule: self.work(*schedule))
+        schedules = ((*before, update) for before in self.accumulations for update in self.update)
+        return sorted(schedules, key=lambda schedule: self.work(*schedule))
 
     def schedules(self) -> Iterator[Schedule]:
-        """Yield schedules, cheapest first. With `accumulate`, there are infinitely many."""
+        """Yield schedules, cheapest first. With `accumulate`, schedules with ever more micro-batches follow."""
         yield from self._usual_schedules
         if not self.accumulate:
             return
@@ -172,9 +179,10 @@ class RowPlan:
 
 
 def attention_crossover_length(hidden_size: int) -> float:
-    """Return the row length at which attention takes as many operations as the linear layers of a plain transformer.
+    """Return the row length at which attention takes as many operations as the linear layers, in a plain transformer.
 
-    Per token, a layer takes 12 H^2 multiplications in linear layers, and 2 H L in attention over L tokens.
+    Per token, a layer of hidden size H takes 12 H^2 multiplications in linear layers, and 2 H L in attention over L
+    tokens.
     """
     return 6 * hidden_size
 
@@ -187,8 +195,8 @@ def round_up(values: Any, multiple: int) -> Any:
 def zigzag(pairs: int, rows: int) -> np.ndarray:
     """Assign pairs to rows back and forth (boustrophedon): return the row of the i-th largest pair, [P].
 
-    Rows of sufficient length for the largest pairs of the data are sufficient for every batch: a batch with smaller
-    pairs at each rank has smaller rows.
+    Rows that hold the largest pairs of the data hold every batch, because the i-th largest pair of a batch is at most
+    as large as the i-th largest pair of the data.
     """
     lap, place = np.divmod(np.arange(pairs), rows)
     return np.where(lap % 2 == 0, place, rows - 1 - place)
@@ -196,10 +204,10 @@ def zigzag(pairs: int, rows: int) -> np.ndarray:
 
 # ---- planning
 
-_CANDIDATE_LENGTHS = 64
-_PLAN_LENGTHS = 7
-_CANDIDATE_QUANTILES = (0.05, 0.2, 0.35, 0.5, 0.65, 0.8, 0.95)
-_ACCEPTED_OVERHEAD = 1.05  # ratio of a plan's tokens to the data's tokens that needs no better plan
+_CANDIDATE_LENGTHS = 64  # row lengths to try in plans without accumulation
+_PLAN_LENGTHS = 7  # row lengths to try in plans with accumulation
+_CANDIDATE_QUANTILES = (0.05, 0.2, 0.35, 0.5, 0.65, 0.8, 0.95)  # of the row counts that batches need
+_ACCEPTED_OVERHEAD = 1.05  # tokens in a plan's rows per token of the data; below this, planning stops
 
 
 def plan_rows(
@@ -217,8 +225,8 @@ def plan_rows(
     """Choose at most ``max_shapes`` shapes with the least expected work on batches drawn from the data.
 
     Args:
-        sizes: Size of each pair of the data, [N]: unique tokens, see `PairLengths.sizes_P`. For a stream: the sizes of
-            a sample, and the size of the longest possible pair, repeated ``pairs`` times.
+        sizes: Unique tokens of each pair of the data, [N]: see `PairLengths.sizes_P`. For a stream: the sizes of a
+            sample, followed by ``pairs`` copies of the largest possible size.
         pairs: P, pairs per batch.
         shards: Number of devices that the rows are sharded over. The number of rows is a multiple of it.
         max_shapes: Maximum number of shapes.
@@ -241,29 +249,29 @@ def plan_rows(
             f"{round_up(int(sizes.max()), 128)} or more, or drop long sequences with a smaller max_length."
         )
     added_N = np.maximum(sizes - shared_prefix, 0)
-    added_N = np.concatenate(
-        [added_N, np.zeros(max(0, pairs - len(sizes)), int)]
-    )  # the data may be smaller than a batch
+    # add empty pairs if the data is smaller than a batch
+    added_N = np.concatenate([added_N, np.zeros(max(0, pairs - len(sizes)), int)])
     unplanned = RowPlan((), (), attention_crossover_length, micro_batch_work * shards)
     planner = _Planner(added_N, pairs, shards, max_shapes, shared_prefix, multiple, row_length, unplanned)
-    single = replace(unplanned, update=planner.updates_alone())
+    update_only = replace(unplanned, update=planner.update_only_shapes())
     if max_shapes < 2 or len(sizes) < pairs:
-        return single
+        return update_only
     batches_BP = planner.draw_batches(max(48, 2048 // pairs))
-    work_B = planner.covering_work([(shape,) for shape in single.update], batches_BP).min(axis=0)
-    work_B[np.isinf(work_B)] = single.work(single.update[-1])  # best fit failed, so `zigzag` places the pairs
-    needed = batches_BP.sum() + shared_prefix * shards * len(batches_BP)
-    if work_B.sum() / (1 + single.longest / attention_crossover_length) < _ACCEPTED_OVERHEAD * needed:
-        return single
-    several, several_work = planner.accumulating(batches_BP)
-    return several if several_work < work_B.sum() else single
+    work_B = planner.covering_work([(shape,) for shape in update_only.update], batches_BP).min(axis=0)
+    work_B[np.isinf(work_B)] = update_only.work(update_only.update[-1])  # best fit failed: `zigzag` places the pairs
+    data_tokens = batches_BP.sum() + shared_prefix * shards * len(batches_BP)
+    # a lower bound of the tokens in the rows, since work is at most tokens x (1 + longest / crossover)
+    if work_B.sum() / (1 + update_only.longest / attention_crossover_length) < _ACCEPTED_OVERHEAD * data_tokens:
+        return update_only
+    accumulating, accumulating_work = planner.accumulating_plan(batches_BP)
+    return accumulating if accumulating_work < work_B.sum() else update_only
 
 
 @dataclass(frozen=True)
 class _Planner:
     """Plans shapes for `plan_rows`, with its arguments.
 
-    Letters: B batches of P pairs, in descending order of size; C candidates.
+    Batches [B, P] are sizes of pairs as in `added_N`. The pairs of each batch are in descending order of size.
     """
 
     added_N: np.ndarray
@@ -278,28 +286,29 @@ class _Planner:
     """A plan with the costs, but without shapes."""
 
     def draw_batches(self, most: int) -> np.ndarray:
-        """Draw at most ``most`` batches of sizes [B, P] as training does: consecutive parts of random orders."""
-        generator, whole = np.random.default_rng(0), len(self.added_N) // self.pairs
-        orders = (generator.permutation(self.added_N)[: whole * self.pairs] for _ in range(-(-most // whole)))
-        return -np.sort(-np.concatenate([order.reshape(whole, -1) for order in orders])[:most], axis=1)
+        """Draw at most ``most`` batches [B, P] as training does: consecutive parts of random permutations."""
+        generator, per_epoch = np.random.default_rng(0), len(self.added_N) // self.pairs
+        orders = (generator.permutation(self.added_N)[: per_epoch * self.pairs] for _ in range(-(-most // per_epoch)))
+        return -np.sort(-np.concatenate([order.reshape(per_epoch, -1) for order in orders])[:most], axis=1)
 
-    def updates_alone(self) -> tuple[RowShape, ...]:
-        """Choose shapes for batches without accumulation, in ascending order of work.
+    def update_only_shapes(self) -> tuple[RowShape, ...]:
+        """Choose shapes without accumulation, in ascending order of work.
 
-        Every batch fits into the last shape, since the largest pairs of the data fit into it by `zigzag`.
+        The last shape holds every batch, because it holds the largest pairs of the data as placed by `zigzag`.
         """
-        worst_P = np.sort(self.added_N)[::-1][: self.pairs]
-        holding_all = []
+        largest_P = np.sort(self.added_N)[::-1][: self.pairs]
+        sufficient = []
         for rows in range(self.shards, self.pairs + self.shards, self.shards):
-            longest = max(int(np.bincount(zigzag(self.pairs, rows), worst_P).max()) + self.shared_prefix, 1)
+            longest = max(int(np.bincount(zigzag(self.pairs, rows), largest_P).max()) + self.shared_prefix, 1)
             if self.row_length is None:
-                holding_all.append(RowShape(rows, int(round_up(longest, self.multiple))))
+                sufficient.append(RowShape(rows, int(round_up(longest, self.multiple))))
             elif longest <= self.row_length:
                 return (RowShape(rows, self.row_length),)
         work = self.unplanned.work
-        largest = min(holding_all, key=work)
+        fallback = min(sufficient, key=work)
         batches_BP = self.draw_batches(min(512, max(64, 2**15 // self.pairs)))
-        longest = max(worst_P[0], batches_BP.sum(axis=1).max() / self.shards, 1)
+        # rows longer than the largest pair and than every batch's part per shard gain nothing
+        longest = max(largest_P[0], batches_BP.sum(axis=1).max() / self.shards, 1)
         shortest = np.clip(np.median(batches_BP), 1, longest)
         lengths = np.geomspace(shortest, longest, _CANDIDATE_LENGTHS) + self.shared_prefix
         candidates, works = [], []
@@ -308,27 +317,28 @@ class _Planner:
             for rows in np.unique(rows_B[rows_B > 0]).tolist():
                 candidates.append(RowShape(rows, length))
                 works.append(np.where((rows_B > 0) & (rows_B <= rows), work(candidates[-1]), np.inf))
-        chosen = {candidates[index] for index in least_work(np.array(works), work(largest), self.max_shapes - 1)}
-        return tuple(sorted({shape for shape in chosen if work(shape) < work(largest)} | {largest}, key=work))
+        chosen = {candidates[index] for index in least_work(np.array(works), work(fallback), self.max_shapes - 1)}
+        return tuple(sorted({shape for shape in chosen if work(shape) < work(fallback)} | {fallback}, key=work))
 
-    def accumulating(self, batches_BP: np.ndarray) -> tuple[RowPlan, float]:
+    def accumulating_plan(self, batches_BP: np.ndarray) -> tuple[RowPlan, float]:
         """Return the best plan with accumulation, and its total work on the batches."""
         lengths, updates = self._lengths(batches_BP), set[RowShape]()
-        for length in lengths:  # try shapes with as many rows as some quantile of the batches needs
-            free = length - self.shared_prefix
-            for rows in np.quantile(rows_needed(np.minimum(batches_BP, free), free), _CANDIDATE_QUANTILES):
+        for length in lengths:  # try numbers of rows that are enough for a quantile of the batches
+            room = length - self.shared_prefix
+            for rows in np.quantile(rows_needed(np.minimum(batches_BP, room), room), _CANDIDATE_QUANTILES):
                 updates.add(RowShape(int(round_up(int(rows), self.shards)) or self.shards, length))
         candidates = sorted(updates, key=lambda shape: (shape.rows * shape.length, shape.length))
         plans = list[tuple[RowPlan, float]]()
-        *shorter, any_pair = (RowShape(self.shards, length) for length in lengths)
-        for accumulate in [(any_pair,), *((any_pair, short) for short in shorter if self.max_shapes > 2)]:
+        *shorter, longest_row = (RowShape(self.shards, length) for length in lengths)
+        for accumulate in [(longest_row,), *((longest_row, short) for short in shorter if self.max_shapes > 2)]:
             plan = replace(self.unplanned, accumulate=accumulate)
             schedules = [(*before, update) for update in candidates for before in plan.accumulations]
             works_CB = self.covering_work(schedules, batches_BP)
             works_CB = works_CB.reshape(len(candidates), -1, len(batches_BP)).min(axis=1)
-            enough = self.pairs * (plan.work(any_pair) + plan.micro_batch_work)
-            chosen = least_work(works_CB, enough, self.max_shapes - len(accumulate))
-            work = float(np.minimum(works_CB[chosen].min(axis=0), enough).sum())
+            # fallback: a micro-batch per pair
+            fallback_work = self.pairs * (plan.work(longest_row) + plan.micro_batch_work)
+            chosen = least_work(works_CB, fallback_work, self.max_shapes - len(accumulate))
+            work = float(np.minimum(works_CB[chosen].min(axis=0), fallback_work).sum())
             shapes = sorted({candidates[index] for index in chosen}, key=plan.work)
             plans.append((replace(plan, update=tuple(shapes)), work))
         return min(plans, key=lambda plan: plan[1])
@@ -360,7 +370,7 @@ def rows_needed(batches_BP: np.ndarray, length: int) -> np.ndarray:
 
     The sizes of each batch are in descending order.
     """
-    # Any two rows hold more than one row's length: otherwise best fit would have put their pairs into one row.
+    # An upper bound: any two used rows hold more than `length` tokens together, or best fit would have used one row.
     rows = min(batches_BP.shape[1], int(2 * batches_BP.sum(axis=1).max() // max(length, 1)) + 2)
     fits_B, free_BR = best_fit(batches_BP, np.full(rows, length))
     return np.where(fits_B, np.maximum((free_BR < length).sum(axis=1), 1), 0)
@@ -370,7 +380,7 @@ def best_fit(sizes_BP: np.ndarray, lengths_R: np.ndarray) -> tuple[np.ndarray, n
     """Place each batch's pairs, in descending order of size, into the fullest row with enough room.
 
     Returns:
-        Whether all pairs of each batch fit, [B], and the free tokens of each row, [B, R].
+        The mask of batches whose pairs all fit, [B], and the free tokens of each row, [B, R].
     """
     free_BR = np.tile(lengths_R, (len(sizes_BP), 1))
     fits_B = np.ones(len(sizes_BP), bool)
@@ -385,7 +395,10 @@ def best_fit(sizes_BP: np.ndarray, lengths_R: np.ndarray) -> tuple[np.ndarray, n
 
 
 def least_work(works_CB: np.ndarray, largest_work: float, count: int) -> list[int]:
-    """Choose ``count`` candidates greedily: each one minimizes the total work, together with the largest shape."""
+    """Choose ``count`` candidates greedily, each to minimize the total work over all batches.
+
+    Every batch uses the cheapest chosen candidate that it fits into, or a fallback with the work ``largest_work``.
+    """
     chosen: list[int] = []
     best_B = np.full(works_CB.shape[1], largest_work)
     for _ in range(count):

@@ -19,10 +19,11 @@ from pathlib import Path
 from typing import Any
 
 from ..parallel.mesh import parse_topology
-from ..runtime import device_choice as libtpu
+from ..runtime import device_choice
 
 WITHOUT_A_TPU = {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
-"""Environment of the child processes: jax does not look for a TPU, and several processes may use libtpu at once."""
+"""Environment of the child processes: jax uses the CPU, libtpu does not query Google Cloud's metadata server,
+and several processes may load libtpu at once."""
 
 
 @dataclass(frozen=True)
@@ -32,10 +33,10 @@ class TracedProgram:
     Args:
         hlo: The program as a serialized HloModuleProto.
         shardings: Sharding of each argument in HLO notation.
-        donated: Whether the memory of each argument is reused for a result.
+        donated: For each argument, whether a result reuses its memory.
         chips: Number of devices in the mesh.
-        idle: Bytes per chip that stay in memory but that the program does not read, such as the optimizer state
-            during gradient accumulation.
+        idle: Bytes per chip of tensors that stay in memory although the program does not read them, such as the
+            optimizer state during gradient accumulation.
     """
 
     hlo: bytes
@@ -47,15 +48,17 @@ class TracedProgram:
 
 @dataclass(frozen=True)
 class CompiledProgram:
-    """Memory and work of one program per chip, as the TPU compiler counts them.
+    """Memory and work of one program, in the TPU compiler's figures. All figures are per chip.
 
     Args:
-        arguments: Bytes of weights, optimizer state, accumulated gradients and the batch.
+        arguments: Bytes of weights, optimizer state, accumulated gradients and the batch. Idle tensors are included.
         results: Bytes of results that do not overwrite an argument.
         temporary: Bytes of intermediate values.
         generated_code: Bytes of instructions.
-        flops: Operations without custom kernels. 0 for a program with loops: the compiler counts a loop body once.
-        received: Bytes that collectives receive from other chips; 0 for a program with loops.
+        flops: Arithmetic operations; those in custom kernels are not counted. 0 (unknown) for a program with loops,
+            because the compiler counts a loop body only once.
+        received: Lower bound on the bytes that collectives receive from other chips; 0 (unknown) for a program with
+            loops.
     """
 
     arguments: int
@@ -80,13 +83,13 @@ def missing() -> str | None:
 
 
 def pretend_devices(values: Mapping[str, Any], words: list[str]) -> None:
-    """Give torch_xla one virtual device per chip of the slice: the training's checks count devices.
+    """Give torch_xla one virtual device per chip of the slice, because checks of the training settings count devices.
 
     The devices compute nothing. Call this before torch_xla is imported: the import fixes the number of devices.
 
     Args:
         values: Values of the command's YAML file.
-        words: The command line.
+        words: Words of the command line.
 
     Raises:
         UserError: The topology is unknown.
@@ -100,14 +103,14 @@ def compile_for(traced: TracedProgram, topology: str) -> CompiledProgram:
     """Compile ``traced`` for a TPU slice.
 
     Args:
-        traced: The program. Its mesh may have at most as many devices as the topology has chips.
+        traced: The program. Its mesh must not have more devices than the topology has chips.
         topology: Google's name of the slice, such as "v6e:4x4" or "v5p:2x2x4".
 
     Raises:
         RuntimeError: libtpu does not know the topology or cannot compile the program. The message is libtpu's.
     """
-    flags = libtpu.flags_for(topology, os.environ.get(libtpu.VARIABLE, ""))
-    return call_in_child(compile_here, traced, topology, environment={libtpu.VARIABLE: flags})
+    flags = device_choice.flags_for(topology, os.environ.get(device_choice.VARIABLE, ""))
+    return call_in_child(compile_here, traced, topology, environment={device_choice.VARIABLE: flags})
 
 
 # ---- child processes
@@ -122,8 +125,8 @@ def call_in_child(function: Callable[..., Any], *arguments: Any, environment: Ma
         environment: Environment variables to add for the new process.
 
     Raises:
-        RuntimeError: The function raised (with its message), or the process crashed, for example for lack of host
-            memory.
+        RuntimeError: The function raised an exception (its type and text are in the message), or the process crashed,
+            for example for lack of host memory.
     """
     # the child must be able to import the modules of pickled classes, such as a model's custom code
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), **WITHOUT_A_TPU, **environment}
@@ -133,7 +136,7 @@ def call_in_child(function: Callable[..., Any], *arguments: Any, environment: Ma
         command = [sys.executable, "-c", f"from {__name__} import run_pickled_call; run_pickled_call()", file.name]
         process = subprocess.run(command, env=environment, capture_output=True, text=True)
         if process.returncode:
-            raise RuntimeError(f"The process ended with status {process.returncode}: {process.stderr.strip()[-4000:]}")
+            raise RuntimeError(f"Subprocess ended with status {process.returncode}: {process.stderr.strip()[-4000:]}")
         result, message = pickle.loads(exchange.read_bytes())
     if message:
         raise RuntimeError(message)
@@ -141,7 +144,7 @@ def call_in_child(function: Callable[..., Any], *arguments: Any, environment: Ma
 
 
 def run_pickled_call() -> None:
-    """Call the function pickled in the file named on the command line, and replace the file with the result."""
+    """Read a pickled call from the file named on the command line, run it, and write the result to the same file."""
     exchange = Path(sys.argv[1])
     function, arguments = pickle.loads(exchange.read_bytes())
     try:
@@ -151,7 +154,7 @@ def run_pickled_call() -> None:
     exchange.write_bytes(pickle.dumps((result, message)))
 
 
-# ---- in a process that uses libtpu only for compiling
+# ---- in the child process that compiles
 
 
 def compile_here(traced: TracedProgram, topology: str) -> CompiledProgram:
@@ -177,10 +180,9 @@ def compile_here(traced: TracedProgram, topology: str) -> CompiledProgram:
 
 
 def _mlir_module(traced: TracedProgram) -> bytes:
-    """Convert the program to MLIR bytecode for the client, and add attributes to its arguments.
+    """Convert the program to MLIR bytecode, and mark its arguments with their shardings and donations.
 
-    The attributes are the shardings, because placeholders cannot have any, and the donations, because the conversion
-    drops them.
+    Both must be added here: placeholders cannot have a sharding, and the conversion drops donations.
     """
     from jax._src.interpreters import mlir
     from jax._src.lib import xla_client
@@ -191,13 +193,13 @@ def _mlir_module(traced: TracedProgram) -> bytes:
     with mlir.make_ir_context():
         module = ir.Module.parse(text)
         main = next(item for item in module.body.operations if item.attributes["sym_name"].value == "main")
-        attributes = []
+        argument_attributes = []
         for sharding, is_donated in zip(traced.shardings, traced.donated, strict=True):
-            marks = {"jax.buffer_donor": ir.BoolAttr.get(True)} if is_donated else {}
+            attributes = {"jax.buffer_donor": ir.BoolAttr.get(True)} if is_donated else {}
             if traced.chips > 1:
-                marks["mhlo.sharding"] = ir.StringAttr.get(sharding)
-            attributes.append(ir.DictAttr.get(marks))
-        main.attributes["arg_attrs"] = ir.ArrayAttr.get(attributes)
+                attributes["mhlo.sharding"] = ir.StringAttr.get(sharding)
+            argument_attributes.append(ir.DictAttr.get(attributes))
+        main.attributes["arg_attrs"] = ir.ArrayAttr.get(argument_attributes)
         return mlir.module_to_bytecode(module)
 
 
@@ -211,7 +213,7 @@ def _compile_options(chips: int, dump: str) -> Any:
     build.use_spmd_partitioning = chips > 1
     build.debug_options.xla_dump_to = dump
     build.device_assignment = xla_client.DeviceAssignment.create(np.arange(chips).reshape(1, chips))
-    # torch_xla sets this, too; without it every new weight would be replicated
+    # torch_xla sets this, too; without it, results such as updated weights would be replicated
     build.allow_spmd_sharding_propagation_to_output = [True]
     return options
 
@@ -219,15 +221,17 @@ def _compile_options(chips: int, dump: str) -> Any:
 def _temporary_bytes(dump: Path) -> int:
     """Return the HBM bytes of intermediate values, from the compiler's list of allocations.
 
-    ``get_compiled_memory_stats`` overestimates this size, by 1.8 GB of about 9 GB for an 8B model: libtpu compiles the
-    program with less memory than that, and its out-of-memory message has the size of this list.
+    ``get_compiled_memory_stats`` overestimates this size: for an 8B model, by 1.8 GB of about 9 GB. libtpu compiles
+    such a program even if a chip has less memory than the overestimate, and its out-of-memory messages agree with the
+    list.
     """
     file = next(dump.glob("**/*buffer-assignment.txt"))
-    # allocations in memories other than HBM have a "color"
+    # the pattern skips allocations in memories other than HBM: their lines have a "color" after the size
     sizes = re.findall(r"^allocation \d+: size (\d+), preallocated-temp", file.read_text(), re.MULTILINE)
     return sum(map(int, sizes))
 
 
+# groups: result shapes, operation, "-start", channel, and either the first group's chips or the size of the groups
 _COLLECTIVE = re.compile(
     r" = (.*?) (all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)(-start)?\(.*?channel_id=(\d+)"
     r"(?:.*?replica_groups=(?:\{\{([\d,]*)\}|\[\d+,(\d+)\]))?"
@@ -237,20 +241,21 @@ _COLLECTIVE = re.compile(
 def received(listing: str) -> float:
     """Return a lower bound on the bytes that a chip receives in the collectives of a compiled program.
 
-    A chip's own share of a result is not counted. An all-reduce counts once, because the compiler also writes a
-    reduce-scatter as an all-reduce followed by a slice.
+    A chip's own share of a result is not counted. An all-reduce is counted as a reduce-scatter, half of its traffic,
+    because the compiler may write a reduce-scatter as an all-reduce followed by a slice.
 
     Args:
-        listing: The program in HLO notation. Parts of one collective have the same `channel_id`.
+        listing: The program in HLO notation. Operations with the same `channel_id` are parts of one collective, and
+            only one of them counts.
     """
     bytes_of: dict[str, float] = {}
-    for shapes, name, starts, channel, members, size in _COLLECTIVE.findall(listing):
-        chips = int(size) if size else members.count(",") + 1 if members else 0
+    for shapes, operation, start, channel, members, group_size in _COLLECTIVE.findall(listing):
+        chips = int(group_size) if group_size else members.count(",") + 1 if members else 0  # 0 without groups
         # arrays such as bf16[8,128]: bits per number, and dimensions
         arrays = re.findall(r"\w+?(\d+)\[([\d,]*)\]", shapes)
-        sizes = [int(bits) / 8 * prod(int(size) for size in shape.split(",") if size) for bits, shape in arrays]
-        full = max(sizes) if starts else sum(sizes)  # the result of a "-start" operation includes its operand
-        if name == "reduce-scatter":
+        sizes = [int(bits) / 8 * prod(int(length) for length in shape.split(",") if length) for bits, shape in arrays]
+        full = max(sizes) if start else sum(sizes)  # the result of a "-start" operation includes its operand
+        if operation == "reduce-scatter":
             full *= chips
         bytes_of[channel] = full * (1 - 1 / chips if chips else 1)
     return sum(bytes_of.values())

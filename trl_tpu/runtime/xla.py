@@ -31,7 +31,7 @@ from torch_xla.experimental.scan import _scan_impl_flat
 from transformers import BitsAndBytesConfig
 
 from ..errors import UserError
-from . import device_choice as libtpu
+from . import device_choice
 from .layer_loop import OnHost, recompute, scan_layers
 from .native import (
     COLLECTIVE_TIMEOUT,
@@ -53,7 +53,7 @@ ShardingChange = Callable[[torch.Tensor, xs.Mesh, PartitionSpec], torch.Tensor]
 def _solve_triangular(
     matrix: torch.Tensor, values: torch.Tensor, *, upper: bool, left: bool = True, unitriangular: bool = False
 ) -> torch.Tensor:
-    """Solve on the device. torch_xla 2.9 lowers only `triangular_solve`; it solves `solve_triangular` on the host."""
+    """Solve by `triangular_solve`, on the device. torch_xla 2.9 would run `linalg.solve_triangular` on the host."""
     if not left:
         return _solve_triangular(matrix.mT, values.mT, upper=not upper, unitriangular=unitriangular).mT
     return torch.triangular_solve(values, matrix, upper=upper, unitriangular=unitriangular)[0]
@@ -64,10 +64,10 @@ _LOWERINGS.impl("linalg_solve_triangular", _solve_triangular)
 
 
 class MeshSharding(xs.ShardingSpec):
-    """A ShardingSpec that also accepts specs without some of the mesh axes.
+    """A ShardingSpec whose partition spec need not name all mesh axes.
 
-    torch_xla 2.9 computes the tile assignment of a spec without a None dimension as if it named every axis
-    (https://github.com/pytorch/xla/issues/8012). The mesh's own method handles that case.
+    If no dimension of a partition spec is None, torch_xla 2.9 assumes that the spec names every axis, and shards
+    wrongly if it does not (https://github.com/pytorch/xla/issues/8012). The mesh's own method handles this case.
     """
 
     def __post_init__(self) -> None:
@@ -107,14 +107,14 @@ class ChangeSharding(torch.autograd.Function):
         return ctx.change_back(gradient, ctx.mesh, ctx.axes), None, None, None, None
 
 
-def _marked(tensor: torch.Tensor, mesh: xs.Mesh, axes: PartitionSpec) -> torch.Tensor:
-    constrained = tensor.clone()
-    torch_xla._XLAC._xla_mark_sharding(constrained, mesh.get_op_sharding(axes))
-    return constrained
+def _constrained_copy(tensor: torch.Tensor, mesh: xs.Mesh, axes: PartitionSpec) -> torch.Tensor:
+    copy = tensor.clone()
+    torch_xla._XLAC._xla_mark_sharding(copy, mesh.get_op_sharding(axes))
+    return copy
 
 
 class HostShard(xs.XLAShard):
-    """A shard on the host. torch_xla's class indexes its data by a list of slices, and torch warns about that."""
+    """A shard on the host. torch_xla's class indexes its tensor by a list of slices, and torch warns about that."""
 
     @property  # type: ignore[misc]  # torch_xla's property also has a setter; nothing uses it
     def unpadded_data(self) -> torch.Tensor:
@@ -140,25 +140,26 @@ class HostShards(_CpuShards):
 
 
 class SavePlanner(SPMDSavePlanner):
-    """torch_xla's save planner, also for hosts with several devices that hold the same shard.
+    """torch_xla's save planner, made correct for hosts with several devices that hold the same shard.
 
-    torch_xla's planner removes duplicate shards from every plan except the first plan that contains the shard. If one
-    plan contains a shard twice, both copies are removed: with `data=2,fsdp=4`, no weight would be in the checkpoint.
+    For each occurrence of a shard after the first, torch_xla's planner removes the shard from that occurrence's plan.
+    If one plan contains a shard twice, it thus removes both: with `data=2,fsdp=4`, the checkpoint would have no
+    weights. This planner therefore removes duplicates within each plan first.
     """
 
-    def set_up_planner(  # type: ignore[override]  # the signature of current torch releases
+    def set_up_planner(  # type: ignore[override]  # torch passes `storage_meta`, torch_xla's method lacks it
         self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False
     ) -> None:
         super().set_up_planner(state_dict, is_coordinator)
 
     def create_local_plan(self) -> SavePlan:
         plan = super().create_local_plan()
-        once = {item.index: item for item in reversed(plan.items)}  # copies of a shard have equal indices
-        return dataclasses.replace(plan, items=list(once.values()))
+        unique = {item.index: item for item in reversed(plan.items)}  # copies of a shard have equal indices
+        return dataclasses.replace(plan, items=list(unique.values()))
 
 
 class LoadPlanner(SPMDLoadPlanner):
-    """torch_xla's load planner. It waits until the tensors are computed: reading a shard before that fails."""
+    """torch_xla's load planner, with `HostShard`. It first computes all tensors: before that, reading shards fails."""
 
     def set_up_planner(self, *args: Any, **kwargs: Any) -> None:
         torch_xla.sync(wait=True)
@@ -166,18 +167,18 @@ class LoadPlanner(SPMDLoadPlanner):
 
     def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
         if index.fqn in self.sharded_state_dict and index.fqn not in self._local_shards:
-            shards = self._local_shards[index.fqn] = _on_host(self.sharded_state_dict[index.fqn].local_shards)
+            shards = self._local_shards[index.fqn] = _as_host_shards(self.sharded_state_dict[index.fqn].local_shards)
             self._pending_elements[index.fqn] = sum(shard.unpadded_data.numel() for shard in shards)
         return super().lookup_tensor(index)
 
 
-def _on_host(shards: Iterable[xs.XLAShard]) -> list[xs.XLAShard]:
+def _as_host_shards(shards: Iterable[xs.XLAShard]) -> list[xs.XLAShard]:
     return [HostShard(**vars(shard)) for shard in shards]
 
 
-def _to_shards(whole: torch.Tensor, mesh: xs.Mesh, axes: PartitionSpec) -> torch.Tensor:
-    # a copy, since torch_xla writes the sharding to the tensor itself
-    return xs.enable_manual_sharding(whole + 0, axes, mesh=mesh).global_tensor
+def _to_shards(tensor: torch.Tensor, mesh: xs.Mesh, axes: PartitionSpec) -> torch.Tensor:
+    # `+ 0` makes a copy: torch_xla sets the sharding on the tensor itself
+    return xs.enable_manual_sharding(tensor + 0, axes, mesh=mesh).global_tensor
 
 
 def _to_global(shard: torch.Tensor, mesh: xs.Mesh, axes: PartitionSpec) -> torch.Tensor:
@@ -190,8 +191,8 @@ _AUTOGRAD_XLA = torch._C.DispatchKeySet(torch._C.DispatchKey.AutogradXLA)
 
 @einsum.register_kernel("xla")
 def _einsum(equation: str, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
-    # Below autograd, torch would run its own einsum with reshapes. torch_xla's einsum, a single dot, is registered for
-    # the autograd key.
+    # This kernel runs below autograd. There, `torch.einsum` would be torch's own, with reshapes: torch_xla registers
+    # its einsum, a single dot operation of XLA, only for the autograd key. So dispatch to that key.
     return torch.ops.aten.einsum.default.redispatch(_AUTOGRAD_XLA, equation, [first, second])
 
 
@@ -221,7 +222,7 @@ class XlaRuntime(Runtime):
                 "running process. Import trl_tpu's RewardTrainer (or make its RewardConfig) before the first tensor, "
                 "Accelerator or TrainingArguments touches the device, or call torch_xla.runtime.use_spmd() first."
             )
-        libtpu.set_flags()
+        device_choice.set_flags()
         xr.use_spmd()
 
     @property
@@ -248,7 +249,7 @@ class XlaRuntime(Runtime):
         PartialState().local_process_index = 0  # accelerate sets -1 for the only process of a host
 
     def process_index(self, index: int) -> int:
-        return xr.process_index()  # accelerate sees each host as the only one, so all hosts would write and push
+        return xr.process_index()  # accelerate's index is 0 on every host, so all hosts would write and push
 
     def is_first_of_host(self, local_index: int) -> bool:
         return True
@@ -270,7 +271,8 @@ class XlaRuntime(Runtime):
         if isinstance(quantization, BitsAndBytesConfig) or method == "bitsandbytes":
             raise UserError(
                 "bitsandbytes quantization needs CUDA kernels, and XLA devices have none. Load the model without "
-                "it, for adapters in bfloat16 (`--dtype bfloat16 --use_peft`), or train on CUDA with USE_TORCH_XLA=0."
+                "quantization, or train on CUDA with USE_TORCH_XLA=0. To save memory on XLA, train adapters of a "
+                "bfloat16 model: `--dtype bfloat16 --use_peft`."
             )
         if kwargs.pop("device_map", None) is not None:
             logger.warning("`device_map` is ignored: on XLA the trainer places the model by its sharding plan.")
@@ -284,11 +286,7 @@ class XlaRuntime(Runtime):
             return None
         try:
             return tpu.get_tpu_type()
-        except (
-            OSError,
-            LookupError,
-            TypeError,
-        ):  # the type is neither in the machine's metadata nor in the environment
+        except (OSError, LookupError, TypeError):  # neither the machine's metadata nor its environment has the type
             return None
 
     def peak_memory(self, device: torch.device) -> int | None:
@@ -297,11 +295,11 @@ class XlaRuntime(Runtime):
 
     @functools.cached_property
     def _saving_group(self) -> dist.ProcessGroup | None:  # type: ignore[override]
-        """The process group of the hosts' threads that write checkpoints; training uses the default group.
+        """Process group for the threads that write checkpoints, one process per host. Training uses the default group.
 
-        Under SPMD, torch_xla's ``rendezvous`` is not a barrier, since every host counts as the only process
-        (https://github.com/pytorch/xla/issues/9479). The hosts connect by gloo instead. The address of process 0 comes
-        from the TPU's environment, or from MASTER_ADDR and MASTER_PORT.
+        The hosts connect by gloo. torch_xla's ``rendezvous`` is not a barrier under SPMD, because each host counts as
+        the only process (https://github.com/pytorch/xla/issues/9479). The address of process 0 comes from the TPU's
+        environment, or from MASTER_ADDR and MASTER_PORT.
         """
         if xr.process_count() == 1:
             return None
@@ -310,13 +308,13 @@ class XlaRuntime(Runtime):
         return dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT)
 
     def set_mesh(self, sizes: Mapping[str, int], slices: int) -> None:
-        names, shape, reported = tuple(sizes), tuple(sizes.values()), len(_reported_slices())
-        if reported and reported != slices:
+        names, shape, reported_slices = tuple(sizes), tuple(sizes.values()), len(_reported_slices())
+        if reported_slices and reported_slices != slices:
             raise UserError(
-                f"The mesh is for {slices} slice(s), but the devices are in {reported}. Set slices={reported}, or "
-                "leave `slices` out to read it from the devices."
+                f"The mesh is for {slices} slice(s), but the devices are in {reported_slices}. Set "
+                f"slices={reported_slices}, or leave `slices` out: the default is read from the devices."
             )
-        if reported > 1:
+        if reported_slices > 1:
             within, across = (shape[0] // slices, *shape[1:]), (slices, *(1 for _ in shape[1:]))
             self._mesh = xs.HybridMesh(ici_mesh_shape=within, dcn_mesh_shape=across, axis_names=names)
         else:
@@ -333,12 +331,12 @@ class XlaRuntime(Runtime):
         mesh = self.mesh_of(tensor)
         if mesh is None:
             return tensor
-        fitting = tuple(
+        dividing = tuple(
             None if size % shard_count(mesh, over) else over for size, over in zip(tensor.shape, axes, strict=True)
         )
         if torch_xla._XLAC._get_xla_sharding_spec(tensor):
             tensor = tensor + 0  # a tensor keeps its first sharding, but a result computed from it can have another
-        constrained: torch.Tensor = ChangeSharding.apply(tensor, mesh, fitting, _marked, _marked)
+        constrained: torch.Tensor = ChangeSharding.apply(tensor, mesh, dividing, _constrained_copy, _constrained_copy)
         return constrained
 
     def mesh_of(self, tensor: torch.Tensor) -> xs.Mesh | None:
@@ -371,9 +369,9 @@ class XlaRuntime(Runtime):
         mesh = self.mesh_of(tensors[0])
         if mesh is None:
             return function(*tensors)
-        # keep only entries of ``axes`` with more than one device that divide all of their dimensions
+        # keep an entry of ``axes`` only if it has several devices and divides all dimensions that are sharded over it
         dimensions = [
-            pair for tensor, over in zip(tensors, axes, strict=True) for pair in zip(over, tensor.shape, strict=True)
+            pair for tensor, spec in zip(tensors, axes, strict=True) for pair in zip(spec, tensor.shape, strict=True)
         ]
         counts = {over: shard_count(mesh, over) for over, _ in dimensions}
         dividing = counts.keys() - {over for over, size in dimensions if counts[over] == 1 or size % counts[over]}
@@ -381,8 +379,8 @@ class XlaRuntime(Runtime):
             tuple(over if over in dividing else None for over in spec) for spec in (*axes, result_axes)
         )
         shards = [
-            ChangeSharding.apply(tensor, mesh, over, _to_shards, _to_global)
-            for tensor, over in zip(tensors, input_axes, strict=True)
+            ChangeSharding.apply(tensor, mesh, spec, _to_shards, _to_global)
+            for tensor, spec in zip(tensors, input_axes, strict=True)
         ]
         return ChangeSharding.apply(function(*shards), mesh, output_axes, _to_global, _to_shards)
 
@@ -401,10 +399,10 @@ class XlaRuntime(Runtime):
         return _scan_impl_flat(step, carry, slices, reverse)
 
     def upload(self, tensor: torch.Tensor, batch_axes: tuple[str, ...], device: torch.device) -> torch.Tensor:
-        """Copy a tensor of a batch. It is replicated if the axes do not divide its rows.
+        """Copy a tensor of a batch, sharded by rows; replicated if it has one dimension or the rows are not divisible.
 
-        torch_xla selects the shards of this host's devices by their positions in the mesh. Its ``minibatch`` option
-        would instead assign the host's rows in the order of device numbers. That is wrong if a host's numbers are not
+        torch_xla selects the rows of this host's devices by the devices' positions in the mesh. Its ``minibatch``
+        option would instead select rows in the order of device numbers. That is wrong if a host's numbers are not
         consecutive: with 4x4 chips, the first host has devices 0, 1, 4 and 5.
         """
         count = shard_count(self._mesh, batch_axes)
@@ -425,10 +423,8 @@ class XlaRuntime(Runtime):
         torch_xla.sync(wait=True)  # reading a shard while it is computed fails
         unique = {str(id(tensor)): tensor.detach() for tensor in state.values()}
         copies = {
-            key: HostShards(_on_host(constrained.shards), constrained.global_shape)
-            if isinstance(constrained, _CpuShards)
-            else constrained
-            for key, constrained in _sharded_cpu_state_dict(unique).items()
+            key: HostShards(_as_host_shards(copy.shards), copy.global_shape) if isinstance(copy, _CpuShards) else copy
+            for key, copy in _sharded_cpu_state_dict(unique).items()
         }
         return {name: copies[str(id(tensor))] for name, tensor in state.items()}
 
