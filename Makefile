@@ -13,7 +13,7 @@ BY_FILE := --dist loadfile --no-loadscope-reorder
 BY_TWO := -n 2 $(BY_FILE)
 BY_THREE := -n 3 $(BY_FILE)
 
-.PHONY: setup setup-tpu quickstart test test-native test-xla test-xla8 test-newest test-long tpu-check torchtpu-check \
+.PHONY: setup setup-tpu quickstart test test-fast test-native test-xla test-xla8 test-newest test-long tpu-check torchtpu-check \
 	lint typecheck long-run bench clean
 
 setup: $(READY)
@@ -47,6 +47,14 @@ test: $(READY)
 # everything that needs no device, and training in plain torch
 test-native: $(READY)
 	USE_TORCH_XLA=0 $(PYTEST) $(BY_THREE) tests/train tests/unit
+
+# what most changes break first, in one minute
+FAST := $(addprefix tests/unit/test_,batch.py packing.py row_plan.py comparisons.py collators.py formats.py tokenize.py \
+	bad_config.py parser.py length_stats.py metrics.py verdict.py checkpointer.py run_folder.py imports.py api_parity.py adapters.py \
+	rankings.py prompts.py traps.py loader.py packable.py bad_data.py report.py) \
+	$(addprefix tests/train/test_,packed_batches.py rankings.py settings.py process_rewards.py evaluation.py)
+test-fast: $(READY)
+	USE_TORCH_XLA=0 $(PYTEST) $(BY_THREE) $(FAST)
 
 # PyTorch/XLA on one CPU device
 test-xla: $(READY)
