@@ -2,7 +2,6 @@
 
 import argparse
 import importlib
-import importlib.metadata
 import platform
 import signal
 import sys
@@ -22,17 +21,6 @@ COMMANDS = {
     "selfcheck": "check this machine: train a tiny model on its devices and compare with the CPU",
     "env": "print the versions and the runtime, for bug reports",
 }
-_PACKAGES = (
-    "torch",
-    "torch_xla",
-    "torch_tpu",
-    "transformers",
-    "accelerate",
-    "datasets",
-    "peft",
-    "safetensors",
-    "trl_tpu",
-)
 _COMMANDS_WITHOUT_CONFIG = ("export", "report", "selfcheck")
 
 
@@ -82,15 +70,11 @@ def main(argv: list[str] | None = None) -> int:
 
 def print_env() -> None:
     """Print the versions of Python and the packages, and the chosen runtime with its reason, one per line."""
-    lines = [f"python: {platform.python_version()} ({platform.platform()})"]
-    for package in _PACKAGES:
-        try:
-            version = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            version = "not installed"
-        lines.append(f"{package}: {version}")
     from trl_tpu import runtime
+    from trl_tpu.scripts.selfcheck import package_versions
 
+    lines = [f"python: {platform.python_version()} ({platform.platform()})"]
+    lines += [f"{package}: {version or 'not installed'}" for package, version in package_versions().items()]
     choice = runtime.choice()
     print("\n".join([*lines, f"runtime: {choice.name} ({choice.reason})"]))
 

@@ -17,6 +17,7 @@ from types import FunctionType, MethodType
 from typing import Any
 
 import torch
+from torch import nn
 from torch.autograd.function import once_differentiable
 
 from ..packing.batch import Batch
@@ -60,44 +61,83 @@ def call_by_chunks(
     if length % CHUNK:
         raise PackingImpossible(f"recurrent layers read rows whose length is a multiple of {CHUNK} (got {length})")
     chunks = {name: value.reshape(-1, CHUNK, *value.shape[2:]) for name, value in tokens.items()}
-    output = _with_chunked_rules(forward)(**chunks, **others, **{cache: _ConvStates(parents_of_chunks(batch))})
+    output = _with_chunked_rules(forward)(**chunks, **others, **{cache: _ChunkStates(parents_of_chunks(batch))})
     if isinstance(output, tuple):
         return tuple(part.reshape(rows, length, *part.shape[2:]) for part in output)
     return output.reshape(rows, length, *output.shape[2:])
 
 
-class _ConvStates:
-    """Stands in for transformers' `Cache`: gives each chunk the last inputs of its parent's convolution."""
+class States:
+    """A recurrent layer's cache for one node: holds the parent's states until the layer writes the node's states.
 
-    def __init__(self, parent_RM: torch.Tensor) -> None:
-        self._parent_RM = parent_RM
+    It has the methods of transformers' `Cache` that recurrent layers call.
+    """
 
-    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> None:
-        return None
+    def __init__(self, before: "States | None" = None) -> None:
+        self._conv: dict[int, torch.Tensor] = dict(before._conv) if before else {}
+        self._recurrent: dict[int, torch.Tensor] = dict(before._recurrent) if before else {}
 
-    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> None:
-        return None  # the loop over chunks passes the recurrent states
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
+        return self._conv.get(state_idx)
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
+        return self._recurrent.get(state_idx)
 
     def is_recording_past(self, layer_idx: int) -> bool:
-        return True
+        return True  # a layer that recorded no past would write into a state in place
 
     def update_conv_state(
-        self, inputs: torch.Tensor, layer_idx: int, state_idx: int = 0, conv_kernel_size: int | None = None, **_: Any
+        self,
+        conv_states: torch.Tensor,
+        layer_idx: int,
+        state_idx: int = 0,
+        conv_kernel_size: int | None = None,
+        **_: Any,
+    ) -> torch.Tensor:
+        """Store the last inputs of a convolution, and return the inputs with the parent's last inputs before them."""
+        if conv_kernel_size is None:  # `conv_states` is the state itself, not the inputs
+            self._conv[state_idx] = conv_states
+            return conv_states
+        before = self._conv.get(state_idx)
+        inputs = conv_states if before is None else torch.cat([before, conv_states], dim=-1)
+        last = inputs[..., -conv_kernel_size:]
+        self._conv[state_idx] = nn.functional.pad(last, (conv_kernel_size - last.shape[-1], 0))
+        return inputs
+
+    def update_recurrent_state(
+        self, recurrent_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **_: Any
+    ) -> torch.Tensor:
+        self._recurrent[state_idx] = recurrent_states
+        return recurrent_states
+
+
+class _ChunkStates(States):
+    """States of all chunks: gives each chunk the last inputs of its parent's convolution.
+
+    The loop over chunks passes the recurrent states.
+    """
+
+    def __init__(self, parent_RM: torch.Tensor) -> None:
+        super().__init__()
+        self._parent_RM = parent_RM
+
+    def update_conv_state(
+        self,
+        conv_states: torch.Tensor,
+        layer_idx: int,
+        state_idx: int = 0,
+        conv_kernel_size: int | None = None,
+        **_: Any,
     ) -> torch.Tensor:
         """Return the inputs, [R M, channels, C], with the last inputs of each chunk's parent before them."""
         if conv_kernel_size is None:
             raise PackingImpossible("the convolution computes its state itself; planned rows do not support that")
         rows, count = self._parent_RM.shape
-        last_RM = inputs[..., -conv_kernel_size:].unflatten(0, (rows, count))
-        row_R1 = torch.arange(rows, device=inputs.device)[:, None]
+        last_RM = conv_states[..., -conv_kernel_size:].unflatten(0, (rows, count))
+        row_R1 = torch.arange(rows, device=conv_states.device)[:, None]
         before_RM = last_RM[row_R1, self._parent_RM.clamp(min=0)]
         before_RM = torch.where((self._parent_RM >= 0)[:, :, None, None], before_RM, 0)
-        return torch.cat([before_RM.flatten(0, 1), inputs], dim=-1)
-
-    def update_recurrent_state(
-        self, state_parameter: torch.Tensor, layer_idx: int, state_idx: int = 0, **_: Any
-    ) -> torch.Tensor:
-        return state_parameter
+        return torch.cat([before_RM.flatten(0, 1), conv_states], dim=-1)
 
 
 def _with_chunked_rules(forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -188,7 +228,7 @@ class _ChunkScan(torch.autograd.Function):
             with torch.enable_grad(), ctx.autocast():
                 output, after = ctx.on_chunk(before, *tensors)
             inputs = [before, *(tensor for tensor in tensors if tensor.requires_grad)]
-            # not `of_states[number]`: the host would read the index from the device
+            # not `state_gradients[number]`: the host would read the index from the device
             after_gradient = state_gradients.index_select(0, number[None])[0]
             gradients = torch.autograd.grad(
                 (output, after), inputs, (gradient, after_gradient), materialize_grads=True

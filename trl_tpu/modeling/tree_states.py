@@ -20,7 +20,7 @@ from torch import nn
 
 from ..packing.batch import Tree
 from ..packing.shapes import CHUNK
-from .chunk_states import call_by_chunks
+from .chunk_states import States, call_by_chunks
 from .forward import current_packed_batch, reading
 from .head_spec import is_wrapped, wrap_forward
 
@@ -53,50 +53,6 @@ def nodes_of(trees: tuple[Tree, ...]) -> tuple[Node, ...]:
             number_by_stop[stop] = len(nodes)
             nodes.append(Node(tree.start + start, tree.start + stop, parent))
     return tuple(nodes)
-
-
-class States:
-    """A recurrent layer's cache for one node: holds the parent's states until the layer writes the node's states.
-
-    It has the methods of transformers' `Cache` that recurrent layers call.
-    """
-
-    def __init__(self, before: "States | None" = None) -> None:
-        self._conv: dict[int, torch.Tensor] = dict(before._conv) if before else {}
-        self._recurrent: dict[int, torch.Tensor] = dict(before._recurrent) if before else {}
-
-    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
-        return self._conv.get(state_idx)
-
-    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
-        return self._recurrent.get(state_idx)
-
-    def is_recording_past(self, layer_idx: int) -> bool:
-        return True  # a layer that recorded no past would write into a state in place
-
-    def update_conv_state(
-        self,
-        conv_states: torch.Tensor,
-        layer_idx: int,
-        state_idx: int = 0,
-        conv_kernel_size: int | None = None,
-        **_: Any,
-    ) -> torch.Tensor:
-        """Store the last inputs of a convolution, and return the inputs with the parent's last inputs before them."""
-        if conv_kernel_size is None:  # `conv_states` is the state itself, not the inputs
-            self._conv[state_idx] = conv_states
-            return conv_states
-        before = self._conv.get(state_idx)
-        inputs = conv_states if before is None else torch.cat([before, conv_states], dim=-1)
-        last = inputs[..., -conv_kernel_size:]
-        self._conv[state_idx] = nn.functional.pad(last, (conv_kernel_size - last.shape[-1], 0))
-        return inputs
-
-    def update_recurrent_state(
-        self, recurrent_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **_: Any
-    ) -> torch.Tensor:
-        self._recurrent[state_idx] = recurrent_states
-        return recurrent_states
 
 
 def carries_states(module: nn.Module) -> bool:

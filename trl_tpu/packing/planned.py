@@ -51,9 +51,8 @@ def _tree_sizes(sequences: Sequences) -> tuple[np.ndarray, np.ndarray]:
     by_pair_D = order[np.argsort(pair_D[order], kind="stable")]  # sorted by pair, then lexicographically
     left_D, right_D = by_pair_D[:-1], by_pair_D[1:]
     common_D = np.where(pair_D[left_D] == pair_D[right_D], prefix_DD[left_D, right_D], 0)
-    in_tree_DP = np.maximum.reduceat(prefix_DD, firsts_P, axis=1)[
-        by_pair_D
-    ]  # leading tokens that are in each pair's tree
+    # leading tokens that are in each pair's tree
+    in_tree_DP = np.maximum.reduceat(prefix_DD, firsts_P, axis=1)[by_pair_D]
     before_DP = np.minimum(np.minimum(in_tree_DP[:-1], in_tree_DP[1:]), common_D[:, None])
     shared_PP = np.add.reduceat(in_tree_DP, firsts_P, axis=0)
     shared_PP -= np.add.reduceat(np.pad(before_DP, ((0, 1), (0, 0))), firsts_P, axis=0)
@@ -150,9 +149,8 @@ def expand_rows(packed: Batch[np.ndarray]) -> Expansion[np.ndarray]:
         )
 
     # index of each token in the flattened expanded rows, and in the flattened packed rows
-    first_D = np.searchsorted(
-        sequence_T, np.searchsorted(half_D, half_D)
-    )  # first token in the sequence's expanded row
+    # first token in the sequence's expanded row
+    first_D = np.searchsorted(sequence_T, np.searchsorted(half_D, half_D))
     place_T = (half_D * length - first_D)[sequence_T] + np.arange(len(sequence_T))
     token_T = (half_D // 2 * length)[sequence_T] + column_T
     gather = np.full(2 * rows * length, -1, np.int32)

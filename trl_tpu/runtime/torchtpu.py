@@ -37,7 +37,7 @@ class TorchTpuRuntime(Runtime):
         device and host tensors.
         """
         os.environ.setdefault("ACCELERATE_TORCH_DEVICE", "tpu")
-        torch.set_float32_matmul_precision("highest")
+        self.use_exact_products()
         if int(os.environ.get("WORLD_SIZE", "1")) > 1 and not dist.is_initialized():
             dist.init_process_group("cpu:gloo,tpu:tpu_dist", timeout=COLLECTIVE_TIMEOUT)
 

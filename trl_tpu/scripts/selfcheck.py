@@ -16,19 +16,32 @@ import tempfile
 import time
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
-from math import prod
 from pathlib import Path
 from typing import Any
 
-from trl_tpu.parallel.mesh import CHIPS
+from trl_tpu.parallel.mesh import CHIPS, TpuSlice
 
 _STEPS, _LOGGING_STEPS, _SAVED_STEP, _KILLED_STEP = 20, 5, 10, 13
 _TOLERANCES = {"float32": 1e-4, "bfloat16": 3e-2, "resumed": 1e-6}
 """Largest difference of a logged loss. Between two CPU platforms, losses in float32 differ by less than 1e-6."""
 _CPU = {"USE_TORCH_XLA": "0", "ACCELERATE_USE_CPU": "1", "CUDA_VISIBLE_DEVICES": ""}
-_PACKAGES = ("torch", "torch_xla", "torch_tpu", "libtpu", "transformers", "accelerate", "trl_tpu")
+_PACKAGES = (
+    *("torch", "torch_xla", "torch_tpu", "libtpu", "transformers", "accelerate", "datasets", "peft", "safetensors"),
+    "trl_tpu",
+)
 _EAGER: dict[str, Any] = {"model_init_kwargs": {"attn_implementation": "eager"}}
 _FLASH: dict[str, Any] = {"model_init_kwargs": {"attn_implementation": "flash_attention_2"}, "packing": False}
+
+
+def package_versions() -> dict[str, str | None]:
+    """Return the version of each package that matters for bug reports; None if it is not installed."""
+    versions = dict[str, str | None]()
+    for package in _PACKAGES:
+        try:
+            versions[package] = version(package)
+        except PackageNotFoundError:
+            versions[package] = None
+    return versions
 
 
 @dataclass(frozen=True)
@@ -93,18 +106,11 @@ def _train(folder: Path, settings: dict[str, Any], is_long: bool, kills: bool) -
     rows, tokenizer = synthetic.load_dataset(synthetic.DATASET)["train"], synthetic.tiny_tokenizer()
     model: Any = synthetic.resolve_model(synthetic.MODEL, str(folder.parent))
     if is_long:  # 1.2 billion weights, and sequences of some 2,000 tokens
-        sizes: dict[str, Any] = {
-            "hidden_size": 2048,
-            "intermediate_size": 8192,
-            "num_hidden_layers": 16,
-            "num_attention_heads": 32,
-        }
-        tokens: dict[str, Any] = {
-            "vocab_size": 128256,
-            "pad_token_id": tokenizer.pad_token_id,
-            "eos_token_id": tokenizer.eos_token_id,
-        }
-        model = LlamaForSequenceClassification(LlamaConfig(**sizes, **tokens, num_key_value_heads=8))
+        sizes = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32}
+        sizes |= {"num_key_value_heads": 8, "max_position_embeddings": 4096, "vocab_size": 128256, "num_labels": 1}
+        tokens = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id}
+        model = LlamaForSequenceClassification(LlamaConfig.from_dict({**sizes, **tokens}))
+        model.config.save_pretrained(folder)  # for `trl-tpu plan`
         rows = rows.map(lambda row: {"prompt": row["prompt"] * 200})
     start = time.monotonic()
     trainer: Any = RewardTrainer(
@@ -183,11 +189,11 @@ class Selfcheck:
     def plan(self, name: str, words: list[str]) -> None:
         """Add what ``trl-tpu plan`` predicts for the chips of a run, to compare with its lines."""
         result = self.runs[name]
-        chip = next((chip for chip in CHIPS.values() if result["chip"] in (chip.name, chip.accelerator_prefix)), None)
-        shape = next((shape for shape in chip.shapes if prod(shape) == result["devices"]), None) if chip else None
-        if chip is None or shape is None:
+        chips = [chip for chip in CHIPS.values() if chip.accelerator_prefix == result["chip"]]
+        slices = [TpuSlice(chip, shape) for chip in chips for shape in chip.shapes]
+        topology = next((f"{each.chip.name}:{each.shape}" for each in slices if each.chips == result["devices"]), None)
+        if topology is None:
             return
-        topology = f"{chip.name}:{'x'.join(map(str, shape))}"
         command = [sys.executable, "-m", "trl_tpu.cli", "plan", "--report_to", "none", "--topology", topology, *words]
         said = subprocess.run(command, capture_output=True, text=True).stdout
         for line in said.splitlines():
@@ -224,7 +230,8 @@ class Selfcheck:
             long = {"long": {"bf16": True, "max_length": None, "gradient_checkpointing": True, "max_steps": 10}}
             if self.train("bfloat16", long, is_long=True):
                 self.measure("long")
-                self.plan("long", ["--row_length", "4096", "--per_device_train_batch_size", "8"])
+                sizes = ["--row_length", "4096", "--per_device_train_batch_size", "8", "--gradient_checkpointing"]
+                self.plan("long", ["--model_name_or_path", str(self._folder / "long"), *sizes])
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -246,17 +253,12 @@ def run(argv: list[str]) -> int:
     with tempfile.TemporaryDirectory() as folder:
         check = Selfcheck(Path(folder), args.long)
         check.run()
-    versions = {"python": platform.python_version()}
-    for package in _PACKAGES:
-        try:
-            versions[package] = version(package)
-        except PackageNotFoundError:
-            continue
+    versions = {"python": platform.python_version(), **package_versions()}
     device = next((result["device"] for name, result in check.runs.items() if name == "packed"), "unknown")
     report = {"versions": versions, "device": device, "lines": [*map(asdict, check.lines)], "runs": check.runs}
     Path(args.output).write_text(json.dumps(report, indent=1), encoding="utf-8")
     failed = [line for line in check.lines if line.passed is False]
-    print(f"{device}; {', '.join(f'{name} {value}' for name, value in versions.items())}")
+    print(f"{device}; {', '.join(f'{name} {value}' for name, value in versions.items() if value)}")
     print("\n".join(map(str, check.lines)))
     print(f"{len(failed)} of {len(check.lines)} lines failed. " if failed else "Passed. ", f"Results: {args.output}")
     return bool(failed)
