@@ -45,7 +45,7 @@ def package_of(system: str) -> Any:
 def config(system: str, folder: str, **settings: Any) -> Any:
     """Return a system's config: float32, on the chosen device, each step logged, nothing saved or printed."""
     common = training.QUIET | {"logging_steps": 1, "save_strategy": "no", "per_device_train_batch_size": PAIRS_A_BATCH}
-    if system == TRL and os.environ["USE_TORCH_XLA"] == "0":
+    if system == TRL and os.environ["USE_TORCH_XLA"] == "0" and not torch.cuda.is_available():
         common["use_cpu"] = True
     return package_of(system).RewardConfig(folder, **common | settings)
 

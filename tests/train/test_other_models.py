@@ -32,6 +32,7 @@ def test_other_models_never_run_our_attention(
     args = RewardConfig(str(tmp_path), max_steps=2, packing=True, report_to="none", disable_tqdm=True)
     trainer = RewardTrainer(trained, args, train_dataset=tiny.made_up_pairs(22), processing_class=tokenizer)
     trainer.train()
+    trained.cpu()
     assert trained.config._attn_implementation == f"{OURS}{implementation}"
 
     called: list[str] = []

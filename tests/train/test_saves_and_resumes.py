@@ -223,7 +223,7 @@ BEST |= {"metric_for_best_model": "eval_loss", "greater_is_better": True}
 def assert_best(trainer: RewardTrainer, checkpoint: Path) -> None:
     best = load_file(checkpoint / "model.safetensors")
     assert trainer.trl_tpu.best_model_lost is None
-    assert torch.equal(best["score.weight"], trainer.model.score.weight)
+    assert torch.equal(best["score.weight"], trainer.model.score.weight.cpu())
 
 
 def test_best_model_is_found_after_the_folder_moved(monkeypatch: pytest.MonkeyPatch, runs: Runs) -> None:
@@ -260,7 +260,7 @@ def test_damaged_best_model_is_not_loaded(how: str, runs: Runs) -> None:
     trainer = runs.train(callbacks=[At("on_step_end", 6, spoil)], **BEST)
     assert trainer.trl_tpu.best_model_lost is not None and "checkpoint-2" in trainer.trl_tpu.best_model_lost
     last = load_file(runs.folder / "checkpoint-6" / "model.safetensors")
-    assert torch.equal(last["score.weight"], trainer.model.score.weight)
+    assert torch.equal(last["score.weight"], trainer.model.score.weight.cpu())
 
 
 def test_best_adapters_of_model_only_saves_are_loaded(runs: Runs, caplog: pytest.LogCaptureFixture) -> None:
@@ -271,7 +271,7 @@ def test_best_adapters_of_model_only_saves_are_loaded(runs: Runs, caplog: pytest
     assert trainer.trl_tpu.best_model_lost is None
     best = load_file(runs.folder / "checkpoint-2" / "adapter_model.safetensors")
     own = {name: weight for name, weight in trainer.model.state_dict().items() if "lora_B" in name}
-    assert own and all(torch.equal(best[name.replace(".default", "")], weight) for name, weight in own.items())
+    assert own and all(torch.equal(best[name.replace(".default", "")], weight.cpu()) for name, weight in own.items())
     assert (last / "adapter_model.safetensors").is_file() and not (last / "state").exists() and find_faults(last) == []
     assert (
         runs.train(**without, max_steps=8, resume=str(last)).state.global_step == 8 and "checkpoint-6" in caplog.text
@@ -502,7 +502,7 @@ def test_best_model_at_a_url_is_kept_and_loaded(runs: Runs) -> None:
     assert trainer.trl_tpu.remote.checkpoints() == ["checkpoint-2"]
     (saved,) = fsspec.filesystem("memory").glob("/bucket/best/checkpoint-2/model.safetensors")
     weights = load(fsspec.filesystem("memory").cat_file(saved))
-    assert torch.equal(weights["score.weight"], trainer.model.score.weight)
+    assert torch.equal(weights["score.weight"], trainer.model.score.weight.cpu())
 
 
 @pytest.mark.parametrize("status", [BEST_LOST, NOT_SAVED])

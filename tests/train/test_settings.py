@@ -71,7 +71,7 @@ def test_frozen_parameters_stay_fixed_and_are_saved_and_resumed(make: Make, mode
     trained(make(**elsewhere, max_steps=2))
     resumed = trained(make(**elsewhere), resume=True)
     assert resumed.state.global_step == 4
-    after = resumed.model.state_dict()
+    after = resumed.model.cpu().state_dict()
     assert {name for name, weight in before.items() if torch.equal(after[name], weight)} == frozen
 
 
@@ -240,9 +240,12 @@ def test_activation_offloading_keeps_activations_on_the_host(
 
     def move(tensor: torch.Tensor) -> Any:
         moved.append(tuple(tensor.shape))
-        return tensor.detach().numpy().copy()
+        return tensor.detach().cpu().numpy().copy()
 
-    monkeypatch.setattr(Runtime, "activations_on_host", lambda _: saved_tensors_hooks(move, torch.from_numpy))
+    def bring_back(array: Any) -> torch.Tensor:
+        return torch.from_numpy(array).to(offloaded.args.device)
+
+    monkeypatch.setattr(Runtime, "activations_on_host", lambda _: saved_tensors_hooks(move, bring_back))
     assert losses(trained(make(remat=remat, max_steps=1, activation_offloading=True))) == kept[:1]
     of_layers = [shape for shape in moved if len(shape) == 3 and shape[-1] == 32]
     assert 2 <= len(of_layers) <= 6 if remat == "full" else len(of_layers) > 10

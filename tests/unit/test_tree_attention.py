@@ -34,6 +34,7 @@ from transformers.masking_utils import (
     sliding_window_causal_mask_function,
 )
 
+from trl_tpu.modeling import forward
 from trl_tpu.modeling.packability import PROVEN_TYPES, check_packing_is_exact, use_tree_masks
 from trl_tpu.modeling.static_shapes import ExpansionImpossible, use_expanded_attention, window_of
 from trl_tpu.packing.pack import pack_unpadded
@@ -67,6 +68,7 @@ PLANS = {
     "one micro-batch": RowPlan((RowShape(2, 160),)),
     "micro-batches": RowPlan((RowShape(1, 12), RowShape(2, LONG)), (RowShape(1, LONG), RowShape(2, 8))),
     "tight": None,
+    "tight, trees together": None,
     "expanded": RowPlan((RowShape(2, 40), RowShape(2, 64), RowShape(1, 180))),
     "expanded, one row": RowPlan((RowShape(1, 180),)),
     "expanded, micro-batches": RowPlan((RowShape(1, LONG),), (RowShape(2, LONG),)),
@@ -81,7 +83,10 @@ def packed_in(layout: str, name: str, pairs: Pairs) -> torch.Tensor:
     """Return the rewards [P, 2] of all micro-batches."""
     rows, plan, expands = rows_of(pairs), PLANS[layout], "expanded" in layout
     some = pack_unpadded(rows, attention_crossover_length=20) if plan is None else pack(rows, plan, expands=expands)
-    return packed(model_of(name, expands), *(each.map_tensors(torch.from_numpy) for each in some), expand=expands)
+    parts = (each.map_tensors(torch.from_numpy) for each in some)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(forward, "attends_jointly", lambda _: "together" in layout)  # as on a GPU
+        return packed(model_of(name, expands), *parts, expand=expands)
 
 
 def assert_equal(ours: Any, theirs: Any) -> None:

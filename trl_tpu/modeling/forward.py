@@ -14,6 +14,7 @@ from transformers.utils.output_capturing import CompileableContextVar
 
 from ..errors import UserError
 from ..packing.batch import Batch, Tail, Tree
+from ..packing.shapes import round_up
 from .head_spec import find_score_head
 
 
@@ -35,6 +36,27 @@ class TreeMasks:
         return self
 
 
+@dataclass(frozen=True, eq=False)
+class JointMask:
+    """One mask for all trees of an unpadded row, which attend together as T rows of L columns."""
+
+    column_TL: torch.Tensor
+    """Column of each token in the unpadded row; an arbitrary column for padding."""
+    place_S: torch.Tensor
+    """Place of each of the unpadded row's S tokens in the flattened T rows."""
+    mask: torch.Tensor
+    """The mask [T, 1, L, L]."""
+
+    def __getitem__(self, part: Any) -> "JointMask":
+        """Return the whole mask: see `TreeMasks`."""
+        return self
+
+    def rows_of(self, states_1NSD: torch.Tensor) -> torch.Tensor:
+        """Copy heads' states of the unpadded row to the T rows: [T, N, L, D]."""
+        states_NMD = states_1NSD[0].index_select(1, self.column_TL.flatten())
+        return states_NMD.unflatten(1, self.column_TL.shape).transpose(0, 1)
+
+
 def attend_tree_by_tree(
     plain: Callable[..., tuple[torch.Tensor, Any]],
     module: nn.Module,
@@ -49,6 +71,10 @@ def attend_tree_by_tree(
 
     In a tree without a mask, attention is computed tail by tail; the keys of a tail's path come before its own keys.
     """
+    if isinstance(attention_mask, JointMask):
+        rows = map(attention_mask.rows_of, (query_BNLD, key_BNLD, value_BNLD))
+        output_TLND = plain(module, *rows, attention_mask.mask, *args, **kwargs)[0]
+        return output_TLND.flatten(0, 1).index_select(0, attention_mask.place_S)[None], None
     if not isinstance(attention_mask, TreeMasks):
         return plain(module, query_BNLD, key_BNLD, value_BNLD, attention_mask, *args, **kwargs)
     outputs: list[torch.Tensor] = []
@@ -68,6 +94,8 @@ def attend_tree_by_tree(
             outputs.append(plain(module, query, key, value, mask, *args, **kwargs)[0])
     return torch.cat(outputs, dim=1), None
 
+
+_MAX_JOINT_MASK = 2**27  # entries; with longer trees, kernels are large and few
 
 OURS = "trl_tpu_"
 """Prefix of this package's implementations in transformers' registries and in a config's `_attn_implementation`."""
@@ -131,6 +159,8 @@ def tree_masks(plain: Callable[..., Any], batch: Batch[Any], rule: MaskRule, *ar
     tree_wise = kwargs | {"mask_function": in_trees, "attention_mask": None, "allow_is_causal_skip": False}
     if batch.trees is None:
         return plain(*args, **tree_wise)
+    if attends_jointly(batch):
+        return joint_mask(plain, batch, rule, *args, **kwargs)
     masks, tail_masks = [], dict[Tail, torch.Tensor]()
     for tree in batch.trees:
         length = tree.stop - tree.start
@@ -145,6 +175,32 @@ def tree_masks(plain: Callable[..., Any], batch: Batch[Any], rule: MaskRule, *ar
             hidden = subtree_end_RL.new_full((1, 1, size, before + size), -torch.inf, dtype=kwargs["dtype"])
             tail_masks[tail] = hidden.triu(before + 1)
     return TreeMasks(tuple(masks), tail_masks)
+
+
+def attends_jointly(batch: Batch[Any]) -> bool:
+    """Return whether the trees of an unpadded row attend together: on a GPU, many small kernels would be slow."""
+    trees = batch.trees or ()
+    longest = max((tree.stop - tree.start for tree in trees), default=0)
+    return batch.input_ids_RL.is_cuda and len(trees) * longest**2 <= _MAX_JOINT_MASK
+
+
+def joint_mask(plain: Callable[..., Any], batch: Batch[Any], rule: MaskRule, *args: Any, **kwargs: Any) -> JointMask:
+    """Build the mask of an unpadded row's trees as rows of equal length, from a model's rule."""
+    end_RL: Any = batch.subtree_end_RL
+    position_RL: Any = batch.position_ids_RL
+    sizes = [tree.stop - tree.start for tree in batch.trees or ()]
+    size_T = torch.tensor(sizes, device=end_RL.device)
+    rows, start_T = len(sizes), size_T.cumsum(0) - size_T
+    length = round_up(max(sizes), 8)  # kernels copy masks of other lengths
+    column_L, column_S = (torch.arange(count, device=end_RL.device) for count in (length, end_RL.shape[1]))
+    column_TL = (start_T[:, None] + column_L).clamp(max=len(column_S) - 1)
+    # padding attends to itself, since attention to nothing could give NaN
+    end_TL = torch.where(column_L < size_T[:, None], end_RL[0, column_TL] - start_T[:, None], column_L + 1)
+    in_rows = {"batch_size": rows, "q_length": length, "kv_length": length, "q_offset": 0, "kv_offset": 0}
+    in_rows |= {"attention_mask": None, "allow_is_causal_skip": False}
+    in_rows |= {"mask_function": tree_rule(end_TL, position_RL[0, column_TL], rule)}
+    row_S = torch.arange(rows, device=end_RL.device).repeat_interleave(size_T, output_size=len(column_S))
+    return JointMask(column_TL, column_S + (row_S * length - start_T[row_S]), plain(*args, **kwargs | in_rows))
 
 
 def register_attention(

@@ -5,7 +5,6 @@ once per process. This process itself uses no device.
 """
 
 import argparse
-import importlib.util
 import json
 import os
 import platform
@@ -27,21 +26,23 @@ _TOLERANCES = {"float32": 1e-4, "bfloat16": 3e-2, "resumed": 1e-6}
 _CPU = {"USE_TORCH_XLA": "0", "ACCELERATE_USE_CPU": "1", "CUDA_VISIBLE_DEVICES": ""}
 _PACKAGES = (
     *("torch", "torch_xla", "torch_tpu", "libtpu", "transformers", "accelerate", "datasets", "peft", "safetensors"),
-    "trl_tpu",
+    *("flash-attn", "flash-attn-4", "trl_tpu"),
 )
 _EAGER: dict[str, Any] = {"model_init_kwargs": {"attn_implementation": "eager"}}
-_FLASH: dict[str, Any] = {"model_init_kwargs": {"attn_implementation": "flash_attention_2"}, "packing": False}
+_FLASH = {"flash-attn": "flash_attention_2", "flash-attn-4": "flash_attention_4"}
+"""Implementations of attention by the package that they need."""
 
 
 def package_versions() -> dict[str, str | None]:
     """Return the version of each package that matters for bug reports; None if it is not installed."""
-    versions = dict[str, str | None]()
-    for package in _PACKAGES:
-        try:
-            versions[package] = version(package)
-        except PackageNotFoundError:
-            versions[package] = None
-    return versions
+    return {package: _version(package) for package in _PACKAGES}
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
 
 
 @dataclass(frozen=True)
@@ -215,7 +216,8 @@ class Selfcheck:
             expanded = self.train("float32", {"expanded attention": {"packed_attention": "expanded"}})
             self.compare(expanded, expected, "float32", "packing.md#attention")
         half: dict[str, Any] = {"packed in bfloat16": {"bf16": True}}
-        half |= {"flash attention": _FLASH | {"bf16": True}} if importlib.util.find_spec("flash_attn") else {}
+        for name in (name for package, name in _FLASH.items() if _version(package)):
+            half[name] = {"bf16": True, "packing": False, "model_init_kwargs": {"attn_implementation": name}}
         self.compare(self.train("bfloat16", half), expected, "bfloat16", "differences_from_trl.md")
         if packed["devices"] > packed["processes"]:
             meshes = ["data=-1", "fsdp=-1", *["tensor=2,fsdp=-1"] * (packed["devices"] % 2 == 0)]
