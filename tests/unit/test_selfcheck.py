@@ -2,12 +2,15 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from environment import ROOT
+
+from trl_tpu.scripts import selfcheck
 
 #: A sitecustomize module: it makes attention in packed rows wrong, before anything else is imported.
 WRONG_KERNEL = """
@@ -32,3 +35,10 @@ def test_selfcheck_passes_and_fails_with_a_wrong_kernel(is_wrong: bool, tmp_path
     passed = {line["check"]: line["passed"] for line in report["lines"]}
     assert passed["packed: losses"] is not is_wrong and passed["padded: losses"] and passed["resumed: losses"]
     assert report["versions"]["torch"] and report["runs"]["packed"]["marks"]
+
+
+def test_failing_lines_name_headings_of_the_guide() -> None:
+    page = (ROOT / "examples" / "guides" / "troubleshooting.md").read_text(encoding="utf-8")
+    headings = {f"selfcheck-{words.replace(' ', '-')}" for words in re.findall(r"^### selfcheck: (.+)$", page, re.M)}
+    named = re.findall(r'"troubleshooting\.md#([\w-]+)"', Path(selfcheck.__file__).read_text(encoding="utf-8"))
+    assert {*named} == headings

@@ -20,7 +20,7 @@ from typing import Any
 
 from trl_tpu.parallel.mesh import CHIPS, TpuSlice
 
-_STEPS, _LOGGING_STEPS, _SAVED_STEP, _KILLED_STEP = 20, 5, 10, 13
+_STEPS, _LOGGING_STEPS, _SAVED_STEP, _KILLED_STEP, _PAIRS = 20, 5, 10, 13, 8
 _TOLERANCES = {"float32": 1e-4, "bfloat16": 3e-2, "resumed": 1e-6}
 """Largest difference of a logged loss. Between two CPU platforms, losses in float32 differ by less than 1e-6."""
 _CPU = {"USE_TORCH_XLA": "0", "ACCELERATE_USE_CPU": "1", "CUDA_VISIBLE_DEVICES": ""}
@@ -98,7 +98,7 @@ def _train(folder: Path, settings: dict[str, Any], is_long: bool, kills: bool) -
     defaults: dict[str, Any] = {
         "max_steps": _STEPS,
         "logging_steps": _LOGGING_STEPS,
-        "total_batch_size": 8,
+        "total_batch_size": _PAIRS,
         "learning_rate": 1e-3,
     }
     defaults |= {"report_to": "none", "save_strategy": "no", "disable_tqdm": True, "bf16": False, "max_shapes": 1}
@@ -111,17 +111,18 @@ def _train(folder: Path, settings: dict[str, Any], is_long: bool, kills: bool) -
         sizes |= {"num_key_value_heads": 8, "max_position_embeddings": 4096, "vocab_size": 128256, "num_labels": 1}
         tokens = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id}
         model = LlamaForSequenceClassification(LlamaConfig.from_dict({**sizes, **tokens}))
-        model.config.save_pretrained(folder)  # for `trl-tpu plan`
         rows = rows.map(lambda row: {"prompt": row["prompt"] * 200})
     start = time.monotonic()
     trainer: Any = RewardTrainer(
         model, args, train_dataset=rows, processing_class=tokenizer if is_long else None, callbacks=[Marks()]
     )
     trainer.train()
-    topology = runtime.topology()
+    trainer.model.config.save_pretrained(folder / "config")  # for `trl-tpu plan`
+    plan, topology = trainer.batch_plan, runtime.topology()
     return {
         **{"logs": [log for log in trainer.state.log_history if "loss" in log], "marks": marks, "start": start},
-        **{"batches": trainer.batch_plan.describe(), "device": topology.description, "devices": topology.devices},
+        **{"batches": plan.describe(), "device": topology.description, "devices": topology.devices},
+        **{"row_length": plan.planned.training_rows.longest if plan.shapes and plan.packed else None},
         **{"chip": runtime.chip(), "is_spmd": runtime.is_spmd, "processes": topology.process_count},
     }
 
@@ -155,7 +156,7 @@ class Selfcheck:
         if child.returncode != status:
             failed = next((name for name in runs if name not in results), precision)
             reason = (child.stderr.strip().splitlines() or ["no output"])[-1]
-            self.lines.append(Line(f"{failed}: runs", reason, False, "troubleshooting.md"))
+            self.lines.append(Line(f"{failed}: runs", reason, False, "troubleshooting.md#selfcheck-a-run-ends-early"))
         self.runs |= results
         return results
 
@@ -173,23 +174,30 @@ class Selfcheck:
         result = self.runs[name]
         times, programs, reads = zip(*result["marks"], strict=True)
         warm, last, log = _LOGGING_STEPS, 2 * _LOGGING_STEPS - 2, result["logs"][-1]
-        add = self.lines.append
+        add, guide = self.lines.append, "troubleshooting.md#selfcheck-programs-and-reads"
         if programs[0] is not None:
             add(Line(f"{name}: programs of the first steps", str(programs[warm])))
             late = programs[-1] - programs[warm]
-            add(Line(f"{name}: programs after {warm + 1} steps", str(late), not late, "packing.md#shapes"))
+            add(Line(f"{name}: programs after {warm + 1} steps", str(late), not late, guide))
         if reads[0] is not None:
             between = reads[last] - reads[warm]
-            add(Line(f"{name}: reads between two logs", str(between), not between, "troubleshooting.md"))
+            add(Line(f"{name}: reads between two logs", str(between), not between, guide))
         add(Line(f"{name}: seconds to the first step", f"{times[0] - result['start']:.1f}"))
         add(Line(f"{name}: seconds per step", f"{(times[-1] - times[warm]) / (len(times) - 1 - warm):.4f}"))
         for key, title in (("tokens_per_second", "tokens per second"), ("mfu", "MFU"), ("memory_gib", "highest GiB")):
             if key in log:
                 add(Line(f"{name}: {title}", f"{log[key]:.4g}"))
 
-    def plan(self, name: str, words: list[str]) -> None:
+    def plan(self, name: str, *words: str) -> None:
         """Add what ``trl-tpu plan`` predicts for the chips of a run, to compare with its lines."""
         result = self.runs[name]
+        words += (
+            "--model_name_or_path",
+            str(self._folder / name / "config"),
+            "--row_length",
+            str(result["row_length"]),
+        )
+        words += ("--per_device_train_batch_size", str(max(1, _PAIRS // result["devices"])))
         chips = [chip for chip in CHIPS.values() if chip.accelerator_prefix == result["chip"]]
         slices = [TpuSlice(chip, shape) for chip in chips for shape in chip.shapes]
         topology = next((f"{each.chip.name}:{each.shape}" for each in slices if each.chips == result["devices"]), None)
@@ -199,7 +207,7 @@ class Selfcheck:
         said = subprocess.run(command, capture_output=True, text=True).stdout
         for line in said.splitlines():
             if "FIT" in line or "At best" in line:
-                self.lines.append(Line(f"{name}: predicted by trl-tpu plan", line.strip()))
+                self.lines.append(Line(f"{name}: predicted by trl-tpu plan", line.strip(" ,")))
 
     def run(self) -> None:
         """Run all checks."""
@@ -208,32 +216,34 @@ class Selfcheck:
             return
         expected = reference["padded on the CPU"]["logs"]
         checks = self.train("float32", {"packed": {}, "padded": {"packing": False}, "eager attention": _EAGER})
-        self.compare(checks, expected, "float32", "troubleshooting.md")
+        self.compare(checks, expected, "float32", "troubleshooting.md#selfcheck-float32-losses")
         if "packed" not in checks:
             return
         packed = checks["packed"]
         if packed["is_spmd"]:  # other platforms attend in packed rows through masks only
             expanded = self.train("float32", {"expanded attention": {"packed_attention": "expanded"}})
-            self.compare(expanded, expected, "float32", "packing.md#attention")
+            self.compare(expanded, expected, "float32", "troubleshooting.md#selfcheck-float32-losses")
         half: dict[str, Any] = {"packed in bfloat16": {"bf16": True}}
         for name in (name for package, name in _FLASH.items() if _version(package)):
             half[name] = {"bf16": True, "packing": False, "model_init_kwargs": {"attn_implementation": name}}
-        self.compare(self.train("bfloat16", half), expected, "bfloat16", "differences_from_trl.md")
+        self.compare(
+            self.train("bfloat16", half), expected, "bfloat16", "troubleshooting.md#selfcheck-bfloat16-losses"
+        )
         if packed["devices"] > packed["processes"]:
             meshes = ["data=-1", "fsdp=-1", *["tensor=2,fsdp=-1"] * (packed["devices"] % 2 == 0)]
             found = self.train("float32", {f"mesh {mesh}": {"mesh": mesh} for mesh in meshes})
-            self.compare(found, expected, "float32", "sharding_and_slices.md")
+            self.compare(found, expected, "float32", "troubleshooting.md#selfcheck-meshes")
         saving = {"save_strategy": "steps", "save_steps": _SAVED_STEP, "resume_from_checkpoint": "auto"}
         self.train("float32", {"resumed": saving}, status=-signal.SIGKILL)
         resumed = self.train("float32", {"resumed": saving})
-        self.compare(resumed, packed["logs"], "resumed", "checkpoints_and_stops.md")
+        self.compare(resumed, packed["logs"], "resumed", "troubleshooting.md#selfcheck-resuming")
         self.measure("packed")
+        self.plan("packed", "--bf16", "false")
         if self._is_long:
             long = {"long": {"bf16": True, "max_length": None, "gradient_checkpointing": True, "max_steps": 10}}
             if self.train("bfloat16", long, is_long=True):
                 self.measure("long")
-                sizes = ["--row_length", "4096", "--per_device_train_batch_size", "8", "--gradient_checkpointing"]
-                self.plan("long", ["--model_name_or_path", str(self._folder / "long"), *sizes])
+                self.plan("long", "--gradient_checkpointing", "true")
 
 
 def make_parser() -> argparse.ArgumentParser:
