@@ -6,9 +6,10 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 READY_TPU := $(VENV)/.ready-tpu
 
-# Tests need no network. A process can hold only one set of devices, so each set has a suite of its own, whose files a few
+# Tests need no network, and compare with the CPU's numbers. A process can hold only one set of devices, so each set has a suite of its own, whose files a few
 # processes share: in plain torch three, since many tests there wait for processes that they start.
-PYTEST := HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q
+OFFLINE := HF_HUB_OFFLINE=1 CUDA_VISIBLE_DEVICES= TOKENIZERS_PARALLELISM=false OMP_NUM_THREADS=1
+PYTEST := $(OFFLINE) $(BIN)/python -m pytest -q
 BY_FILE := --dist loadfile --no-loadscope-reorder
 BY_TWO := -n 2 $(BY_FILE)
 BY_THREE := -n 3 $(BY_FILE)
@@ -70,8 +71,7 @@ NEWEST_TESTS := $(addprefix tests/unit/test_,coupling.py packable.py device_choi
 	$(addprefix tests/train/test_,saves_and_resumes.py ranks.py ranks_checkpoints.py settings.py other_models.py)
 test-newest: $(NEWEST)/.ready
 	$(NEWEST)/bin/trl-tpu env
-	HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false OMP_NUM_THREADS=1 \
-		$(NEWEST)/bin/python -m pytest -q $(BY_TWO) $(NEWEST_TESTS)
+	$(OFFLINE) $(NEWEST)/bin/python -m pytest -q $(BY_TWO) $(NEWEST_TESTS)
 
 $(NEWEST)/.ready: setup.cfg
 	test -x $(NEWEST)/bin/python || $(PYTHON) -m venv $(NEWEST)

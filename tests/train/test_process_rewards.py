@@ -171,7 +171,8 @@ def test_command_trains_a_model_that_scores(model: str, tmp_path: Path, capsys: 
         rows.to_json(tmp_path / "data" / f"{split}.jsonl")
     words = [
         "--model_name_or_path", model, "--dataset_name", str(tmp_path / "data"), "--output_dir", str(tmp_path / "run"),
-        "--max_steps", "2", "--do_eval", "true", "--report_to", "none", "--disable_tqdm", "true", *adapters,
+        "--max_steps", "2", "--do_eval", "true", "--bf16", "false", "--report_to", "none",
+        "--disable_tqdm", "true", *adapters,
     ]  # fmt: skip
     assert reward.run_prm([*words, "--dry_run", "true"]) == 0
     assert r"slowly:After it comes 0.\n" in capsys.readouterr().out
