@@ -11,6 +11,7 @@ from decoders import PAD, StayInFloat64, gradients, packed, padded, rows_of
 from recent_families import DECODERS, HYBRIDS, WITH_CLASS, tiny_classifier
 from torch import nn
 
+from trl_tpu.modeling import forward
 from trl_tpu.modeling.forward import PackingImpossible
 from trl_tpu.modeling.packability import make_packable
 from trl_tpu.modeling.tree_states import nodes_of, recompute_in_same_batch, use_tree_states
@@ -72,9 +73,13 @@ def exact_model(family: str, way: str = "plain") -> Any:
         *((family, "planned") for family in HYBRIDS),
         *(("qwen3_5_text", way) for way in ("recomputed", "LoRA", "recomputed, LoRA", "recomputed, LoRA, planned")),
         ("granitemoehybrid", "recomputed"),
+        *((family, "trees together") for family in ("llama4_text", "gpt_oss", "gemma4_text", "qwen3_5_text")),
     ],
 )
-def test_rewards_and_gradients_equal_the_padded_forward(family: str, way: str) -> None:
+def test_rewards_and_gradients_equal_the_padded_forward(
+    family: str, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(forward, "attends_jointly", lambda _: "together" in way)  # as on a GPU
     model = exact_model(family, way)
     pack_rows = partial(pack, plan=RowPlan((RowShape(2, 1600),), chunk=CHUNK)) if "planned" in way else pack_unpadded
     (rows,) = pack_rows(rows_of(PAIRS))

@@ -184,6 +184,11 @@ def attends_jointly(batch: Batch[Any]) -> bool:
     return batch.input_ids_RL.is_cuda and len(trees) * longest**2 <= _MAX_JOINT_MASK
 
 
+def _rule_of_first_row(rule: MaskRule, row: torch.Tensor, *indices: torch.Tensor) -> Any:
+    """Apply a model's rule in any row of a joint mask. The model knows of one row."""
+    return rule(torch.zeros_like(row), *indices)
+
+
 def joint_mask(plain: Callable[..., Any], batch: Batch[Any], rule: MaskRule, *args: Any, **kwargs: Any) -> JointMask:
     """Build the mask of an unpadded row's trees as rows of equal length, from a model's rule."""
     end_RL: Any = batch.subtree_end_RL
@@ -198,7 +203,7 @@ def joint_mask(plain: Callable[..., Any], batch: Batch[Any], rule: MaskRule, *ar
     end_TL = torch.where(column_L < size_T[:, None], end_RL[0, column_TL] - start_T[:, None], column_L + 1)
     in_rows = {"batch_size": rows, "q_length": length, "kv_length": length, "q_offset": 0, "kv_offset": 0}
     in_rows |= {"attention_mask": None, "allow_is_causal_skip": False}
-    in_rows |= {"mask_function": tree_rule(end_TL, position_RL[0, column_TL], rule)}
+    in_rows |= {"mask_function": tree_rule(end_TL, position_RL[0, column_TL], partial(_rule_of_first_row, rule))}
     row_S = torch.arange(rows, device=end_RL.device).repeat_interleave(size_T, output_size=len(column_S))
     return JointMask(column_TL, column_S + (row_S * length - start_T[row_S]), plain(*args, **kwargs | in_rows))
 
