@@ -5,8 +5,10 @@ from typing import Any
 
 import pytest
 import tiny
+import torch
 from datasets import Dataset
 from preference_rows import dataset_of
+from recent_families import tiny_classifier
 
 from trl_tpu import RewardConfig
 from trl_tpu.data.collators import DataCollatorForPreference, DictCollator
@@ -46,6 +48,16 @@ def make(folder: Path, runtime: Any = None, model: Any = None, data: Any = None,
     plan = BatchPlan(args, model, TOKENIZER, data, runtime or Runtime(), **more)
     plan.prepare(data, {"eval": tokens(9)})
     return plan
+
+
+def test_recurrent_layers_are_padded_on_a_gpu_unless_packing_is_set(tmp_path: Path) -> None:
+    class OnGpu(Runtime):
+        device = torch.device("cuda")
+
+    recurrent = tiny_classifier("qwen3_5_text")
+    assert make(tmp_path, OnGpu()).packed and not make(tmp_path, OnGpu(), recurrent).packed
+    assert make(tmp_path, OnGpu(), recurrent, settings={"packing": True}).packed
+    assert make(tmp_path, OnGpu(), recurrent, settings={"use_cpu": True}).packed
 
 
 def collator(plan: BatchPlan, data: Any = None, own: Any = None) -> Any:

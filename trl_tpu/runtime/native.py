@@ -466,7 +466,7 @@ class Runtime:
         return None
 
     def use_exact_products(self) -> None:
-        """Compute products of float32 matrices in full precision. GPUs and TPUs round their factors by default."""
+        """Compute products of float32 matrices in full precision. TPUs round their factors by default."""
         torch.set_float32_matmul_precision("highest")
 
     def compile_count(self) -> int | None:

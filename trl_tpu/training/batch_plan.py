@@ -21,6 +21,7 @@ from ..modeling.losses import TIES
 from ..modeling.model_shape import outgrows_positions
 from ..modeling.packability import make_packable, user_code_in
 from ..modeling.static_shapes import fit_to_device
+from ..modeling.tree_states import shared_chunk
 from ..packing.pack import pack_unpadded, pad
 from ..packing.planned import pack
 from ..packing.shapes import RowPlan
@@ -147,6 +148,7 @@ class BatchPlan:
     def _obstacle_in_settings(self, model: PreTrainedModel) -> str | None:
         args = self._args
         counts_tokens = getattr(args.include_num_input_tokens_seen, "value", args.include_num_input_tokens_seen)
+        is_gpu = self._runtime.device.type == "cuda" and not args.use_cpu
         shards = args.fsdp or args.deepspeed_plugin or args.parallelism_config
         obstacles = {
             "packing is turned off": args.packing == "false",
@@ -159,6 +161,9 @@ class BatchPlan:
             ),
             "include_num_input_tokens_seen counts padded rows (num_tokens in the logs does not)": (
                 counts_tokens not in (False, "no")
+            ),
+            "on a GPU, recurrent layers are faster in padded rows: packed rows take many small steps": (
+                args.packing == "auto" and is_gpu and shared_chunk(model) > 1
             ),
         }
         return next((obstacle for obstacle, is_present in obstacles.items() if is_present), None)
