@@ -67,7 +67,7 @@ def attend_tree_by_tree(
     *args: Any,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, Any]:
-    """Attend in an unpadded row one tree at a time, and in any other batch as ``plain`` does.
+    """Attend in an unpadded row one tree at a time, or with a `JointMask` in all at once; else as ``plain`` does.
 
     In a tree without a mask, attention is computed tail by tail; the keys of a tail's path come before its own keys.
     """
