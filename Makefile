@@ -6,8 +6,9 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 READY_TPU := $(VENV)/.ready-tpu
 
-# Tests need no network, and compare with the CPU's numbers. A process can hold only one set of devices, so each set has a suite of its own, whose files a few
-# processes share: in plain torch three, since many tests there wait for processes that they start.
+# Tests need no network, and compare with the CPU's numbers. A process can hold only one set of devices, so each set has
+# a suite of its own, whose files a few processes share: in plain torch three, since many tests there wait for processes
+# that they start.
 OFFLINE := HF_HUB_OFFLINE=1 CUDA_VISIBLE_DEVICES= TOKENIZERS_PARALLELISM=false OMP_NUM_THREADS=1
 PYTEST := $(OFFLINE) $(BIN)/python -m pytest -q
 BY_FILE := --dist loadfile --no-loadscope-reorder

@@ -12,7 +12,7 @@ import tiny
 import torch
 from datasets import Dataset
 from torch.nn.functional import logsigmoid
-from training import trained
+from training import QUIET, trained
 from transformers import EvalPrediction
 
 from trl_tpu import RewardConfig, RewardTrainer
@@ -29,13 +29,7 @@ def make_trainer(
 ) -> RewardTrainer:
     """Build a trainer; ``given`` holds settings and functions of the trainer."""
     functions = {name: given.pop(name) for name in ["compute_metrics"] if name in given}
-    defaults = {
-        "per_device_eval_batch_size": 4,
-        "bf16": False,
-        "report_to": "none",
-        "disable_tqdm": True,
-        "save_strategy": "no",
-    }
+    defaults = QUIET | {"per_device_eval_batch_size": 4, "save_strategy": "no"}
     train = tiny.made_up_pairs(16) if train is None else train
     args = RewardConfig(str(out), **(defaults | given))
     return kind(model, args, train_dataset=train, eval_dataset=eval_dataset, **functions)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import tiny
 import torch
-from training import differing, logged, losses, trained, untimed
+from training import QUIET, differing, logged, losses, trained, untimed
 from transformers import PreTrainedTokenizerFast
 
 from trl_tpu import RewardConfig, RewardTrainer
@@ -40,14 +40,7 @@ def make_trainer(
     tokenizer: Any, out: Path, layout: str = "tight", margin: bool = False, data: Any = None, **settings: Any
 ) -> Recorder:
     model = tiny.tiny_model(tokenizer)
-    defaults = {
-        "bf16": False,
-        "report_to": "none",
-        "disable_tqdm": True,
-        "save_strategy": "no",
-        "logging_steps": 1,
-        "max_steps": 6,
-    }
+    defaults = QUIET | {"save_strategy": "no", "logging_steps": 1, "max_steps": 6}
     args = RewardConfig(str(out), **(defaults | settings))
     data = data or tiny.made_up_pairs(22, margin=margin)
     trainer_class = FixedRows if layout == "micro-batches" else Recorder

@@ -161,7 +161,7 @@ class Selfcheck:
         return results
 
     def compare(self, results: dict[str, Any], reference: list[dict[str, Any]], precision: str, guide: str) -> None:
-        """Add a line per run: the largest difference of its losses from those of a reference's last logs."""
+        """Add a line per run: the largest difference of its losses from a reference's last losses."""
         for name, result in results.items():
             losses = [log["loss"] for log in result["logs"]]
             expected = [log["loss"] for log in reference[-len(losses) :]]
@@ -191,19 +191,15 @@ class Selfcheck:
     def plan(self, name: str, *words: str) -> None:
         """Add what ``trl-tpu plan`` predicts for the chips of a run, to compare with its lines."""
         result = self.runs[name]
-        words += (
-            "--model_name_or_path",
-            str(self._folder / name / "config"),
-            "--row_length",
-            str(result["row_length"]),
-        )
-        words += ("--per_device_train_batch_size", str(max(1, _PAIRS // result["devices"])))
         chips = [chip for chip in CHIPS.values() if chip.accelerator_prefix == result["chip"]]
         slices = [TpuSlice(chip, shape) for chip in chips for shape in chip.shapes]
         topology = next((f"{each.chip.name}:{each.shape}" for each in slices if each.chips == result["devices"]), None)
         if topology is None:
             return
         command = [sys.executable, "-m", "trl_tpu.cli", "plan", "--report_to", "none", "--topology", topology, *words]
+        pairs, folder = max(1, _PAIRS // result["devices"]), self._folder / name / "config"
+        command += ["--model_name_or_path", str(folder), "--row_length", str(result["row_length"])]
+        command += ["--per_device_train_batch_size", str(pairs)]
         said = subprocess.run(command, capture_output=True, text=True).stdout
         for line in said.splitlines():
             if "FIT" in line or "At best" in line:
