@@ -33,6 +33,7 @@ from ..parallel.shard import mesh_of
 from ..runtime import Runtime
 from . import folders, state_dict
 from .folders import RunFolder, local_copy, newest_first
+from .identity import LAYOUT, changes, optimizer_identity, saved_adapters
 
 logger = logging.getLogger(__name__)
 
@@ -289,6 +290,7 @@ class CheckpointLoader:
     def __init__(self, runtime: Runtime, processes: Processes, *, shares_disk: bool) -> None:
         self._runtime, self._processes, self._shares_disk = runtime, processes, shares_disk
         self._download = ExitStack()  # owns the local copy of a checkpoint at a URL
+        self._must_be_same = False  # "auto" was asked for
         self.progress: dict[str, Any] | None = None
         """Content of the checkpoint's progress file; None for a checkpoint of another trainer."""
         self.folder: str | None = None
@@ -296,7 +298,7 @@ class CheckpointLoader:
         self.place: str | None = None
         """The checkpoint's folder or URL as requested."""
 
-    def find(self, asked: str | bool | None, run: RunFolder, layout: str, order: Mapping[str, Any]) -> str | None:
+    def find(self, asked: str | bool | None, run: RunFolder, layout: str, identity: Mapping[str, Any]) -> str | None:
         """Find and verify the checkpoint to resume from, and return its local folder; None to start from scratch.
 
         Args:
@@ -304,17 +306,19 @@ class CheckpointLoader:
                 for its newest checkpoint if it has any; None or False to start from scratch.
             run: The run's folder.
             layout: The layout of batches, "packed" or "padded". A resumed run must not change it.
-            order: Settings that every step depends on. If some changed, the new values apply and a warning lists the
+            identity: The result of `identity_of`. If parts changed, the new values apply and a warning lists the
                 changes; with "auto", changes raise an error.
 
         Raises:
             UserError: No checkpoint is good; the requested checkpoint, or with "auto" the newest, is damaged or was
-                trained with another layout or other attributes; with "auto", the newest belongs to another run.
+                trained with another layout, other attributes, other adapters or another base model; with "auto", the
+                newest belongs to another run.
         """
         self.progress = self.folder = self.place = None
+        self._must_be_same = asked == "auto"
         if asked is None or asked is False:
             return None
-        if is_auto := asked == "auto":
+        if self._must_be_same:
             # gather names: if only some processes see a checkpoint, it is damaged, and none may start from scratch
             names = newest_first({*chain(*self._processes.all_gather_object(run.checkpoints()))})
             if not names and not run.began_from:
@@ -330,36 +334,34 @@ class CheckpointLoader:
             self.place = os.fspath(asked)
             self._check_requested(folder := self._local(self.place))
         self.folder = folder
-        if not (path := Path(folder, state_dict.PROGRESS_FILE)).is_file():
-            if is_auto:
-                raise UserError(
-                    f"resume_from_checkpoint='auto': the newest checkpoint, {folder}, has no {path.name}, and its run "
-                    "cannot be identified. Set resume_from_checkpoint to its folder, or set another output_dir."
-                )
-            return folder
-        self.progress = progress = json.loads(path.read_text(encoding="utf-8"))
-        if (before := progress["batches"]) != layout:
+        if (path := Path(folder, state_dict.PROGRESS_FILE)).is_file():
+            self.progress = json.loads(path.read_text(encoding="utf-8"))
+        elif self._must_be_same:
             raise UserError(
-                f"The checkpoint {folder} was trained on {before} batches, and these are {layout}, so the run would "
-                "not resume bit for bit. Resume with the same `packing`, or start from its weights: pass its folder "
-                "as the model."
+                f"resume_from_checkpoint='auto': the newest checkpoint, {folder}, has no {path.name}, and its run "
+                "cannot be identified. Set resume_from_checkpoint to its folder, or set another output_dir."
             )
-        then, now = progress["order"], json.loads(json.dumps(order))
-        if now.get("attributes") != then.get("attributes", now.get("attributes")):
-            raise UserError(
-                f"The checkpoint {folder} has outputs for attributes={then['attributes']}, and this run for "
-                f"attributes={now['attributes']}. Resume with the checkpoint's attributes, in the same order."
-            )
-        changed = [name for name in now if name in then and then[name] != now[name]]
-        if listing := ", ".join(f"{name} was {then[name]} and is {now[name]}" for name in changed):
-            if is_auto:
-                raise UserError(
-                    f"resume_from_checkpoint='auto': the newest checkpoint, {folder}, belongs to another run: "
-                    f"{listing}. Restore the old values, or set another output_dir. To resume with the new values, "
-                    "set resume_from_checkpoint=True."
-                )
-            logger.warning("Resuming from %s with different settings; results will differ: %s.", folder, listing)
+        recorded = {**self.progress["order"], LAYOUT: self.progress["batches"]} if self.progress else {}
+        self._check_identity(recorded | saved_adapters(folder, identity), {**identity, LAYOUT: layout})
         return folder
+
+    def _check_identity(self, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+        """Report differences between the checkpoint's run and the current one, see `find`."""
+        if not (differences := changes(before, now)):
+            return
+        listing = "; ".join(map(str, differences))
+        if any(change.breaks for change in differences):
+            raise UserError(
+                f"The checkpoint {self.folder} cannot be resumed by this run: {listing}. Restore the old values, or "
+                "start from its weights: pass its folder as the model."
+            )
+        if self._must_be_same:
+            raise UserError(
+                f"resume_from_checkpoint='auto': the newest checkpoint, {self.folder}, belongs to another run: "
+                f"{listing}. Restore the old values, or set another output_dir. To resume with the new values, set "
+                "resume_from_checkpoint=True."
+            )
+        logger.warning("Resuming from %s with other settings; results will differ: %s.", self.folder, listing)
 
     def state(self) -> TrainerState:
         """Return transformers' `TrainerState` from the checkpoint; an empty one if nothing is resumed."""
@@ -407,7 +409,9 @@ class CheckpointLoader:
     def load_optimizer(self, model: nn.Module, optimizer: Any, scheduler: Any, checkpoint: str) -> bool:
         """Load the states of the optimizer and scheduler; return False if transformers has to load them."""
         if self.progress is not None:
-            state_dict.read_optimizer(optimizer, model, checkpoint, self.progress["optimizer"], self._runtime)
+            recorded, now = self.progress["optimizer"], optimizer_identity(optimizer.param_groups)
+            state_dict.read_optimizer(optimizer, model, checkpoint, recorded, self._runtime)
+            self._check_identity(optimizer_identity(recorded["groups"]), now)
             state_dict.read_scheduler(scheduler, checkpoint)
             return True
         if not Path(checkpoint, OPTIMIZER_NAME).is_file():

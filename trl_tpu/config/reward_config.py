@@ -23,6 +23,7 @@ from ..parallel.sharding_plan import Rules
 from ..runtime import Remat
 from . import checks
 from .checks import RemovedArguments
+from .resume import MAY_CHANGE_ON_RESUME
 
 _DURATION = re.compile(r"(?:([1-9][0-9]{0,5})d)?(?:([1-9][0-9]{0,5})h)?(?:([1-9][0-9]{0,5})m)?")
 
@@ -238,9 +239,9 @@ class RewardConfig(RemovedArguments, TrainingArguments):
             second SIGTERM kills the process. By default no limit.
         resume_from_checkpoint (`str`, *optional*):
             `"auto"` resumes from the newest checkpoint in `output_dir`, or starts fresh if there is none. A checkpoint
-            that is damaged, or belongs to other settings or data, is an error. Other values are read by `trl-tpu
-            reward`; a script passes them to `train()`, as with transformers. `"true"` resumes from the newest good
-            checkpoint. A folder or URL names the checkpoint to resume from.
+            that is damaged, or belongs to other settings, data or models, is an error that lists old and new values.
+            Other values are read by `trl-tpu reward`; a script passes them to `train()`, as with transformers.
+            `"true"` resumes from the newest good checkpoint. A folder or URL names the checkpoint to resume from.
         save_interval_minutes (`float`, *optional*):
             Also save a checkpoint when this many minutes have passed since training began or last saved, whatever
             `save_strategy` says. By default time does not trigger saves.
@@ -320,6 +321,8 @@ class RewardConfig(RemovedArguments, TrainingArguments):
     _VALID_DICT_FIELDS = [*TrainingArguments._VALID_DICT_FIELDS, "model_init_kwargs"]
     step_separator: ClassVar[str | None] = None
     """Text after each step of a solution. None unless the trainer rewards steps."""
+    may_change_on_resume: ClassVar[frozenset[str]] = MAY_CHANGE_ON_RESUME
+    """Settings that do not change a run. All others belong to its identity, also the fields of a subclass."""
 
     # TRL's defaults that differ from TrainingArguments'
     learning_rate: float = 1e-4
@@ -496,6 +499,12 @@ class RewardConfig(RemovedArguments, TrainingArguments):
     def save_interval(self) -> timedelta | None:
         """Duration after which training saves again; None if time does not trigger saves."""
         return None if self.save_interval_minutes is None else timedelta(minutes=self.save_interval_minutes)
+
+    def identifying_settings(self) -> dict[str, Any]:
+        """Return the settings that change the run: all fields except `may_change_on_resume`, without Hub tokens."""
+        values = {item.name: getattr(self, item.name) for item in dataclasses.fields(self)}
+        values["model_init_kwargs"] = _without_token(self.model_init_kwargs)
+        return {name: value for name, value in values.items() if name not in self.may_change_on_resume}
 
     def __copy__(self) -> "RewardConfig":
         copied = object.__new__(type(self))

@@ -18,7 +18,6 @@ import logging
 import shutil
 import signal
 from collections.abc import Callable, Mapping
-from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,13 +32,14 @@ from transformers.trainer_utils import HubStrategy
 
 from ..checkpoint.checkpointer import CheckpointContents, Checkpointer, CheckpointLoader, on_all_ranks
 from ..checkpoint.folders import RemoteRun, RunFolder, atomic_folder, files_in, has_own_format
+from ..checkpoint.identity import LAYOUT, identity_of
 from ..checkpoint.state_dict import PROGRESS_FILE, gather_full_weights, older_weights, optimizer_numbers
 from ..config.reward_config import RewardConfig, is_url, private_folder
 from ..errors import UserError
 from ..modeling.adapters import complete_config, save_adapter_config
 from ..modeling.head_spec import saved_scale, set_reward_normalization
 from ..modeling.heads import CODE_FILE
-from ..modeling.losses import Loss, StepResult
+from ..modeling.losses import StepResult
 from ..parallel.shard import mesh_of, save_given_weights_only
 from ..report.pages import add_card
 from ..runtime import current
@@ -50,28 +50,6 @@ from .statistics import StepStatistics
 from .stopping import SIGTERM, HostAgreement, Preemption, Unfinished, check_alike, describe_run, digest
 
 logger = logging.getLogger(__name__)
-
-_SETTINGS = (
-    *("seed", "data_seed", "gradient_accumulation_steps", "group_by_prompt"),
-    *("learning_rate", "learning_rate_end", "lr_scheduler_type", "warmup_steps", "max_steps", "num_train_epochs"),
-    *("weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm", "optim_state_dtype"),
-    *(field.name for field in fields(Loss)),
-    *("attributes", "attribute_loss_weights", "margin_scale", "average_over", "disable_dropout", "frozen_parameters"),
-    *("bf16", "nonfinite_limit"),
-)
-"""Settings that affect the results of a step."""
-
-
-def step_inputs(args: Any, processes: int, train_dataset: Any) -> dict[str, Any]:
-    """Return settings, batch size and training data: everything that affects the results of a step.
-
-    Args:
-        args: The trainer's settings.
-        processes: Number of processes that compute different parts of a batch.
-        train_dataset: The training data.
-    """
-    order = {name: getattr(args, name) for name in _SETTINGS}
-    return order | {"the batch": args.train_batch_size * processes, "training data": digest(train_dataset)}
 
 
 def saves_state(accelerator: Accelerator) -> bool:
@@ -138,8 +116,8 @@ class Components:
         """Reason why the last `train()` could not load its best model and kept the last one; None if it could."""
         self.at_late_sigterm: Callable[[], None] = partial(signal.raise_signal, signal.SIGTERM)
         """Called after a SIGTERM that came too late to stop training."""
-        self.order: dict[str, Any] = {}
-        """See `step_inputs`."""
+        self.identity: dict[str, Any] = {}
+        """Everything that decides the numbers of the run, see `identity_of`."""
         self.build: Any = None
         """Function that turns the return value of `model_init` into a reward model."""
         self.date: str | None = None
@@ -209,16 +187,19 @@ class SavingTrainer(Trainer):
             The checkpoint's folder; None for a new run.
         """
         ours, all_gather_object = self.trl_tpu, self.trl_tpu.agreement.all_gather_object
-        ours.order = step_inputs(self.args, self._batch_parts, self.train_dataset)
+        identity = identity_of(self.args, self.model, self.processing_class)
+        identity["the batch"] = self.args.train_batch_size * self._batch_parts
+        identity["training data"] = digest(self.train_dataset)
         if ours.agreement.count > self.accelerator.num_processes:  # accelerate does not count the hosts of a mesh
-            description = ours.order | describe_run(self.args, self.eval_dataset, resume)
-            description["the layout of batches"] = ours.batch_plan.describe()  # data of streams is not compared
+            description = identity | describe_run(self.args, self.eval_dataset, resume)
+            description[LAYOUT] = ours.batch_plan.describe()  # data of streams is not compared
             check_alike(all_gather_object(description))
         # the model's folder may differ between hosts: the name on the first host counts
         config = getattr(self.model, "config", None)  # a hyperparameter search makes the model later, per trial
-        ours.order["the model"] = all_gather_object(Path(getattr(config, "name_or_path", None) or "").name)[0]
+        identity["the model"] = all_gather_object(Path(getattr(config, "name_or_path", None) or "").name)[0]
+        ours.identity = identity
         on_all_ranks(run.claim, all_gather_object)
-        checkpoint = ours.checkpoints.find(resume, run, ours.batch_plan.layout, ours.order)
+        checkpoint = ours.checkpoints.find(resume, run, ours.batch_plan.layout, identity)
         step = ours.checkpoints.state().global_step
         bases = {peft.base_model_name_or_path or "" for peft in getattr(self.model, "peft_config", {}).values()} - {""}
         on_all_ranks(lambda: run.begin(ours.checkpoints.place, step, bases), all_gather_object)
@@ -426,7 +407,7 @@ class SavingTrainer(Trainer):
         elif has_state and writes:
             numbers = optimizer_numbers(unwrap(self.optimizer), model)
             progress = {"processes": sums, "logged_step": self._globalstep_last_logged, "optimizer": numbers}
-            batches = {"batches": self.trl_tpu.batch_plan.layout, "order": self.trl_tpu.order}
+            batches = {"batches": self.trl_tpu.batch_plan.layout, "order": self.trl_tpu.identity}
             # JSON restores floats bit for bit
             (folder / PROGRESS_FILE).write_text(json.dumps(progress | batches), encoding="utf-8")
             torch.save(self.lr_scheduler.state_dict(), folder / SCHEDULER_NAME)  # type: ignore[union-attr]

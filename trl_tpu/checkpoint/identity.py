@@ -1,0 +1,158 @@
+"""Identity of a run: everything that decides its numbers, as names and values that a checkpoint records."""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+from zlib import crc32
+
+import torch
+from torch import nn
+from transformers.utils import ADAPTER_CONFIG_NAME
+
+from ..config.reward_config import RewardConfig
+from ..modeling.adapters import adapter_names, is_peft_model, without_adapters
+from ..parallel.shard import full_tensor
+
+#: Fields of a model's config that say nothing about its outputs, or that training writes (`mean` and `std`).
+_CONFIG_FIELDS_OF_NO_RUN = {
+    *("architectures", "auto_map", "distributed_config", "dtype", "mean", "std", "transformers_version", "use_cache"),
+}
+#: Fields of a peft config that say nothing about the adapters' outputs, or that show in the names of the weights.
+_ADAPTER_FIELDS_OF_NO_RUN = {
+    *("auto_mapping", "base_model_name_or_path", "inference_mode", "peft_version", "revision", "task_type"),
+    *("target_modules", "exclude_modules", "modules_to_save", "layers_to_transform", "layers_pattern"),
+    *("init_lora_weights", "init_weights"),
+}
+#: Settings of an optimizer's groups that follow the schedule, or choose a kernel.
+_GROUP_SETTINGS_OF_NO_RUN = {"params", "lr", "initial_lr", "capturable", "foreach", "fused"}
+LAYOUT = "the layout of batches (`packing`)"
+_ADAPTERS, _BASE = "adapters ", "checksum of the base model's weights"
+
+
+class Change(NamedTuple):
+    """A difference between a checkpoint's run and the current one.
+
+    Args:
+        name: Name of the setting or part.
+        before: Its value in the checkpoint's run.
+        after: Its current value.
+    """
+
+    name: str
+    before: Any
+    after: Any
+
+    @property
+    def breaks(self) -> bool:
+        """Whether no run may go on: the weights would mean something else, or the layout of batches differs.
+
+        The meaning of weights depends on the attributes of the outputs, on adapters' kind, rank and scale, and on
+        their base model.
+        """
+        is_adapters = self.name.startswith(_ADAPTERS) and not self.name.endswith("dropout")
+        return is_adapters or self.name in ("attributes", LAYOUT) or self.name.startswith(_BASE)
+
+    def __str__(self) -> str:
+        return f"{self.name} was {self.before!s:.200} and is {self.after!s:.200}"
+
+
+def identity_of(args: RewardConfig, model: Any, tokenizer: Any) -> dict[str, Any]:
+    """Return all settings that change the run, and what describes its model, adapters and tokenizer, for JSON.
+
+    Args:
+        args: The trainer's settings.
+        model: The model, with or without adapters; None if a hyperparameter search makes it later. On several
+            processes all must call this function.
+        tokenizer: The tokenizer, or None.
+    """
+    described = args.identifying_settings()
+    if isinstance(kwargs := described["model_init_kwargs"], dict):
+        kept = kwargs.keys() - {"cache_dir", "dtype", "force_download", "local_files_only", "torch_dtype"}
+        described["model_init_kwargs"] = {name: kwargs[name] for name in kept} or None
+    config = getattr(without_adapters(model), "config", None) if isinstance(model, nn.Module) else None
+    described |= {f"config.{name}": value for name, value in _config_fields(config).items()}
+    if isinstance(model, nn.Module):
+        described["dtype of the weights"] = ", ".join(sorted({str(weight.dtype) for weight in model.parameters()}))
+    if is_peft_model(model):
+        described |= _adapters_of({name: config.to_dict() for name, config in model.peft_config.items()})
+        described[f"{_BASE} in {described['dtype of the weights']}"] = base_checksum(model)
+    if tokenizer is not None:
+        described |= {f"tokenizer.{kind}": token for kind, token in tokenizer.special_tokens_map.items()}
+        vocabulary = json.dumps(sorted(tokenizer.get_vocab().items()))
+        for name, text in (("vocabulary", vocabulary), ("chat_template", json.dumps(tokenizer.chat_template))):
+            described[f"tokenizer.{name}"] = f"the one with checksum {crc32(text.encode()):08x}"
+    return json.loads(json.dumps(described, default=_plain))
+
+
+def optimizer_identity(groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the settings of an optimizer's parameter groups, which a script may set without `args`."""
+    names = [{name for name in group if name not in _GROUP_SETTINGS_OF_NO_RUN} for group in groups]
+    values = {name: [group.get(name) for group in groups] for name in set().union(*names)}
+    described = {f"optimizer.{name}": values if len(groups) > 1 else values[0] for name, values in values.items()}
+    return json.loads(json.dumps(described, default=_plain))
+
+
+def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[Change]:
+    """Return the differences between two results of `identity_of`, for names that both have."""
+    return [Change(name, before[name], now[name]) for name in now if name in before and before[name] != now[name]]
+
+
+def saved_adapters(checkpoint: str | Path, identity: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the part of ``identity`` that describes adapters, as a checkpoint of any trainer has it."""
+    names = {name.removeprefix(_ADAPTERS).partition(".")[0] for name in identity if name.startswith(_ADAPTERS)}
+    files = {name: Path(checkpoint, "" if name == "default" else name, ADAPTER_CONFIG_NAME) for name in names}
+    saved = {name: json.loads(file.read_text(encoding="utf-8")) for name, file in files.items() if file.is_file()}
+    return _adapters_of(saved)
+
+
+def base_checksum(model: Any) -> str:
+    """Return a checksum of the weights that a model with adapters does not save: the sums of their bits as integers.
+
+    It does not depend on devices or sharding. On a mesh of processes all must call it. Weights are gathered one by
+    one.
+    """
+    weights = model.state_dict(keep_vars=True)
+    saved, sums = adapter_names(model, weights), list[torch.Tensor]()
+    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    names = [name for name in weights if name not in saved and ".original_module." not in name]
+    for weight in (full_tensor(weights[name].detach()) for name in names):
+        bits = (weight if weight.dim() else weight[None]).view(integers[weight.element_size()])
+        # int32 sums of rows wrap around, the same on every device, and need no copy of a float32 weight in int64
+        sums.append(bits.sum(-1, dtype=torch.int32).sum(dtype=torch.int64))
+    total = torch.stack(sums).tolist() if sums else []
+    return f"{crc32(json.dumps(total).encode()):08x}"
+
+
+def _config_fields(config: Any) -> dict[str, Any]:
+    """Return the fields of a model's config that decide its outputs, also in the configs of its parts."""
+
+    def without(fields: Mapping[str, Any]) -> dict[str, Any]:
+        return {
+            name: without(value) if isinstance(value, Mapping) else value
+            for name, value in fields.items()
+            if not str(name).startswith("_") and name not in _CONFIG_FIELDS_OF_NO_RUN
+        }
+
+    return without(config.to_dict()) if hasattr(config, "to_dict") else {}
+
+
+def _adapters_of(configs: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    return {
+        f"{_ADAPTERS}{adapter}.{name}": value
+        for adapter, config in configs.items()
+        for name, value in config.items()
+        if name not in _ADAPTER_FIELDS_OF_NO_RUN
+    }
+
+
+def _plain(value: Any) -> Any:
+    """Return a value for JSON that is the same in every process: no addresses, sets in order."""
+    if isinstance(value, set | frozenset):
+        return sorted(map(str, value))
+    if hasattr(value, "to_dict"):
+        return value.to_dict()
+    if hasattr(value, "__qualname__"):
+        return f"{value.__module__}.{value.__qualname__}"
+    return re.sub(r" at 0x[0-9a-f]+", "", str(value))
