@@ -332,6 +332,9 @@ def test_killed_scoring_resumes_after_complete_chunks(
         write_jsonl(source, changed)
         assert f"{output}.partial" in error_of(*score_command(model, source, output), *flags)
     write_jsonl(source, rows)
+    with monkeypatch.context() as upgrade:
+        upgrade.setattr("trl_tpu.scripts.score.CODE", "another version")
+        assert f"{output}.partial" in error_of(*score_command(model, source, output))
     assert printed(output) == verdict, "the verdict covers all rows"
     assert "24 rows" in caplog.text and output.read_bytes() == whole.read_bytes()
     assert {path.name for path in tmp_path.iterdir()} == {"out.jsonl", "rows.jsonl", "whole.jsonl"}

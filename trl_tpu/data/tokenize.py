@@ -3,10 +3,15 @@
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
+from hashlib import sha256
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import tokenizers
+import transformers
 from datasets import Dataset, IterableDataset
 from transformers import PreTrainedTokenizerBase
 
@@ -32,6 +37,10 @@ from .rankings import RankingKind, is_ranking
 from .traps import TRAPS, find_traps, report_equal_answers, warn, warn_of_traps
 
 logger = logging.getLogger(__name__)
+
+_SOURCES = sorted(Path(__file__).parents[1].rglob("*.py"))
+CODE = sha256(b"".join(path.read_bytes() for path in _SOURCES)).hexdigest()
+"""Hash of this package's source, read on import. Results that outlive a process, such as tokens, depend on it."""
 
 _STREAM_BATCH = 16  # rows tokenized at once from a stream: few, so that the first batch is ready soon
 
@@ -136,9 +145,16 @@ def map_rows(
     """Map the rows of a dataset, in the main process first, and log their traps; map a stream while it is read."""
     if isinstance(dataset, IterableDataset):
         return dataset.map(function, batch_size=_STREAM_BATCH, **settings)
+    # `datasets` caches the result, but its hash of a function in a module has the function's name only
+    function = partial(_of_code, f"{CODE} {transformers.__version__} {tokenizers.__version__}", function)
     with main_processes_first():
         dataset = dataset.map(function, num_proc=num_proc, desc=f"Tokenizing {name} dataset", **settings)
     return warn_of_traps(dataset, name) if TRAPS in dataset.column_names else dataset
+
+
+def _of_code(code: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call ``function``; ``code`` serves only to distinguish the hashes of such calls."""
+    return function(*args, **kwargs)
 
 
 def _tokenize_rows(

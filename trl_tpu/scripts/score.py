@@ -22,6 +22,7 @@ from tqdm import tqdm
 
 from trl_tpu.config.reward_config import help_from_docstring
 from trl_tpu.data import checks
+from trl_tpu.data.tokenize import CODE
 from trl_tpu.errors import UserError, UserFileError
 from trl_tpu.evaluation.evaluate import Evaluation, NoComparisons
 from trl_tpu.report.verdicts import LabeledRewards, Table, as_markdown, printable, read_rows
@@ -154,7 +155,7 @@ def _windows(
     done, file = 0, None
     scale = None if scorer.scale is None else [scorer.scale.mean, scorer.scale.std]
     depends_on = {"model": scorer.fingerprint, "best_of_n": args.best_of_n, "scale": scale}
-    depends_on |= {"max_length": args.max_length, "bf16": args.bf16}
+    depends_on |= {"max_length": args.max_length, "bf16": args.bf16, "code": CODE}
     with ExitStack() as stack:
         if args.output:
             file = stack.enter_context(RowsFile(args.output, depends_on, stream.WINDOW))
@@ -206,8 +207,8 @@ class RowsFile:
             written = read_rows(path)
             if path.stem != self._file_of(source).stem or len(written) != len(source):
                 raise UserError(
-                    f"{self._folder} cannot be resumed: its rows were made from other data, by another model or with "
-                    "other arguments. Use the same command, or delete the folder to start again."
+                    f"{self._folder} cannot be resumed: its rows were made from other data, by another model or "
+                    "version, or with other arguments. Use the same command, or delete the folder to start again."
                 )
             self._chunks.append(path)
             yield written
