@@ -83,7 +83,7 @@ def template_arguments(tools: Any, variables: Mapping[str, Any] | None) -> dict[
     other rows have a variable.
     """
     present = {key: value for key, value in (variables or {}).items() if value is not None}
-    return {"tools": json.loads(tools) if isinstance(tools, str) else tools} | present
+    return {"tools": json.loads(tools.strip() or "null") if isinstance(tools, str) else tools} | present
 
 
 def _with_content(message: dict[str, Any], content: Any) -> dict[str, Any]:
@@ -156,7 +156,7 @@ def convert_row(row: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     starts_answer = "prompt" not in new and _first([new[key] for key in answers], "role") == "assistant"
     if starts_answer and last and _ROLES.get(last, last) != "assistant":
         new["prompt"] = [{"role": "system", "content": row["system"]}, *turns] if row.get("system") else turns
-        notes |= set() if _first(turns, "from") else {"no `prompt`, but turns before the answers, read as the prompt"}
+        notes |= set() if _first(turns, "from") else {"`conversations` or `messages`, read as the prompt"}
     if "prompt" in new:
         new["prompt"] = _to_messages(new["prompt"], notes)
     if isinstance(new.get("tools"), list):

@@ -28,6 +28,7 @@ _TEXT_COLUMN = re.compile(
     re.IGNORECASE,
 )
 _WORD = re.compile(r"\w+|[^\w\s]", re.ASCII)  # ASCII: languages without spaces have no words here
+_THOUGHT_TAG = re.compile("</?think>")
 # keys of messages, and variables, that some chat templates write
 _OTHER_PARTS = ("reasoning_content", "reasoning", "thinking", "tool_calls", "function_call", "tools", "documents")
 _SHORTEST_PROMPT = 10  # characters; answers may begin with a shorter prompt by chance
@@ -39,8 +40,8 @@ _WARNINGS = {
     "`system`) or into all answers, or drop the column",
     "beside": "the `{}` is not read, because `messages` and `text` hold whole conversations. Put it into them, or "
     "rename that column to `completion`, which is read after the prompt",
-    "template": "the chat template does not write {}. Train with a template that does (`chat_template_path`), put the "
-    "text into the `content` of messages, or remove it",
+    "template": "the chat template does not write {}. Use a template that does (in training, `chat_template_path`), "
+    "move the text to messages that it writes, or remove it",
     "prompt": "all answers begin with the `prompt`, so the prompt is read twice. Drop the column, "
     "`dataset.remove_columns('prompt')`",
     "form": "there are {}. Convert the rows yourself if that is wrong",
@@ -107,12 +108,17 @@ def unread_parts(messages: list[Any], variables: Row, rendered: str, render: Cal
         render: Function that renders messages; keyword arguments replace variables.
     """
     text, unread = _words(rendered), list[str]()
+
+    def is_written(part: str) -> bool:
+        return _words(part) in text or _words(json.dumps(part, ensure_ascii=False)[1:-1]) in text
+
     for message in messages:
-        parts = [part for content in texts_of(message) for part in re.split("</?think>", content)]
-        forms = [(_words(part), _words(json.dumps(part, ensure_ascii=False)[1:-1])) for part in parts]
-        are_written = [any(form in text for form in part_forms) for part_forms in forms]
-        if not all(are_written):
-            unread += ["thoughts (`<think>`)" if are_written[-1] else f"text of the role {message['role']!r}"]
+        contents = texts_of(message)
+        parts = _THOUGHT_TAG.split("".join(contents))
+        parts_alone = [part for content in contents for part in _THOUGHT_TAG.split(content)]  # not joined
+        if not all(map(is_written, parts)) and not all(map(is_written, parts_alone)):
+            has_answer = len(parts) > 1 and is_written(parts[-1])
+            unread += ["thoughts (`<think>`)" if has_answer else f"text of the role {message['role']!r}"]
     for key in _OTHER_PARTS:
         without = [{name: value for name, value in message.items() if name != key} for message in messages]
         if without != messages or variables.get(key):
@@ -129,7 +135,7 @@ def _words(text: str) -> str:
 def _strings(value: Any) -> Iterator[str]:
     """Yield the texts in a value, at any nesting depth, except roles. JSON text is parsed."""
     if isinstance(value, str) and value.strip().startswith(("[", "{")):
-        with suppress(ValueError):
+        with suppress(ValueError, RecursionError):
             value = json.loads(value)
     if isinstance(value, str) and value.strip():
         yield value.strip()

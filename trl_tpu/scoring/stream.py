@@ -153,6 +153,8 @@ class Form:
         if self.step_separator is not None:
             return {"completions": _steps(row, f"{where}: `completions", tokenizer, self.step_separator)}
         row = convert_row(row)[0]
+        if "completion" in row and "completions" in self.outputs:  # also a row without a label, after rows with one
+            row.setdefault("completions", [row["completion"]])
         items: Items = {}
         for column in self.outputs:
             answer, place = row.get(column), f"{where}: `{column}"
