@@ -166,13 +166,11 @@ def warn(key: str, names: Iterable[str], where: str) -> None:
     logger.warning(f"{where}, {_WARNINGS[key].format(', '.join(names))}.")
 
 
-def warn_of_new_traps(traps: Iterable[str], warned: set[str], where: str) -> None:
+def warn_of_new_traps(traps: list[str], warned: set[str], where: str) -> None:
     """Log the traps of a streamed row that are not in ``warned`` yet, and add them."""
-    for trap in dict.fromkeys(traps):
-        if trap not in warned:
-            key, named = trap.split(" ", 1)
-            warn(key, [named], f"{where}, and perhaps in later rows")
-            warned.add(trap)
+    for key, named in (trap.split(" ", 1) for trap in dict.fromkeys(traps) if trap not in warned):
+        warn(key, [named], f"{where}, and perhaps in later rows")
+    warned.update(traps)
 
 
 def report_equal_answers(row: Mapping[str, Any], traps: str, count: int, rows: int, first: int, name: str) -> None:

@@ -70,8 +70,6 @@ class Item:
     """Reward of each attribute of the model, by name."""
     fault: str | None = None
     """Reason why the item has no reward."""
-    traps: Sequence[str] = ()
-    """Parts that the chat template does not write, see `data.traps`."""
 
 
 #: Items of a row by column: one item, or a list of items if the column has a list of answers.
@@ -169,15 +167,10 @@ class Form:
                 items[column] = _read(row, prompt, answer, f"{place}`", tokenizer)
         return items
 
-    def traps(self, items: Items) -> list[str]:
-        """Return the traps of a row, from its tokenized items: text that the model does not read."""
-        tokenized = [item for item in flatten_items(items) if item.tokens is not None]
-        if not tokenized or self.step_separator is not None:
-            return []
-        row = tokenized[0].row
+    def unread_columns(self, row: Row) -> list[str]:
+        """Return traps for the columns of a converted row whose text is not scored."""
         prompt = None if self.outputs.keys() & set(_WITHOUT_PROMPT) else row.get("prompt")
-        answers = [row.get(column) for column in self.outputs]
-        return [*chain(*(item.traps for item in tokenized)), *unread_columns(row, prompt, answers)]
+        return unread_columns(row, prompt, [row.get(column) for column in self.outputs])
 
     def written(self, row: Row, items: Items, has_attributes: bool = False) -> dict[str, Any]:
         """Return the row with its rewards, its token counts, and a reason if it lacks rewards.
@@ -237,13 +230,16 @@ def _steps(row: Row, where: str, tokenizer: Any, step_separator: str) -> Item | 
     return [Item(row, f"{where}[{place}]`", ids[: end + 1]) for place, end in enumerate(ends)]
 
 
-def tokenize(items: list[Item], scorer: Scorer, max_length: int | None) -> list[tuple[Item, np.ndarray]]:
+def tokenize(
+    items: list[Item], scorer: Scorer, max_length: int | None, warned: set[str]
+) -> list[tuple[Item, np.ndarray]]:
     """Tokenize items as in training, and return the ones that can be scored; the rest get a fault.
 
     Args:
         items: The items of some rows.
         scorer: The model with its tokenizer.
         max_length: Maximum number of tokens of an item; None for no limit.
+        warned: Traps that are logged already; new ones are added.
     """
     texts = [item.dialogue for item in items if isinstance(item.dialogue, str)]
     # tokenizing all texts in one call is much faster
@@ -257,7 +253,8 @@ def tokenize(items: list[Item], scorer: Scorer, max_length: int | None) -> list[
             if isinstance(ids, str):
                 ids = next(tokenized)
             elif isinstance(ids, list):
-                ids, item.traps = tokenize_conversation(ids, scorer.tokenizer, item.row, item.where)
+                ids, traps = tokenize_conversation(ids, scorer.tokenizer, item.row, item.where)
+                warn_of_new_traps(traps, warned, item.where.replace("Row", "in row", 1))
             checks.check_ids(ids, item.where, scorer.num_embeddings)
             item.tokens = len(ids)
             if max_length is not None and len(ids) > max_length:
@@ -375,9 +372,10 @@ def _start(
     items_of_rows = [
         form.read(row, checks.row_of(number, "scored"), scorer.tokenizer) for number, row in enumerate(rows, first)
     ]
-    ready = tokenize([item for items in items_of_rows for item in flatten_items(items)], scorer, max_length)
     for number, items in enumerate(items_of_rows, first):
-        warn_of_new_traps(form.traps(items), warned, f"scored rows: in row {number}")
+        for item in flatten_items(items)[:1]:
+            warn_of_new_traps(form.unread_columns(item.row), warned, f"scored dataset: in row {number}")
+    ready = tokenize([item for items in items_of_rows for item in flatten_items(items)], scorer, max_length, warned)
     chats = ((item.dialogue, item.row) for item, _ in ready if isinstance(item.dialogue, list))
     date_written(scorer.tokenizer, chats)  # warns if the chat template writes a date
     rewards = scorer.start([ids for _, ids in ready])

@@ -46,9 +46,10 @@ class ScoreArguments:
         model_name_or_path: Folder (or Hub id) of a saved reward model or of its adapters.
         text: Texts to score; the flag may be repeated.
         dataset_name: Rows to score: a local file, a folder, a Hub id, or ``-`` for JSON Lines from standard input.
-            Columns: ``text``, ``messages``, ``completions`` (a list of answers, or of a solution's steps for a process
-            reward model), or ``chosen`` and ``rejected`` (answers or lists of answers). Optional columns: ``prompt``,
-            and for messages ``tools`` and ``chat_template_kwargs``.
+            Columns: ``text``, ``messages``, ``completion`` (an answer), ``completions`` (a list of answers, or of a
+            solution's steps for a process reward model), or ``chosen`` and ``rejected`` (answers or lists of answers).
+            Optional columns: ``prompt`` (not with ``text`` and ``messages``), and for messages ``tools`` and
+            ``chat_template_kwargs``.
         dataset_config: Configuration of the dataset.
         dataset_split: Split to score; optional if the dataset has only one.
         output: File for the rows with their rewards: Parquet if its name ends in ``.parquet``, else JSON Lines. Until
