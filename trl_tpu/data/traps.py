@@ -23,21 +23,17 @@ TRAPS = "trl_tpu_traps"
 
 # Columns whose text usually belongs to a conversation, unlike the text of ids, sources, languages or critiques.
 _TEXT_COLUMN = re.compile(
-    "(.*_)?(system(_prompt|_message)?|history|contexts?|instructions?|inputs?|query|question|messages|tools"
-    "|conversations?|dialog(ue)?|trajectory|documents?|passages?)",
-    re.IGNORECASE,
+    "(?i)(.*_)?(system(_prompt|_message)?|history|contexts?|instructions?|inputs?|query|question|messages|tools|"
+    "conversations?|dialog(ue)?|trajectory|documents?|passages?)"
 )
 _WORD = re.compile(r"\w+|[^\w\s]", re.ASCII)  # ASCII: languages without spaces have no words here
-_THOUGHT_TAG = re.compile("</?think>")
 # keys of messages, and variables, that some chat templates write
 _OTHER_PARTS = ("reasoning_content", "reasoning", "thinking", "tool_calls", "function_call", "tools", "documents")
 _SHORTEST_PROMPT = 10  # characters; answers may begin with a shorter prompt by chance
 
 _WARNINGS = {
-    "question": "the column `prompt` is missing, and the text of {} is not read. Join it all to a column `prompt`: a "
-    "text, or messages that begin with a system prompt, in the role `system`",
-    "column": "the text of {} is not read. Put it into the `prompt` (in messages, a system prompt has the role "
-    "`system`) or into all answers, or drop the column",
+    "column": "the text of {} is not read. Put it into a column `prompt` (a text, or messages that begin with a "
+    "system prompt, in the role `system`) or into all answers, or drop the column",
     "beside": "the `{}` is not read, because `messages` and `text` hold whole conversations. Put it into them, or "
     "rename that column to `completion`, which is read after the prompt",
     "template": "the chat template does not write {}. Use a template that does (in training, `chat_template_path`), "
@@ -85,16 +81,14 @@ def unread_columns(row: Row, prompt: Any, answers: list[Any]) -> list[str]:
         answers: The row's answers, as texts, messages, or lists of these.
     """
     roles, traps, texts = set(_roles_in([prompt, *answers])), list[str](), list[str]()
-    is_asked = bool(roles - {"assistant"})
-    # the question is not in `conversations` then, and `unread_parts` finds unread tools of messages
-    excluded = ("conversations",) * is_asked + ("tools",) * bool(roles)
+    # `conversations` is not needed after another question, and `unread_parts` finds unread tools of messages
+    excluded = ("conversations",) * bool(roles - {"assistant"}) + ("tools",) * bool(roles)
     for key, value in row.items():
         if (_TEXT_COLUMN.fullmatch(key) and key not in excluded) or (key == "prompt" and not prompt):
             parts, enough = set(_strings(value)), all if isinstance(value, str) else any
             texts = texts or [_words(" ".join(_strings([prompt, answer]))) for answer in answers]
             if not all(enough(_words(part) in text for text in texts) for part in parts):
-                kind = "beside" if key == "prompt" else "column" if prompt or is_asked else "question"
-                traps.append(f"{kind} {key}")
+                traps.append(f"{'beside' if key == 'prompt' else 'column'} {key}")
     return traps
 
 
@@ -114,8 +108,8 @@ def unread_parts(messages: list[Any], variables: Row, rendered: str, render: Cal
 
     for message in messages:
         contents = texts_of(message)
-        parts = _THOUGHT_TAG.split("".join(contents))
-        parts_alone = [part for content in contents for part in _THOUGHT_TAG.split(content)]  # not joined
+        parts = re.split("</?think>", "".join(contents))
+        parts_alone = [part for content in contents for part in re.split("</?think>", content)]  # not joined
         if not all(map(is_written, parts)) and not all(map(is_written, parts_alone)):
             has_answer = len(parts) > 1 and is_written(parts[-1])
             unread += ["thoughts (`<think>`)" if has_answer else f"text of the role {message['role']!r}"]
