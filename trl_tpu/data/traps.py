@@ -4,7 +4,7 @@ import json
 import logging
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -139,13 +139,13 @@ def _strings(value: Any) -> Iterator[str]:
             yield from _strings(item)
 
 
-def warn_of_traps(dataset: Dataset, name: str) -> tuple[Dataset, list[str]]:
+def warn_of_traps(dataset: Dataset, name: str) -> tuple[Dataset, Sequence[str]]:
     """Log each kind of trap with its number of rows; return the dataset without the column, and the column."""
     if TRAPS not in dataset.column_names:
         return dataset, [""] * len(dataset)
     rows_of: dict[str, dict[int, None]] = defaultdict(dict)
     names_of: dict[str, dict[str, None]] = defaultdict(dict)  # dicts as ordered sets
-    traps_N = dataset.with_format(None)[TRAPS][:]
+    traps_N: Any = dataset.with_format(None)[TRAPS]
     for index, traps in enumerate(traps_N):
         for key, trap in (line.split(" ", 1) for line in traps.splitlines()):
             rows_of[key][index] = names_of[key][trap] = None
