@@ -170,9 +170,8 @@ def _tokenize_rows(
     answers_N = [kind.raw_answers(row, checks.row_of(at, name)) for at, row in zip(indices, rows, strict=True)]
     checked = list(zip(indices, rows, answers_N, strict=True))
     texts = [kind.with_prompt(row, text, processing_class) for _, row, answers in checked for text in answers.values()]
-    tokenized: Any
     if all(isinstance(text, str) for text in texts):
-        tokenized = ((ids, []) for ids in processing_class(text=texts, return_attention_mask=False)["input_ids"])
+        tokenized: Any = ((ids, []) for ids in processing_class(text=texts, return_attention_mask=False)["input_ids"])
     else:  # rows of a stream may mix text and messages
         sources = ((row, checks.row_of(at, name, place)) for at, row, answers in checked for place in answers)
         tokenized = (
