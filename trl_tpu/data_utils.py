@@ -20,4 +20,4 @@ def _tokenize(
 ) -> dict[str, list[int]]:
     """Tokenize plain text directly, or messages through the chat template."""
     row = {"tools": tools, "chat_template_kwargs": chat_template_kwargs}
-    return {"input_ids": tokenize_conversation(input, processing_class, row, "A conversation")}
+    return {"input_ids": tokenize_conversation(input, processing_class, row, "A conversation")[0]}

@@ -89,6 +89,33 @@ def test_rows_in_two_formats_are_rejected(good_model: Path, tmp_path: Path, erro
     assert without_prompt["reward_chosen"] == pytest.approx(plain["reward_chosen"])
 
 
+def test_single_completion_is_scored_and_unread_text_is_named(
+    good_model: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    scorer, asked = Scorer(str(good_model)), {"prompt": "Why?", "system": ""}
+    labeled = asked | {"completion": "b", "label": True}
+    rows = [asked | {"completion": "a"}, labeled, asked | {"completion": "b"}]
+    (first, _, third), (_, mixed) = (list(trl_tpu.score(scorer, each)) for each in (rows, rows[1:]))
+    (pair,) = trl_tpu.score(scorer, [asked | {"chosen": "a", "rejected": "b"}])
+    assert [first["reward"], third["reward"]] == pytest.approx([pair["reward_chosen"], pair["reward_rejected"]])
+    assert mixed["rewards"] == pytest.approx([third["reward"]]), "no label, after a row with a label"
+
+    whole = {"prompt": "q", "messages": [user("q"), assistant("a")], "tools": None}
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    for row, others, named in (
+        ({"prompt": None, "text": "a"}, {"prompt": "q"}, "`prompt`"),
+        (whole, {"prompt": "Why?"}, "`prompt`"),
+        (whole, {"system": "Be"}, "system"),
+        (rows[0], {"context": "It is."}, "context"),
+        (whole, {"messages": [user("q"), assistant("a") | {"reasoning_content": "It is."}]}, "`reasoning_content`"),
+        (whole, {"tools": tools}, "`tools`"),
+    ):
+        caplog.clear()
+        list(trl_tpu.score(scorer, [row, row | others, row | others]))
+        (record,) = caplog.records
+        assert named in record.getMessage() and "row 1" in record.getMessage().lower()
+
+
 def test_lone_surrogate_in_a_text_is_rejected(good_model: Path, tmp_path: Path, error_of: Callable[..., str]) -> None:
     argv = ["score", "--model_name_or_path", good_model, "--text", "whole", "--text", "ab\ud800"]
     assert "`--text` number 2" in error_of(*argv)
@@ -332,6 +359,9 @@ def test_killed_scoring_resumes_after_complete_chunks(
         write_jsonl(source, changed)
         assert f"{output}.partial" in error_of(*score_command(model, source, output), *flags)
     write_jsonl(source, rows)
+    with monkeypatch.context() as upgrade:
+        upgrade.setattr("trl_tpu.scripts.score.CODE", "another version")
+        assert f"{output}.partial" in error_of(*score_command(model, source, output))
     assert printed(output) == verdict, "the verdict covers all rows"
     assert "24 rows" in caplog.text and output.read_bytes() == whole.read_bytes()
     assert {path.name for path in tmp_path.iterdir()} == {"out.jsonl", "rows.jsonl", "whole.jsonl"}

@@ -1,15 +1,20 @@
 """Token pairs equal TRL 1.16's for every format of preference data, and TRL 0.23's for the old columns."""
 
+import json
 import logging
+import os
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+import subprocesses
 import trl
 from datasets import Dataset
+from environment import ROOT, SUPPORT
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from preference_rows import assistant, prepare, rows_of_every_format, tiny_model, tiny_tokenizer
+from preference_rows import assistant, prepare, rows_of_every_format, tiny_model, tiny_tokenizer, write_jsonl
 
 from trl_tpu.data.collators import old_columns
 from trl_tpu.data.length_stats import PAIR
@@ -64,6 +69,49 @@ def test_text_is_tokenized_as_prompt_answer_and_one_eos(triples: list[tuple[str,
 def test_user_columns_are_kept() -> None:
     rows = [{**row, "id": i} for i, row in enumerate(FORMS["standard"])]
     assert prepare(rows).remove_columns(["chosen_ids", "rejected_ids"]).to_list() == rows
+
+
+PREPARE_FROM_DISK = """
+import json, sys
+from datasets import Dataset, Features, Sequence, Value
+from preference_rows import prepare, tiny_tokenizer
+from trl_tpu.data import tokenize
+from trl_tpu.data.solutions import prepare_solutions, tokenize_solution
+root, folder = sys.argv[1:]
+assert tokenize.__file__.startswith(root)
+rows = Dataset.from_json(f"{folder}/rows.jsonl", cache_dir=folder)
+pairs = prepare(rows.select_columns(["chosen", "rejected"]), max_length=4, truncation_mode="keep_end")
+settings = {"step_separator": "!", "max_length": None, "max_completion_length": None}
+settings |= {"tokenizer": tiny_tokenizer(), "train_on_last_step_only": False, "is_eval": False}
+steps = rows.select_columns(["prompt", "completions", "labels"])
+steps = prepare_solutions(steps, tokenize_solution, settings, num_embeddings=999, num_proc=None, name="train")
+print(json.dumps([pairs["chosen_ids"][:], steps["input_ids"][:]]))
+"""
+
+
+def test_cached_tokens_are_reused_until_the_code_changes(tmp_path: Path) -> None:
+    root, folder = tmp_path / "copy", tmp_path / "rows"
+    shutil.copytree(ROOT / "trl_tpu", root / "trl_tpu", ignore=shutil.ignore_patterns("__pycache__"))
+    row = {"chosen": "good one", "rejected": "very bad", "prompt": "2+2", "completions": ["4"], "labels": [1]}
+    write_jsonl(folder / "rows.jsonl", [row])
+    path = os.pathsep.join(map(str, (root, ROOT, SUPPORT)))
+
+    def prepared() -> tuple[list[str], set[Path]]:
+        environment = {"PYTHONPATH": path, subprocesses.ONLY: "transformers.trainer"}
+        output = subprocesses.run("-c", PREPARE_FROM_DISK, str(root), str(folder), **environment).stdout
+        texts = [tiny_tokenizer().decode(ids) for (ids,) in json.loads(output.splitlines()[-1])]
+        return texts, set(folder.rglob("cache-*.arrow"))
+
+    texts, files = prepared()
+    assert texts == ["one<|im_end|>", "2+24!"] and len(files) == 3  # one file per map: tokens, truncated pairs, steps
+    assert prepared() == (texts, files)
+    changes = [("checks", "dialogue + eos", "dialogue + '?'"), ("solutions", "ids + sep", "ids + ids + sep")]
+    for name, old, new in changes:
+        module = root / "trl_tpu" / "data" / f"{name}.py"
+        assert module.read_text().count(old) == 1
+        module.write_text(module.read_text().replace(old, new))
+    new_texts, new_files = prepared()
+    assert new_texts == ["one?", "2+244!"] and len(new_files - files) == 3
 
 
 def test_token_ids_pass_through_and_are_filtered() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from datasets import Dataset
-from preference_rows import assistant, prepare, rows_of_every_format, tiny_tokenizer, user
+from preference_rows import TOOLS, assistant, prepare, rows_of_every_format, tiny_tokenizer, user
 from tokenizers.processors import TemplateProcessing
 
 from trl_tpu.data.formats import apply_template
@@ -17,9 +17,11 @@ from trl_tpu.scoring.stream import Form, flatten_items
 from trl_tpu.scripts.synthetic import load_dataset
 
 GOOD = {"chosen": "good", "rejected": "bad"}
-CHAT = {"chosen": [user("q"), assistant("yes")], "rejected": [user("q"), assistant("no")]}
-ANSWERS = {"chosen": [assistant("yes")], "rejected": [assistant("no")]}
+QUESTION, YES, NO = user("q"), assistant("yes"), assistant("no")
+CHAT = {"chosen": [QUESTION, YES], "rejected": [QUESTION, NO]}
+ANSWERS = {"chosen": [YES], "rejected": [NO]}
 RANKED = {"completions": ["a", "b"], "scores": [1.0, 2.0]}
+SINGLE = {"prompt": "p", "completions": ["a"], "scores": [1.0]}
 
 
 def adding_bos() -> Any:
@@ -38,6 +40,19 @@ TRAPS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "history": ("history", {**GOOD, "history": []}, {"history": [[WHAT, "What?"]]}),
     "question of rankings": ("query", {**RANKED, "query": ""}, {"query": WHAT}),
     "question of messages": ("input", {**ANSWERS, "input": ""}, {"input": WHAT}),
+    "system prompt": ("system_prompt", {"prompt": "p", **GOOD, "system_prompt": ""}, {"system_prompt": "Be"}),
+    "history before a prompt": ("history", {"prompt": "Why", **GOOD, "history": []}, {"history": [["Why?", "a"]]}),
+    "context of answers": ("context", {"prompt": [user("q")], **ANSWERS, "context": "q"}, {"context": WHAT}),
+    "context of conversations": ("context", {**CHAT, "context": "q"}, {"context": WHAT}),
+    "system of rankings": ("system", {"prompt": "p", **RANKED, "system": None}, {"system": "Be"}),
+    "documents of single answers": ("docu", {**SINGLE, "documents": ["p"]}, {"documents": ["p", WHAT]}),
+    "messages": (
+        "messages",
+        {"prompt": [user("q")], **ANSWERS, "messages": CHAT["rejected"]},
+        {"messages": [user("r")]},
+    ),
+    "messages after an answer": ("messages", {**ANSWERS, "messages": ANSWERS["chosen"]}, {"messages": CHAT["chosen"]}),
+    "tools of text": ("tools", {"prompt": "p", **GOOD, "tools": ""}, {"tools": json.dumps(TOOLS)}),
     "prompt twice": ("prompt", {**GOOD, "prompt": f"{WHAT} "}, {"chosen": f"{WHAT} a", "rejected": WHAT}),
     "prompt twice in messages": ("prompt", {**ANSWERS, "prompt": [user("q")]}, CHAT),
     "prompt twice in rankings": ("prompt", {**RANKED, "prompt": WHAT}, {"completions": [f"{WHAT} a", f"{WHAT} b"]}),
@@ -63,6 +78,20 @@ def test_data_trap_is_logged_once(trap: str, streaming: bool, caplog: pytest.Log
         assert name in message and "row 1" in message and ("2 of 4" in message or streaming)
 
 
+IDS = {"id": "7", "question_id": "q7", "source": "web", "language": "en", "chosen_model": "a", "score_chosen": 8.0}
+ORDINARY: list[dict[str, Any]] = [
+    {"question": "What is it?", "chosen": "What is it? a", "rejected": "What is it? b"},
+    {**IDS, **GOOD, "prompt": "Hm", "critique": "Both are short.", "system": " ", "history": [], "tools": ""},
+    {**IDS, **CHAT, "messages": CHAT["chosen"]},
+    {**GOOD, "prompt": "q", "messages": [user("q"), assistant("bad")], "conversations": None},
+    {**GOOD, "prompt": "Say what.\n\nIs it", "instruction": "Say what. ", "input": "Is it"},
+    {**GOOD, "prompt": f"Use {json.dumps(TOOLS[0])}:", "tools": json.dumps(TOOLS)},
+    {"prompt": [{"role": "system", "content": "s"}, user("q")], **ANSWERS, "system": "s", "context": "q"},
+    {"prompt": [user("q")], "chosen": [assistant("<think>\n\n</think>\n\na\tb")], "rejected": [assistant(" b\n")]},
+    {"prompt": [{"role": "user", "content": [{"type": "text", "text": each} for each in ("Hel", "lo")]}], **ANSWERS},
+]
+
+
 def test_ordinary_rows_trigger_no_trap(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, logger="trl_tpu"):
         for name in ("synthetic:numbers", "synthetic:rankings"):
@@ -71,7 +100,8 @@ def test_ordinary_rows_trigger_no_trap(caplog: pytest.LogCaptureFixture) -> None
         for rows in rows_of_every_format().values():
             prepare(rows, adding_bos())
         prepare([{"prompt": "Hello", "chosen": "Hello! How are you?", "rejected": "Hello, you."}])
-        prepare([{"question": "What is it?", "chosen": "What is it? a", "rejected": "What is it? b"}])
+        for row in ORDINARY:
+            prepare([row])
     assert not [each.getMessage() for each in caplog.records if each.name.endswith("traps")]
 
 
@@ -89,6 +119,38 @@ def test_pairs_made_equal_by_the_template_are_named(caplog: pytest.LogCaptureFix
         prepare([dropped] * 2 + [CHAT], tokenizer)
 
 
+# names of parts, and two conversations that differ in this part only
+UNWRITTEN: dict[str, list[list[dict[str, Any]]]] = {
+    "<think>": [[assistant(f"<think>{thought}</think>yes")] for thought in ("a", "b")],
+    "'critic'": [[{"role": "critic", "content": text}, YES] for text in ("is", "or")],
+    "`reasoning_content`": [[YES | {"reasoning_content": thought}] for thought in ("yes", "no")],
+    "`tool_calls`": [[YES | {"tool_calls": [{"function": {"name": name}}]}] for name in ("yes", "no")],
+}
+
+
+@pytest.mark.parametrize("part", [*UNWRITTEN, "`tools`"])
+def test_parts_that_the_template_does_not_write_are_named(part: str, caplog: pytest.LogCaptureFixture) -> None:
+    """If most pairs are equal for this reason, the error names it."""
+    tokenizer, answers = tiny_tokenizer(), UNWRITTEN.get(part, [])
+    content = "{{ m.role }}: {{ m.content.split('</think>')[-1] }}"
+    tokenizer.chat_template = f"{{% for m in messages if m.role != 'critic' %}}{content}. {{% endfor %}}"
+    good: dict[str, Any] = {"prompt": [QUESTION], **ANSWERS, "tools": []}
+    bad = good | ({"chosen": answers[0]} if answers else {"tools": TOOLS})
+    single = {"prompt": [QUESTION], "completions": [bad["chosen"]], "scores": [1.0], "tools": bad["tools"]}
+    ranked = single | {"completions": [[NO], *single["completions"]], "scores": [1.0, 2.0]}
+    for rows in ([good, bad, bad, good], [single], [ranked]):
+        for streaming in (False,) if "scores" in rows[0] else (False, True):
+            caplog.clear()
+            with caplog.at_level(logging.WARNING, logger="trl_tpu"):
+                list(prepare(rows, tokenizer, streaming))
+            (message,) = [each.getMessage() for each in caplog.records]
+            assert part in message and ("2 of 4" in message or streaming or len(rows) == 1)
+            assert "row 1" in message or len(rows) == 1
+    if answers:
+        with pytest.raises(UserError, match=f"2 of 3 pairs.*{part}"):
+            prepare([dict(zip(GOOD, answers, strict=True))] * 2 + [good], tokenizer)
+
+
 def sharegpt_message(role: str, text: str) -> dict[str, str]:
     return {"from": role, "value": text}
 
@@ -97,7 +159,6 @@ def parts(role: str, text: str) -> dict[str, Any]:
     return {"role": role, "content": [{"type": "text", "value": text}], "loss_weight": 1.0}
 
 
-QUESTION, YES, NO = user("q"), assistant("yes"), assistant("no")
 TEXTS = {"chosen": "yes", "rejected": "no"}
 CONVERTED: dict[str, dict[str, Any]] = {
     "JSON text": {"chosen": json.dumps([QUESTION, YES]), "rejected": json.dumps([QUESTION, NO])},
@@ -109,6 +170,7 @@ CONVERTED: dict[str, dict[str, Any]] = {
         "chosen": sharegpt_message("gpt", "yes"),
         "rejected": sharegpt_message("gpt", "no"),
     },
+    "LLaMA-Factory's messages": {"messages": [QUESTION], "chosen": YES, "rejected": NO},
     "whole ShareGPT conversations": {"conversations": [sharegpt_message("human", "another")]}
     | {half: [sharegpt_message("human", "q"), sharegpt_message("gpt", text)] for half, text in TEXTS.items()},
     "LLaMA-Factory v1": {
@@ -134,15 +196,12 @@ def test_other_formats_are_trained_and_scored_as_messages(form: str, caplog: pyt
     assert texts == [apply_template(tokenizer, CHAT[half]) for half in GOOD]
 
 
-def test_sharegpt_system_prompts_and_rankings_are_read() -> None:
+@pytest.mark.parametrize(
+    "turns", [{"conversations": [sharegpt_message("human", "q")]}, {"messages": [QUESTION]}], ids=str
+)
+def test_sharegpt_system_prompts_and_rankings_are_read(turns: dict[str, Any]) -> None:
     answers = [sharegpt_message("gpt", "yes"), sharegpt_message("gpt", "no")]
-    row = {
-        "system": "s",
-        "conversations": [sharegpt_message("human", "q")],
-        "completions": answers,
-        "scores": [1.0, 0.0],
-    }
-    (found,) = prepare([row])
+    (found,) = prepare([{"system": "s", **turns, "completions": answers, "scores": [1.0, 0.0]}])
     system = {"role": "system", "content": "s"}
     (expected,) = prepare([{half: [system, *CHAT[half]] for half in GOOD}])
     assert found["answer_ids"] == [expected[key] for key in PAIR]

@@ -28,7 +28,8 @@ _ACCEPTED = (
     "Preference data has the columns `chosen` and `rejected` (text, or lists of messages), optionally with `prompt`, "
     "`margin`, `chosen_probability`, `tools` and `chat_template_kwargs`; or, already tokenized, `chosen_ids` and "
     "`rejected_ids`, optionally with `margin` or `chosen_probability`. Rankings have `completions` (a list of "
-    "answers) and their `scores` or `ranks`. Pairs tokenized for TRL up to 0.23 have "
+    "answers) and their `scores` or `ranks`; single answers have a `completion` and its `label` or `score`. Pairs "
+    "tokenized for TRL up to 0.23 have "
     f"{', '.join(OLD_KEYS)}."
 )
 

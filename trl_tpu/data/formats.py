@@ -62,8 +62,8 @@ def apply_template(
     row_arguments = template_arguments(tools, settings.pop("chat_template_kwargs", None))
     arguments = row_arguments | settings | {"tokenize": False}
     render: Callable[[Messages], Any] = partial(tokenizer.apply_chat_template, **arguments)
-    as_text = [_with_content(turn, "".join(_texts_of(turn))) for turn in messages]
-    as_parts = [_with_content(turn, [{"type": "text", "text": text} for text in _texts_of(turn)]) for turn in messages]
+    as_text = [_with_content(turn, "".join(texts_of(turn))) for turn in messages]
+    as_parts = [_with_content(turn, [{"type": "text", "text": text} for text in texts_of(turn)]) for turn in messages]
     for candidate in (messages, as_text, as_parts):
         try:
             rendered = render(candidate)
@@ -83,14 +83,19 @@ def template_arguments(tools: Any, variables: Mapping[str, Any] | None) -> dict[
     other rows have a variable.
     """
     present = {key: value for key, value in (variables or {}).items() if value is not None}
-    return {"tools": json.loads(tools) if isinstance(tools, str) else tools} | present
+    return {"tools": json.loads(tools.strip() or "null") if isinstance(tools, str) else tools} | present
 
 
 def _with_content(message: dict[str, Any], content: Any) -> dict[str, Any]:
     return message if message.get("content") is None else {**message, "content": content}
 
 
-def _texts_of(message: dict[str, Any]) -> list[str]:
+def texts_of(message: dict[str, Any]) -> list[str]:
+    """Return the texts of a message: one, or one per part.
+
+    Raises:
+        UserError: The content is not text.
+    """
     content = message.get("content") or ""
     parts = content if isinstance(content, list) else [{"text": content}]
     texts = [part["text"] for part in parts if isinstance(part, Mapping) and isinstance(part.get("text"), str)]
@@ -102,14 +107,15 @@ def _texts_of(message: dict[str, Any]) -> list[str]:
 def _has_all_text(messages: Messages, rendered: str) -> bool:
     """Check that a rendering contains the end of every text, and no Python repr of a content part."""
     parts = [part for message in messages if isinstance(message.get("content"), list) for part in message["content"]]
-    texts = [text for message in messages for text in _texts_of(message)]
+    texts = [text for message in messages for text in texts_of(message)]
     return all(text.strip()[-_SEARCHED_CHARACTERS:] in rendered for text in texts) and not any(
         repr(part) in rendered for part in parts
     )
 
 
 #: Columns of answers. The first entry whose columns are all in a row applies.
-_ANSWER_COLUMNS = (("chosen", "rejected"), ("completions",), ("messages",))
+_ANSWER_COLUMNS = (("chosen", "rejected"), ("completions",), ("completion",), ("messages",))
+_TURNS = ("conversations", "messages")  # columns for the turns before the answers, as in ShareGPT and LLaMA-Factory
 _ROLES = {"human": "user", "gpt": "assistant", "observation": "tool"}  # ShareGPT's roles; other roles keep their names
 
 
@@ -118,9 +124,9 @@ def convert_row(row: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
 
     Messages may be JSON text, have `from` and `value`, or be in the columns `chosen_messages` and `rejected_messages`.
     A single message becomes a list. A `completion` with a `label` or `score` becomes a single labeled answer.
-    ShareGPT's `conversations` becomes the prompt if the row has no `prompt`, and its answers start with an assistant's
-    message. A null `prompt` counts as absent. Nulls in messages and tools are dropped, because Arrow adds them. Null
-    content is kept.
+    ShareGPT's `conversations`, or `messages` with answers, become the prompt if the row has no `prompt`, its answers
+    start with an assistant's message, and the turns end with another role. A null `prompt` counts as absent. Nulls in
+    messages and tools are dropped, because Arrow adds them. Null content is kept.
 
     Returns:
         The converted row, other columns included, and a description of each conversion. A row in TRL's format has
@@ -145,9 +151,12 @@ def convert_row(row: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     for key in answers:
         is_list = key == "completions" and isinstance(new[key], list)
         new[key] = [_to_messages(answer, notes) for answer in new[key]] if is_list else _to_messages(new[key], notes)
-    turns: Any = row.get("conversations")
-    if "prompt" not in new and _first(turns, "from") and _first([new[key] for key in answers], "role") == "assistant":
-        new["prompt"] = [{"from": "system", "value": row["system"]}, *turns] if row.get("system") else turns
+    turns: Any = next((row[key] for key in _TURNS if key not in answers and isinstance(row.get(key), list)), [])
+    last = _first(turns[-1:], "from") or _first(turns[-1:], "role")
+    starts_answer = "prompt" not in new and _first([new[key] for key in answers], "role") == "assistant"
+    if starts_answer and last and _ROLES.get(last, last) != "assistant":
+        new["prompt"] = [{"role": "system", "content": row["system"]}, *turns] if row.get("system") else turns
+        notes |= set() if _first(turns, "from") else {"`conversations` or `messages`, read as the prompt"}
     if "prompt" in new:
         new["prompt"] = _to_messages(new["prompt"], notes)
     if isinstance(new.get("tools"), list):

@@ -160,5 +160,5 @@ def _tokenize_raw_solution(
         tokens = tokenize({**row, "labels": [instead if label == NEUTRAL else label for label in labels]}, **settings)
     except UserError as error:
         raise UserError(f"{where}: {error}") from error
-    traps = find_traps(row, [], steps[:1] or [""], [tokens["input_ids"]], settings["tokenizer"])
-    return tokens | {TRAPS: traps}
+    traps = find_traps(row, steps[:1] or [""], [tokens["input_ids"]], settings["tokenizer"])
+    return tokens | {TRAPS: "\n".join(traps)}

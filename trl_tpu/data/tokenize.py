@@ -3,10 +3,15 @@
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from itertools import islice
+from functools import partial
+from hashlib import sha256
+from itertools import chain, islice
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import tokenizers
+import transformers
 from datasets import Dataset, IterableDataset
 from transformers import PreTrainedTokenizerBase
 
@@ -29,9 +34,13 @@ from .length_stats import (
 )
 from .loader import main_processes_first
 from .rankings import RankingKind, is_ranking
-from .traps import TRAPS, find_traps, report_equal_answers, warn, warn_of_traps
+from .traps import TRAPS, find_traps, report_equal_answers, unread_parts, warn_of_new_traps, warn_of_traps
 
 logger = logging.getLogger(__name__)
+
+_SOURCES = sorted(Path(__file__).parents[1].rglob("*.py"))
+#: Hash of this package's source, read on import. Results that outlive a process, such as tokens, depend on it.
+CODE = sha256(b"".join(path.read_bytes() for path in _SOURCES)).hexdigest()
 
 _STREAM_BATCH = 16  # rows tokenized at once from a stream: few, so that the first batch is ready soon
 
@@ -133,12 +142,18 @@ def _kind_of(
 def map_rows(
     dataset: Any, function: Callable[..., Any], num_proc: int | None, name: str, **settings: Any
 ) -> Dataset | IterableDataset:
-    """Map the rows of a dataset, in the main process first, and log their traps; map a stream while it is read."""
+    """Map the rows of a dataset, in the main process first; map a stream while it is read."""
     if isinstance(dataset, IterableDataset):
         return dataset.map(function, batch_size=_STREAM_BATCH, **settings)
+    # `datasets` caches the result, but its hash of a function in a module has the function's name only
+    function = partial(_of_code, f"{CODE} {transformers.__version__} {tokenizers.__version__}", function)
     with main_processes_first():
-        dataset = dataset.map(function, num_proc=num_proc, desc=f"Tokenizing {name} dataset", **settings)
-    return warn_of_traps(dataset, name) if TRAPS in dataset.column_names else dataset
+        return dataset.map(function, num_proc=num_proc, desc=f"Tokenizing {name} dataset", **settings)
+
+
+def _of_code(code: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call ``function``; ``code`` serves only to distinguish the hashes of such calls."""
+    return function(*args, **kwargs)
 
 
 def _tokenize_rows(
@@ -156,33 +171,32 @@ def _tokenize_rows(
     checked = list(zip(indices, rows, answers_N, strict=True))
     texts = [kind.with_prompt(row, text, processing_class) for _, row, answers in checked for text in answers.values()]
     if all(isinstance(text, str) for text in texts):
-        ids = iter(processing_class(text=texts, return_attention_mask=False)["input_ids"])
+        tokenized: Any = ((ids, []) for ids in processing_class(text=texts, return_attention_mask=False)["input_ids"])
     else:  # rows of a stream may mix text and messages
         sources = ((row, checks.row_of(at, name, place)) for at, row, answers in checked for place in answers)
-        ids = (
+        tokenized = (
             tokenize_conversation(text, processing_class, *source) for text, source in zip(texts, sources, strict=True)
         )
     prepared = list[dict[str, Any]]()
     for at, row, answers, converted in zip(indices, rows, answers_N, forms, strict=True):
-        ids_K = list(islice(ids, len(answers)))
-        columns, traps = kind.tokenized(row, ids_K, checks.row_of(at, name)), ""
+        ids_K, unread_K = zip(*islice(tokenized, len(answers)), strict=True)
+        columns, traps = kind.tokenized(row, [*ids_K], checks.row_of(at, name)), list[str]()
         if kind.has_traps:
-            traps = find_traps(row, converted, [*answers.values()], ids_K, processing_class)
+            traps = [f"form {form}" for form in converted]
+            traps += [*chain(*unread_K), *find_traps(row, [*answers.values()], [*ids_K], processing_class)]
         if warned is None:
-            columns[TRAPS] = traps
+            columns[TRAPS] = "\n".join(dict.fromkeys(traps))
         else:
-            lines = traps.splitlines() + ["same answers"] * (ids_K[1:] == ids_K[:-1])
-            for key, trap in (line.split(" ", 1) for line in lines if line not in warned):
-                warn(key, [trap], f"{name} dataset: in row {at}, and perhaps in later rows")
-            warned.update(lines)
+            traps += ["same answers"] * (ids_K[1:] == ids_K[:-1])
+            warn_of_new_traps(traps, warned, f"{name} dataset: in row {at}")
         prepared.append(columns)
     return {column: [row[column] for row in prepared] for column in prepared[0]}
 
 
 def tokenize_conversation(
     dialogue: str | list[dict[str, Any]], processing_class: PreTrainedTokenizerBase, row: Mapping[str, Any], where: str
-) -> list[int]:
-    """Tokenize one text or one conversation.
+) -> tuple[list[int], list[str]]:
+    """Tokenize one text or one conversation; return the ids, and traps of parts that the chat template does not write.
 
     Args:
         dialogue: A complete text (see `checks.with_eos`), or messages that `checks.check_conversation` accepts.
@@ -194,17 +208,19 @@ def tokenize_conversation(
         UserError: The messages cannot be rendered.
     """
     if isinstance(dialogue, str):
-        return processing_class(text=dialogue, return_attention_mask=False)["input_ids"]
+        return processing_class(text=dialogue, return_attention_mask=False)["input_ids"], []
     with checks.rendering(f"{where}, whose roles are {[message['role'] for message in dialogue]},"):
-        tools, variables = row.get("tools"), row.get("chat_template_kwargs")
+        variables = template_arguments(row.get("tools"), row.get("chat_template_kwargs"))
         if type(processing_class).apply_chat_template is not PreTrainedTokenizerBase.apply_chat_template:
             # Mistral's tokenizer: tokenizing its rendered text would give different tokens
-            settings = template_arguments(tools, variables) | {"tokenize": True, "return_dict": True}
+            settings: Any = variables | {"tokenize": True, "return_dict": True}
             tokens: Any = processing_class.apply_chat_template(dialogue, **settings)
-            return tokens["input_ids"]
-        text = apply_template(processing_class, dialogue, tools=tools, chat_template_kwargs=variables)
+            return tokens["input_ids"], []
+        render: Callable[..., str] = partial(apply_template, processing_class, **variables)
+        text = render(dialogue)
+        unread = unread_parts(dialogue, variables, text, render)
     # outside the time limit of rendering, since long texts take longer
-    return processing_class(text=text, add_special_tokens=False, return_attention_mask=False)["input_ids"]
+    return processing_class(text=text, add_special_tokens=False, return_attention_mask=False)["input_ids"], unread
 
 
 def keep_fitting(
@@ -219,7 +235,7 @@ def keep_fitting(
 ) -> Dataset | IterableDataset:
     """Check token ids and labels, and truncate or drop rows that are too long.
 
-    The log counts these rows, and rows with equal answers.
+    The log counts these rows, rows with traps, and rows with equal answers.
 
     Args:
         dataset: Tokenized rows. A stream is checked while it is read; nothing is logged for it.
@@ -245,6 +261,7 @@ def keep_fitting(
     if isinstance(dataset, IterableDataset):
         settings = {"num_embeddings": num_embeddings, "max_length": max_length, "name": name, "kind": kind}
         return dataset.filter(_fits, with_indices=True, fn_kwargs=settings)
+    dataset, traps_N = warn_of_traps(dataset, name)
     first = 0
     for table in tables_of(dataset):
         checks.check_tokens(table, first, num_embeddings, name)
@@ -275,7 +292,7 @@ def keep_fitting(
     same_N = np.flatnonzero(lengths.sizes_P == lengths.prefix_P)
     if len(same_N) and row_format_of(dataset.column_names) != SOLUTION and length_stats(dataset).answers > 1:
         first = int(np.flatnonzero(fits_N)[same_N[0]])
-        report_equal_answers(dataset[int(same_N[0])], len(same_N), len(dataset), first, name)
+        report_equal_answers(dataset[int(same_N[0])], traps_N[first], len(same_N), len(dataset), first, name)
     return dataset
 
 

@@ -7,11 +7,12 @@ chosen, rejected            a pair, in any form that training takes         rewa
 chosen, rejected as lists   several answers each, as in RewardBench 2       the same, lists
 completions                 a list of answers                               rewards, tokens: lists
 completions                 the steps of a solution, if steps are scored    step_rewards, tokens: lists
+completion                  one answer                                      reward, tokens
 messages                    a conversation                                  reward, tokens
 text                        a text                                          reward, tokens
 ==========================  ==============================================  =======================================
 
-In the first three forms, a ``prompt`` column is put before each answer. The columns ``tools`` and
+In all forms but the last two, a ``prompt`` column is put before each answer. The columns ``tools`` and
 ``chat_template_kwargs`` are passed to the chat template.
 """
 
@@ -29,6 +30,7 @@ from ..data.formats import convert_row
 from ..data.length_stats import NO_LABEL
 from ..data.solutions import check_solution, tokenize_solution
 from ..data.tokenize import tokenize_conversation
+from ..data.traps import unread_columns, warn_of_new_traps
 from ..errors import UserError
 from .scorer import TOKENS_PER_PASS, Scorer
 
@@ -47,9 +49,11 @@ Dialogue = str | list[dict[str, Any]] | np.ndarray  # a text, messages, or token
 _FORMS = (
     {"chosen": ("reward_chosen", "tokens_chosen"), "rejected": ("reward_rejected", "tokens_rejected")},
     {"completions": ("rewards", "tokens")},
+    {"completion": ("reward", "tokens")},
     {"messages": ("reward", "tokens")},
     {"text": ("reward", "tokens")},
 )
+_WITHOUT_PROMPT = ("messages", "text")  # columns of whole conversations
 
 
 @dataclass
@@ -103,8 +107,8 @@ class Form:
         outputs = next((form for form in forms if form.keys() <= set(present)), None)
         if outputs is None:
             raise UserError(
-                "Rows to score need the columns chosen and rejected (answers, or lists of answers), or completions (a "
-                f"list of answers), optionally with prompt; or messages, or text. These rows have {present}."
+                "Rows to score need chosen and rejected (answers, or lists of answers), completions (a list of "
+                f"answers) or completion, optionally with prompt; or messages, or text. These rows have {present}."
             )
         if best_only and "completions" not in outputs:
             raise UserError(
@@ -147,10 +151,12 @@ class Form:
         if self.step_separator is not None:
             return {"completions": _steps(row, f"{where}: `completions", tokenizer, self.step_separator)}
         row = convert_row(row)[0]
+        if "completion" in row and "completions" in self.outputs:  # also a row without a label, after rows with one
+            row.setdefault("completions", [row["completion"]])
         items: Items = {}
         for column in self.outputs:
             answer, place = row.get(column), f"{where}: `{column}"
-            prompt = None if column in ("messages", "text") else row.get("prompt")
+            prompt = None if column in _WITHOUT_PROMPT else row.get("prompt")
             if isinstance(answer, list) and (column == "completions" or (answer and not isinstance(answer[0], dict))):
                 items[column] = [
                     _read(row, prompt, text, f"{place}[{index}]`", tokenizer) for index, text in enumerate(answer)
@@ -160,6 +166,11 @@ class Form:
             else:
                 items[column] = _read(row, prompt, answer, f"{place}`", tokenizer)
         return items
+
+    def unread_columns(self, row: Row) -> list[str]:
+        """Return traps for the columns of a converted row whose text is not scored."""
+        prompt = None if self.outputs.keys() & set(_WITHOUT_PROMPT) else row.get("prompt")
+        return unread_columns(row, prompt, [row.get(column) for column in self.outputs])
 
     def written(self, row: Row, items: Items, has_attributes: bool = False) -> dict[str, Any]:
         """Return the row with its rewards, its token counts, and a reason if it lacks rewards.
@@ -219,13 +230,16 @@ def _steps(row: Row, where: str, tokenizer: Any, step_separator: str) -> Item | 
     return [Item(row, f"{where}[{place}]`", ids[: end + 1]) for place, end in enumerate(ends)]
 
 
-def tokenize(items: list[Item], scorer: Scorer, max_length: int | None) -> list[tuple[Item, np.ndarray]]:
+def tokenize(
+    items: list[Item], scorer: Scorer, max_length: int | None, warned: set[str]
+) -> list[tuple[Item, np.ndarray]]:
     """Tokenize items as in training, and return the ones that can be scored; the rest get a fault.
 
     Args:
         items: The items of some rows.
         scorer: The model with its tokenizer.
         max_length: Maximum number of tokens of an item; None for no limit.
+        warned: Traps that are logged already; new ones are added.
     """
     texts = [item.dialogue for item in items if isinstance(item.dialogue, str)]
     # tokenizing all texts in one call is much faster
@@ -239,7 +253,8 @@ def tokenize(items: list[Item], scorer: Scorer, max_length: int | None) -> list[
             if isinstance(ids, str):
                 ids = next(tokenized)
             elif isinstance(ids, list):
-                ids = tokenize_conversation(ids, scorer.tokenizer, item.row, item.where)
+                ids, traps = tokenize_conversation(ids, scorer.tokenizer, item.row, item.where)
+                warn_of_new_traps(traps, warned, item.where.replace("Row", "in row", 1))
             checks.check_ids(ids, item.where, scorer.num_embeddings)
             item.tokens = len(ids)
             if max_length is not None and len(ids) > max_length:
@@ -335,10 +350,10 @@ def scored_windows(
         max_length: Maximum number of tokens of an item that gets a reward; None for no limit.
         first: The number of the first row, for error messages.
     """
-    remaining = iter(rows)
+    remaining, warned = iter(rows), set[str]()
     computing: list[Callable[[], Window]] = []
     while window_rows := list(islice(remaining, WINDOW)):
-        computing.append(_start(scorer, window_rows, form, max_length, first))
+        computing.append(_start(scorer, window_rows, form, max_length, first, warned))
         first += len(window_rows)
         # an accelerator computes this window while the host tokenizes the next one
         if len(computing) > (scorer.device.type != "cpu"):
@@ -348,13 +363,19 @@ def scored_windows(
 
 
 def _start(
-    scorer: Scorer, rows: list[Row | UserError], form: Form, max_length: int | None, first: int
+    scorer: Scorer, rows: list[Row | UserError], form: Form, max_length: int | None, first: int, warned: set[str]
 ) -> Callable[[], Window]:
-    """Start to compute the rewards of a window; the returned function waits for them."""
+    """Start to compute the rewards of a window; the returned function waits for them.
+
+    Traps that are not in ``warned`` yet are logged, and added.
+    """
     items_of_rows = [
         form.read(row, checks.row_of(number, "scored"), scorer.tokenizer) for number, row in enumerate(rows, first)
     ]
-    ready = tokenize([item for items in items_of_rows for item in flatten_items(items)], scorer, max_length)
+    for number, items in enumerate(items_of_rows, first):
+        for item in flatten_items(items)[:1]:
+            warn_of_new_traps(form.unread_columns(item.row), warned, f"scored dataset: in row {number}")
+    ready = tokenize([item for items in items_of_rows for item in flatten_items(items)], scorer, max_length, warned)
     chats = ((item.dialogue, item.row) for item, _ in ready if isinstance(item.dialogue, list))
     date_written(scorer.tokenizer, chats)  # warns if the chat template writes a date
     rewards = scorer.start([ids for _, ids in ready])

@@ -22,6 +22,7 @@ from tqdm import tqdm
 
 from trl_tpu.config.reward_config import help_from_docstring
 from trl_tpu.data import checks
+from trl_tpu.data.tokenize import CODE
 from trl_tpu.errors import UserError, UserFileError
 from trl_tpu.evaluation.evaluate import Evaluation, NoComparisons
 from trl_tpu.report.verdicts import LabeledRewards, Table, as_markdown, printable, read_rows
@@ -45,9 +46,10 @@ class ScoreArguments:
         model_name_or_path: Folder (or Hub id) of a saved reward model or of its adapters.
         text: Texts to score; the flag may be repeated.
         dataset_name: Rows to score: a local file, a folder, a Hub id, or ``-`` for JSON Lines from standard input.
-            Columns: ``text``, ``messages``, ``completions`` (a list of answers, or of a solution's steps for a process
-            reward model), or ``chosen`` and ``rejected`` (answers or lists of answers). Optional columns: ``prompt``,
-            and for messages ``tools`` and ``chat_template_kwargs``.
+            Columns: ``text``, ``messages``, ``completion`` (an answer), ``completions`` (a list of answers, or of a
+            solution's steps for a process reward model), or ``chosen`` and ``rejected`` (answers or lists of answers).
+            Optional columns: ``prompt`` (not with ``text`` and ``messages``), and for messages ``tools`` and
+            ``chat_template_kwargs``.
         dataset_config: Configuration of the dataset.
         dataset_split: Split to score; optional if the dataset has only one.
         output: File for the rows with their rewards: Parquet if its name ends in ``.parquet``, else JSON Lines. Until
@@ -154,7 +156,7 @@ def _windows(
     done, file = 0, None
     scale = None if scorer.scale is None else [scorer.scale.mean, scorer.scale.std]
     depends_on = {"model": scorer.fingerprint, "best_of_n": args.best_of_n, "scale": scale}
-    depends_on |= {"max_length": args.max_length, "bf16": args.bf16}
+    depends_on |= {"max_length": args.max_length, "bf16": args.bf16, "code": CODE}
     with ExitStack() as stack:
         if args.output:
             file = stack.enter_context(RowsFile(args.output, depends_on, stream.WINDOW))
@@ -206,8 +208,8 @@ class RowsFile:
             written = read_rows(path)
             if path.stem != self._file_of(source).stem or len(written) != len(source):
                 raise UserError(
-                    f"{self._folder} cannot be resumed: its rows were made from other data, by another model or with "
-                    "other arguments. Use the same command, or delete the folder to start again."
+                    f"{self._folder} cannot be resumed: its rows were made from other data, by another model or "
+                    "version, or with other arguments. Use the same command, or delete the folder to start again."
                 )
             self._chunks.append(path)
             yield written
