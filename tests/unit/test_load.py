@@ -114,7 +114,7 @@ def test_head_under_another_name_is_read(separator: str | None, in_files: bool, 
     assert not info["missing_keys"] and torch.equal(model.score.weight, head)
     for more in (
         {},
-        {"value_head.weight": head, "value_head.bias": torch.zeros(labels)},
+        {"value_head.weight": head, "value_head.bias": torch.ones(labels)},
         {"value_head.weight": head, "other_head.weight": head},
         {"score.0.weight": torch.eye(head.shape[1]), "score.2.weight": head},
     ):
@@ -125,7 +125,7 @@ def test_head_under_another_name_is_read(separator: str | None, in_files: bool, 
     _, info = loaded(**tensors, **{"extra.weight": torch.zeros(3, 3)})
     assert info["missing_keys"] == {"score.weight"}  # a language model gets a new head
     with pytest.raises(UserError, match=r"score\.weight"):
-        loaded(**tensors, **{"value_head.weight": head, "value_head.bias": torch.zeros(labels)})
+        loaded(**tensors, **{"value_head.weight": head, "value_head.bias": torch.ones(labels)})
 
 
 def test_incomplete_backbone_loads_equally_eager_or_streamed(tmp_path: Path) -> None:

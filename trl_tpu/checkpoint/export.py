@@ -25,6 +25,7 @@ from transformers.dynamic_module_utils import get_relative_imports
 from ..config.reward_config import is_url
 from ..errors import UserError
 from ..modeling.adapters import adapter_weights, empty_adapters, merge_adapters
+from ..modeling.classifier import load_classifier
 from ..modeling.head_spec import (
     BASE_CONFIG,
     HeadSpec,
@@ -35,7 +36,7 @@ from ..modeling.head_spec import (
     set_reward_normalization,
     write_head_spec,
 )
-from ..modeling.load import load_classifier, load_tokenizer
+from ..modeling.load import load_tokenizer
 from ..modeling.model_shape import model_without_weights
 from ..runtime.native import Runtime
 from .folders import MANIFEST_FILE, STAGING_FOLDER, atomic_folder, find_faults, local_copy

@@ -17,9 +17,10 @@ from .. import runtime
 from ..data.collate import BatchCollator, ComparisonRule, PackRows, Part
 from ..errors import UserError
 from ..modeling.adapters import is_peft_model, load_adapted_model
+from ..modeling.classifier import load_classifier
 from ..modeling.forward import PackingImpossible, rewards_of
 from ..modeling.head_spec import HeadSpec, RewardScale, saved_scale
-from ..modeling.load import load_classifier, load_tokenizer
+from ..modeling.load import load_tokenizer
 from ..modeling.model_shape import learned_positions, position_groups
 from ..modeling.packability import make_packable
 from ..modeling.static_shapes import fit_to_device
