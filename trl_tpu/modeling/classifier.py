@@ -120,25 +120,24 @@ def _check_weights(
     if replaced and not kwargs.get("ignore_mismatched_sizes"):
         key, stored, needed = replaced[0]
         raise UserError(
-            f"{name} stores {key} as {[*stored]}, but a model with num_labels={model.config.num_labels} needs "
-            f"{[*needed]}. Choose a model with as many outputs. model_init_kwargs={{'ignore_mismatched_sizes': True}} "
-            "replaces such a head with a new random one."
+            f"{name} stores {key} as {[*stored]}, but a reward model with num_labels={model.config.num_labels} needs "
+            f"{[*needed]}. Choose a model with as many outputs, or the language model that it was trained from."
         )
-    heads = [{key for key in model.state_dict() if key.startswith(f"{head}.")} for head in find_heads(model)]
-    new_head, is_classifier = info["missing_keys"] & set().union(*heads), re.search("Classification|Reward", kinds)
-    # a masked language model has no pooler
-    lost = sorted(key for key in info["missing_keys"] - new_head if is_classifier or ".pooler." not in key)
-    if lost:
+    # masked language models have no pooler
+    paths = {*find_heads(model), *(path for path, _ in model.named_modules() if path.endswith(".pooler"))}
+    heads = [{key for key in model.state_dict() if key.startswith(f"{path}.")} for path in paths]
+    new_head = info["missing_keys"] & set().union(*heads)
+    if lost := sorted(info["missing_keys"] - new_head):
         raise UserError(
             f"{name} lacks {len(lost)} weights of {type(model).__name__}, such as {lost[0]}; they would be random. "
             "Pass the folder of a complete model."
         )
     if not new_head or replaced:
         return new_head
-    is_partial = any(key.endswith("weight") for head in heads if head & new_head for key in head - new_head)
+    is_partial = any(head & new_head not in (set(), head) for head in heads)
     unread = _read_head(name, model, info, new_head, kwargs)
     new_head &= info["missing_keys"]
-    if new_head and (unread or is_partial or is_classifier):
+    if new_head and (unread or is_partial or re.search("Classification|Reward", kinds)):
         raise UserError(
             f"{name} (architectures {kinds}) is a reward model or classifier without {', '.join(sorted(new_head))}, "
             f"and a new head would be random. Its other tensors: {sorted(unread or info['unexpected_keys'])}. Save it "
@@ -162,8 +161,12 @@ def _read_head(
     """
     where = {**hub_settings(kwargs), "_raise_exceptions_for_missing_entries": False}
     folder, *_ = [Path(str(cached_file(name, file, **where))).parent for file in (CONFIG_NAME, *_HEAD_FILES)]
-    prefix, labels, parameters = f"{model.base_model_prefix}.", model.config.num_labels, dict(model.named_parameters())
-    unexpected = {key.removeprefix(prefix) for key in info["unexpected_keys"]}
+    prefix, labels, parameters = (
+        f"{model.base_model_prefix}.",
+        int(model.config.num_labels or 0),
+        dict(model.named_parameters()),
+    )
+    unexpected = {key.removeprefix(prefix) for key in info["unexpected_keys"] if not _NO_HEAD.match(key)}
     tensors = dict[str, torch.Tensor]()
     for file in folder.iterdir():
         in_head_file = _HEAD_FILE.fullmatch(file.name) is not None
@@ -171,7 +174,7 @@ def _read_head(
             stored = {key.removeprefix(prefix): tensor for key, tensor in load_state_dict(file).items()}
             tensors |= stored if in_head_file else {key: stored[key] for key in stored.keys() & unexpected}
     heads = {key for key, tensor in tensors.items() if key.endswith("weight") and tensor.dim() == 2}
-    heads -= {key for key in heads & unexpected if tensors[key].shape[0] not in (1, labels) or _NO_HEAD.match(key)}
+    heads -= {key for key in unexpected & heads if tensors[key].shape[0] not in (1, labels)}
     weight, target = min(heads, default=""), next((key for key in new_head if key.endswith("weight")), "")
     bias, target_bias = (f"{key.removesuffix('weight')}bias" for key in (weight, target))
     parts = {key for key in tensors if key.partition(".")[0] == weight.partition(".")[0]}
