@@ -127,22 +127,17 @@ def _check_weights(
     paths = {*find_heads(model), *(path for path, _ in model.named_modules() if path.endswith(".pooler"))}
     heads = [{key for key in model.state_dict() if key.startswith(f"{path}.")} for path in paths]
     new_head = info["missing_keys"] & set().union(*heads)
+    is_partial = any(head & new_head not in (set(), head) for head in heads)
+    unread = _read_head(name, model, info, new_head, kwargs) if new_head and not replaced else set()
+    new_head &= info["missing_keys"]
+    if unread or (not replaced and (is_partial or re.search("Classification|Reward", kinds))):
+        new_head = set()
     if lost := sorted(info["missing_keys"] - new_head):
         raise UserError(
-            f"{name} lacks {len(lost)} weights of {type(model).__name__}, such as {lost[0]}; they would be random. "
-            "Pass the folder of a complete model."
-        )
-    if not new_head or replaced:
-        return new_head
-    is_partial = any(head & new_head not in (set(), head) for head in heads)
-    unread = _read_head(name, model, info, new_head, kwargs)
-    new_head &= info["missing_keys"]
-    if new_head and (unread or is_partial or re.search("Classification|Reward", kinds)):
-        raise UserError(
-            f"{name} (architectures {kinds}) is a reward model or classifier without {', '.join(sorted(new_head))}, "
-            f"and a new head would be random. Its other tensors: {sorted(unread or info['unexpected_keys'])}. Save it "
-            "with its head under that name and without a bias, or start from the causal language model that it was "
-            "trained from."
+            f"{name} (architectures {kinds}) lacks {len(lost)} weights of {type(model).__name__}: "
+            f"{', '.join(lost[:5])}. They would be random. Its other tensors: "
+            f"{sorted(unread or info['unexpected_keys'])[:20]}. Pass a complete model, whose head has this name and "
+            "no bias, or the language model that it was trained from."
         )
     return new_head
 
@@ -161,11 +156,7 @@ def _read_head(
     """
     where = {**hub_settings(kwargs), "_raise_exceptions_for_missing_entries": False}
     folder, *_ = [Path(str(cached_file(name, file, **where))).parent for file in (CONFIG_NAME, *_HEAD_FILES)]
-    prefix, labels, parameters = (
-        f"{model.base_model_prefix}.",
-        int(model.config.num_labels or 0),
-        dict(model.named_parameters()),
-    )
+    prefix, labels = f"{model.base_model_prefix}.", int(model.config.num_labels or 0)
     unexpected = {key.removeprefix(prefix) for key in info["unexpected_keys"] if not _NO_HEAD.match(key)}
     tensors = dict[str, torch.Tensor]()
     for file in folder.iterdir():
@@ -180,11 +171,12 @@ def _read_head(
     parts = {key for key in tensors if key.partition(".")[0] == weight.partition(".")[0]}
     shift = tensors.get(bias, torch.zeros(labels))
     is_alone = len(heads) == 1 and parts <= {weight, bias} and new_head <= {target, target_bias}
-    fits = is_alone and target in parameters and tensors[weight].shape == parameters[target].shape
-    if not fits or (shift.any() and target_bias not in new_head):
+    if not is_alone or not target or tensors[weight].shape != model.get_parameter(target).shape:
+        return heads
+    if shift.any() and target_bias not in new_head:
         return heads
     for key in new_head:
-        _fill(parameters[key], shift if key == target_bias else tensors[weight])
+        _fill(model.get_parameter(key), shift if key == target_bias else tensors[weight])
     info["missing_keys"] = info["missing_keys"] - new_head
     info["unexpected_keys"] = {key for key in info["unexpected_keys"] if key.removeprefix(prefix) not in parts}
     logger.warning(f"{name}: the head {target} is read from {weight}, the only tensor of its kind.")

@@ -219,8 +219,10 @@ def clone_chat_template(
     return model, tokenizer, [vocabulary[token.content] for token in added]
 
 
-def load_model(name: str, outputs: HeadSpec = ONE_REWARD, *, in_files: bool = False, **kwargs: Any) -> PreTrainedModel:
-    """Load a checkpoint as a reward model with ``outputs``, or load saved adapters with their model for training.
+def load_model(
+    name: str, outputs: HeadSpec = ONE_REWARD, *, in_files: bool = False, is_trainable: bool = True, **kwargs: Any
+) -> PreTrainedModel:
+    """Load a checkpoint as a reward model with ``outputs``, or load saved adapters with their model.
 
     A causal language model's checkpoint has no reward head. The new head is random, so set the seed first. The model
     stays on the CPU; the trainer places it (TRL defaults to ``device_map="auto"`` on accelerators).
@@ -229,6 +231,7 @@ def load_model(name: str, outputs: HeadSpec = ONE_REWARD, *, in_files: bool = Fa
         name: A Hub id or folder.
         outputs: The head specification of the model.
         in_files: See `load_classifier`.
+        is_trainable: Whether to load for training. Otherwise the head must be in the checkpoint.
         **kwargs: Arguments of ``from_pretrained``. ``dtype`` defaults to float32.
 
     Raises:
@@ -245,8 +248,14 @@ def load_model(name: str, outputs: HeadSpec = ONE_REWARD, *, in_files: bool = Fa
         adapters = find_adapter_config_file(name, **hub_settings(kwargs))
     if adapters is not None:
         kwargs.pop("distributed_config", None)  # peft would read the head's full weight into a shard
-        return load_adapted_model(name, outputs.step_separator, is_trainable=True, **kwargs)
-    return load_classifier(name, outputs, in_files=in_files, **kwargs)[0]
+        return load_adapted_model(name, outputs.step_separator, is_trainable=is_trainable, **kwargs)
+    model, info = load_classifier(name, outputs, in_files=in_files, **kwargs)
+    if info["missing_keys"] and not is_trainable:
+        raise UserError(
+            f"{name} is not a saved reward model: it lacks {sorted(info['missing_keys'])}, so its rewards would be "
+            "random. Score with the folder that training saved."
+        )
+    return model
 
 
 def check_num_labels(model: Any, outputs: HeadSpec = ONE_REWARD) -> None:
