@@ -201,6 +201,8 @@ def test_encoders_may_lack_a_pooler_but_no_part_of_one(part: str, tmp_path: Path
         load.load_model(save_with(tmp_path, model, {part: None}))
     ElectraForPreTraining(ElectraConfig(vocab_size=260, embedding_size=8, **config)).save_pretrained(tmp_path)
     load.load_model(str(tmp_path))  # its pre-training head has one output, and is no reward head
+    with pytest.raises(UserError, match="classifier.bias"):  # BERT's head reads the pooler's output
+        load.load_model(save_with(tmp_path, model, {SUMMARY: torch.ones(1, 8)}))
 
 
 @pytest.mark.parametrize("in_files", [False, True])
@@ -225,9 +227,10 @@ def test_head_of_other_programs_is_read(kind: str, file: str | None, in_files: b
         {"v_head.summary.bias": torch.ones(1)},
         {"score_head.weight": torch.ones(1, tiny_config().hidden_size)},
         {SUMMARY: torch.ones(1, 3)},
+        {SUMMARY: torch.ones(tiny_config().hidden_size)},
         {SUMMARY: None, "v_head.0.weight": torch.ones(3, 3), "v_head.2.weight": torch.ones(1, 3)},
     ],
-    ids=["bias", "two heads", "other size", "layers"],
+    ids=["bias", "two heads", "other size", "vector", "layers"],
 )
 @pytest.mark.parametrize("file", [None, "value_head.safetensors", "value_head.bin"])
 def test_head_that_cannot_be_read_is_rejected(changes: dict[str, Any], file: str | None, tmp_path: Path) -> None:

@@ -27,7 +27,8 @@ from .model_shape import model_without_weights
 logger = logging.getLogger(__name__)
 
 _HEAD_FILES = ("value_head.safetensors", "value_head.bin")  # LLaMA-Factory's
-_HEAD_FILE = re.compile(r"(?!.*lm_head).*(head|score|reward|value|classifi|regress).*\.(safetensors|bin|pt|pth)")
+_HEAD_NAME = re.compile(r"v_head|value|score|reward|rm_head|regress|classifi|critic|^head$")
+_HEAD_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth")
 _MODEL_FILE = re.compile(r"(pytorch_)?model.*\.(safetensors|bin)")
 # heads of pre-training, and layers such as those for multi-token prediction
 _NO_HEAD = re.compile(r"(lm_head|cls|sop_classifier|discriminator_predictions)\.|(.*\.)?layers\.")
@@ -134,10 +135,10 @@ def _check_weights(
         new_head = set()
     if lost := sorted(info["missing_keys"] - new_head):
         raise UserError(
-            f"{name} (architectures {kinds}) lacks {len(lost)} weights of {type(model).__name__}: "
-            f"{', '.join(lost[:5])}. They would be random. Its other tensors: "
-            f"{sorted(unread or info['unexpected_keys'])[:20]}. Pass a complete model, whose head has this name and "
-            "no bias, or the language model that it was trained from."
+            f"{name} (architectures {kinds}) lacks {len(lost)} weights of {type(model).__name__}, such as {lost[0]}, "
+            f"and they would be random. Its other tensors: {sorted(unread or info['unexpected_keys'])[:20]}. Pass a "
+            "complete model, or the language model that it was trained from. A head with another name must be the "
+            "only one, have the shape of score.weight, and have no bias that the model does not have."
         )
     return new_head
 
@@ -147,9 +148,10 @@ def _read_head(
 ) -> set[str]:
     """Read a head that is stored under another name or in another file, and remove it from the loading info.
 
-    A stored head is an unexpected matrix with one output or as many as the model, or a matrix in a file named as a
-    head. It is read if it is the only one, has the right shape, and is alone except for a bias. A model's head
-    without a bias takes a bias of zeros only.
+    A stored head is an unexpected weight that is named as a head, or lies in a file with such a name, or has one
+    output or as many as the model. It is read if it is the only one, has the right shape, and is alone except for a
+    bias. A model's head without a bias takes a bias of zeros only. Heads other than `score` are not linear functions
+    of the last hidden state.
 
     Returns:
         The stored heads, if they were not read.
@@ -158,20 +160,23 @@ def _read_head(
     folder, *_ = [Path(str(cached_file(name, file, **where))).parent for file in (CONFIG_NAME, *_HEAD_FILES)]
     prefix, labels = f"{model.base_model_prefix}.", int(model.config.num_labels or 0)
     unexpected = {key.removeprefix(prefix) for key in info["unexpected_keys"] if not _NO_HEAD.match(key)}
-    tensors = dict[str, torch.Tensor]()
+    tensors, heads = dict[str, torch.Tensor](), set[str]()
     for file in folder.iterdir():
-        in_head_file = _HEAD_FILE.fullmatch(file.name) is not None
+        in_head_file = file.suffix in _HEAD_SUFFIXES and _HEAD_NAME.search(file.stem) is not None
         if in_head_file or (unexpected and _MODEL_FILE.fullmatch(file.name)):
-            stored = {key.removeprefix(prefix): tensor for key, tensor in load_state_dict(file).items()}
-            tensors |= stored if in_head_file else {key: stored[key] for key in stored.keys() & unexpected}
-    heads = {key for key, tensor in tensors.items() if key.endswith("weight") and tensor.dim() == 2}
-    heads -= {key for key in unexpected & heads if tensors[key].shape[0] not in (1, labels)}
+            for path, tensor in load_state_dict(file).items():
+                key = path.removeprefix(prefix)
+                is_matrix = key.endswith("weight") and tensor.dim() == 2 and tensor.shape[0] in (1, labels)
+                if in_head_file or key in unexpected:
+                    tensors[key] = tensor
+                    is_head = in_head_file or is_matrix or _HEAD_NAME.search(key.partition(".")[0])
+                    heads |= {key} if is_head and not key.endswith("bias") else set()
     weight, target = min(heads, default=""), next((key for key in new_head if key.endswith("weight")), "")
     bias, target_bias = (f"{key.removesuffix('weight')}bias" for key in (weight, target))
     parts = {key for key in tensors if key.partition(".")[0] == weight.partition(".")[0]}
     shift = tensors.get(bias, torch.zeros(labels))
     is_alone = len(heads) == 1 and parts <= {weight, bias} and new_head <= {target, target_bias}
-    if not is_alone or not target or tensors[weight].shape != model.get_parameter(target).shape:
+    if not is_alone or target != "score.weight" or tensors[weight].shape != model.get_parameter(target).shape:
         return heads
     if shift.any() and target_bias not in new_head:
         return heads
