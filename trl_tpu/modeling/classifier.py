@@ -70,8 +70,10 @@ def load_classifier(
             )
         model, info = loaded or auto_class.from_pretrained(name, output_loading_info=True, **settings)
         new_head = _check_weights(name, model, info, kinds, kwargs)
-        if "distributed_config" in kwargs:
-            new = {*info["missing_keys"], *(key for key, *_ in info["mismatched_keys"])}
+        new = {*info["missing_keys"], *(key for key, *_ in info["mismatched_keys"])}
+        if not new:
+            torch.set_rng_state(random_state)  # a head was drawn before it was read
+        elif "distributed_config" in kwargs:
             _draw_whole(model, outputs, new, random_state, kwargs.get("trust_remote_code", False))
         reports.clear()
         report = {field.name: set[str]() for field in fields(LoadStateDictInfo)} | info
