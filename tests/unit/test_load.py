@@ -97,9 +97,10 @@ def test_loading_arguments_equal_trls_or_are_named(
     with pytest.raises(UserError, match="quantization_config"):
         build_reward_model(checkpoint, args, quantization_config=1)
     tiny_model(num_labels=2).save_pretrained(tmp_path)
-    with pytest.raises(UserError, match="num_labels=1") as rejected:
-        load.load_model(str(tmp_path))
-    assert "ignore_mismatched_sizes" not in str(rejected.value)  # transformers' words
+    for in_files in (False, True):
+        with pytest.raises(UserError, match="num_labels=1") as rejected:
+            load.load_model(str(tmp_path), in_files=in_files)
+        assert "ignore_mismatched_sizes" not in str(rejected.value)  # transformers' words
     assert load.load_model(str(tmp_path), ignore_mismatched_sizes=True).score.weight.shape[0] == 1
 
 
@@ -193,10 +194,13 @@ def test_weights_other_than_the_head_must_be_in_the_files(kind: str, tmp_path: P
 
 
 @pytest.mark.parametrize("part", ["bert.encoder.layer.0.output.LayerNorm.weight", "bert.pooler.dense.bias"])
-def test_encoders_may_lack_a_pooler_but_no_part_of_one(part: str, tmp_path: Path) -> None:
+def test_encoders_may_lack_a_pooler_but_no_part_of_one(
+    part: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     config = {"hidden_size": 8, "num_attention_heads": 2, "num_hidden_layers": 1, "intermediate_size": 16}
     model = BertForPreTraining(BertConfig(vocab_size=260, **config))
     load.load_model(save_with(tmp_path, model, {"bert.pooler.dense.weight": None, "bert.pooler.dense.bias": None}))
+    assert re.search(r"bert\.pooler\.\S+ +\| MISSING", caplog.text) and "classifier." not in caplog.text
     with pytest.raises(UserError, match=re.escape(part)):
         load.load_model(save_with(tmp_path, model, {part: None}))
     ElectraForPreTraining(ElectraConfig(vocab_size=260, embedding_size=8, **config)).save_pretrained(tmp_path)

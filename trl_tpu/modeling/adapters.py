@@ -180,13 +180,14 @@ def load_adapted_model(folder: str, step_separator: str | None = None, **kwargs:
         settings = kwargs | {"revision": config.revision}
         base, info = load_classifier(str(config.base_model_name_or_path), HeadSpec({}, step_separator), **settings)
         if cached_file(folder, "tokenizer_config.json", _raise_exceptions_for_missing_entries=False, **where):
+            where["trust_remote_code"] = kwargs.get("trust_remote_code", False)
             tokens, embeddings = len(AutoTokenizer.from_pretrained(folder, **where)), base.get_input_embeddings()
             if tokens > cast(nn.Embedding, embeddings).num_embeddings:  # training added tokens
                 base.resize_token_embeddings(tokens)
         with warnings.catch_warnings():
             warnings.filterwarnings("error", "Found missing adapter keys")
             adapted: Any = peft.PeftModel.from_pretrained(base, folder, is_trainable=is_trainable, **kwargs)
-    trained = tuple(adapter_weights(adapted))
+    trained = () if is_trainable else tuple(adapter_weights(adapted))
     random = sorted(key for key in info["missing_keys"] if not any(name.endswith(f".{key}") for name in trained))
     if random and not is_trainable:
         raise UserError(

@@ -77,7 +77,8 @@ def load_classifier(
             _draw_whole(model, outputs, new, random_state, kwargs.get("trust_remote_code", False))
         reports.clear()
         report = {field.name: set[str]() for field in fields(LoadStateDictInfo)} | info
-        report["missing_keys"] = info["missing_keys"] - new_head  # every new reward model has a new head
+        # every new reward model has a new head
+        report["missing_keys"] = {key for key in info["missing_keys"] if key not in new_head or ".pooler." in key}
         log_state_dict_report(model, name, True, LoadStateDictInfo(**report), source)
     return model, info
 

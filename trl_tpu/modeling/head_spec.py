@@ -36,10 +36,8 @@ def find_heads(model: nn.Module) -> dict[str, nn.Module]:
     """
     if (score := find_score_head(model)) is not None:
         return {name: module for name, module in model.named_modules() if module is score}
-    backbone = getattr(model, "base_model_prefix", None) or " "
-    return (
-        {name: head for name, head in model.named_children() if name != backbone} if hasattr(model, backbone) else {}
-    )
+    modules, backbone = dict(model.named_children()), getattr(model, "base_model_prefix", None)
+    return {name: head for name, head in modules.items() if name != backbone} if backbone in modules else {}
 
 
 def keep_heads_in_float32(model: nn.Module) -> None:
