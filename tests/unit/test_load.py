@@ -223,6 +223,8 @@ def test_head_of_other_programs_is_read(kind: str, file: str | None, in_files: b
     model, info = load.load_classifier(folder, HeadSpec(), in_files=in_files, num_labels=1)
     assert torch.equal(model.score.weight, head[SUMMARY]) and not info["missing_keys"]
     assert not any("v_head" in key for key in info["unexpected_keys"])
+    scored: Any = load.load_model(folder, is_trainable=False)
+    assert torch.equal(scored.score.weight, model.score.weight)
 
 
 @pytest.mark.parametrize(

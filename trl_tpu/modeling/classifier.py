@@ -26,6 +26,7 @@ from .model_shape import model_without_weights
 
 logger = logging.getLogger(__name__)
 
+_WEIGHT, _BIAS = "score.weight", "score.bias"
 _HEAD_FILES = ("value_head.safetensors", "value_head.bin")  # LLaMA-Factory's
 _HEAD_NAME = re.compile(r"v_head|value|score|reward|rm_head|regress|classifi|critic|^head$")
 _HEAD_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth")
@@ -163,31 +164,28 @@ def _read_head(
     folder, *_ = [Path(str(cached_file(name, file, **where))).parent for file in (CONFIG_NAME, *_HEAD_FILES)]
     prefix, labels = f"{model.base_model_prefix}.", int(model.config.num_labels or 0)
     unexpected = {key.removeprefix(prefix) for key in info["unexpected_keys"] if not _NO_HEAD.match(key)}
-    tensors, heads = dict[str, torch.Tensor](), set[str]()
+    tensors = dict[str, torch.Tensor]()
     for file in folder.iterdir():
-        in_head_file = file.suffix in _HEAD_SUFFIXES and _HEAD_NAME.search(file.stem) is not None
-        if in_head_file or (unexpected and _MODEL_FILE.fullmatch(file.name)):
-            for path, tensor in load_state_dict(file).items():
-                key = path.removeprefix(prefix)
-                is_matrix = key.endswith("weight") and tensor.dim() == 2 and tensor.shape[0] in (1, labels)
-                if in_head_file or key in unexpected:
-                    tensors[key] = tensor
-                    is_head = in_head_file or is_matrix or _HEAD_NAME.search(key.partition(".")[0])
-                    heads |= {key} if is_head and not key.endswith("bias") else set()
-    weight, target = min(heads, default=""), next((key for key in new_head if key.endswith("weight")), "")
-    bias, target_bias = (f"{key.removesuffix('weight')}bias" for key in (weight, target))
-    parts = {key for key in tensors if key.partition(".")[0] == weight.partition(".")[0]}
-    shift = tensors.get(bias, torch.zeros(labels))
-    is_alone = len(heads) == 1 and parts <= {weight, bias} and new_head <= {target, target_bias}
-    if not is_alone or target != "score.weight" or tensors[weight].shape != model.get_parameter(target).shape:
-        return heads
-    if shift.any() and target_bias not in new_head:
+        is_head = file.suffix in _HEAD_SUFFIXES and _HEAD_NAME.search(file.stem) is not None
+        if is_head or (unexpected and _MODEL_FILE.fullmatch(file.name)):
+            stored = {key.removeprefix(prefix): tensor for key, tensor in load_state_dict(file).items()}
+            names = stored if is_head else stored.keys() & unexpected
+            tensors |= {f"{file.stem}.{key}" if is_head else key: stored[key] for key in names}
+    rows = {key: len(tensor) for key, tensor in tensors.items() if key.endswith("weight") and tensor.dim() == 2}
+    heads = {key for key in tensors if rows.get(key) in (1, labels) or _HEAD_NAME.search(key.partition(".")[0])}
+    heads = {key for key in heads if not key.endswith("bias")}
+    weight = min(heads, default="")
+    bias, first = weight.removesuffix("weight") + "bias", weight.partition(".")[0]
+    parts, shift = {key for key in tensors if key.partition(".")[0] == first}, tensors.get(bias, torch.zeros(labels))
+    is_alone = len(heads) == 1 and parts <= {weight, bias} and {_WEIGHT} <= new_head <= {_WEIGHT, _BIAS}
+    fits = is_alone and tensors[weight].shape == model.get_parameter(_WEIGHT).shape
+    if not fits or (shift.any() and _BIAS not in new_head):
         return heads
     for key in new_head:
-        _fill(model.get_parameter(key), shift if key == target_bias else tensors[weight])
+        _fill(model.get_parameter(key), tensors[weight] if key == _WEIGHT else shift)
     info["missing_keys"] = info["missing_keys"] - new_head
     info["unexpected_keys"] = {key for key in info["unexpected_keys"] if key.removeprefix(prefix) not in parts}
-    logger.warning(f"{name}: the head {target} is read from {weight}, the only tensor of its kind.")
+    logger.warning(f"{name}: the head {_WEIGHT} is read from {weight}, the only tensor of its kind.")
     return set()
 
 
