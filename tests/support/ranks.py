@@ -149,10 +149,12 @@ def main(model: str, folder: Path, count: int) -> None:
                 found[name] = train(model, folder / name, way, mesh, loaded_on)
     if count <= 2 and (folder / "causal").is_dir():
         mesh = None if count == 1 else "fsdp=2"
-        ways = ("plain", "adapters", "steps")
+        ways = {"plain": "causal", "adapters": "causal", "steps": "causal", "value head": "value head"}
         if count == 2:
             compare_own_loop(model, folder / "own loop")
-        found["new"] = {way: new_weights(str(folder / "causal"), folder / "new" / way, way, mesh) for way in ways}
+        found["new"] = {
+            way: new_weights(str(folder / name), folder / "new" / way, way, mesh) for way, name in ways.items()
+        }
     if count == 4:
         two_cuts = DistributedConfig(fsdp_size=2, tp_size=2)
         replace(Runtime())

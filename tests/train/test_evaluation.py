@@ -88,9 +88,10 @@ def test_prediction_loss_only_returns_only_the_loss(model_folder: str, tmp_path:
     pairs = tiny.made_up_pairs(6)
     whole = make_trainer(model_folder, tmp_path).evaluate(pairs)
     trainer = make_trainer(model_folder, tmp_path, compute_metrics=fail, prediction_loss_only=True)
-    assert trainer.evaluate(pairs)["eval_loss"] == whole["eval_loss"]
+    loss = pytest.approx(whole["eval_loss"], abs=1e-6)  # the weights of another load may be aligned otherwise
+    assert trainer.evaluate(pairs)["eval_loss"] == loss
     output = trainer.predict(pairs)
-    assert len(output.predictions) == 0 and output.metrics["test_loss"] == whole["eval_loss"]
+    assert len(output.predictions) == 0 and output.metrics["test_loss"] == loss
 
 
 LABELS = ["web", "book", None]

@@ -121,23 +121,50 @@ def test_stop_that_cannot_save_says_so(make: Callable[..., RewardTrainer], tmp_p
         trainer.train()
 
 
-def test_float16_training_skips_no_steps(train: Callable[..., RewardTrainer]) -> None:
-    """A loss scaler of float16 causes and handles infinite gradients itself. Limits are the defaults."""
-    trainer = train([], 6, learning_rate=0.1, callbacks=[Spoil(0, 1, 2, 3)], fp16=True)
-    assert trainer.args.nonfinite_limit == 3 and trainer.state.global_step == 6
-    assert runs.logged(trainer, "nonfinite") == []
+class Scaled(RewardTrainer):
+    """A trainer with accelerate's loss scaling, which accelerate itself offers only on accelerators."""
+
+    def create_accelerator_and_postprocess(self) -> None:
+        super().create_accelerator_and_postprocess()
+        self.accelerator.scaler, self.accelerator.native_amp = torch.amp.GradScaler("cpu"), True
 
 
-def test_adapters_over_float16_weights_skip_no_steps(
-    make: Callable[..., RewardTrainer], folder: str, tmp_path: Path
+@pytest.mark.parametrize("spoils_loss", [False, True])
+def test_loss_scaler_skips_infinite_gradients_without_a_count(
+    make: Callable[..., RewardTrainer], folder: str, spoils_loss: bool
 ) -> None:
-    """The adapters are float32, but activations are float16."""
-    args = make([], 1).args
-    peft_config = LoraConfig(task_type="SEQ_CLS", r=2)
-    args.model_init_kwargs = {"dtype": "float16"}
-    trainer = RewardTrainer(folder, args, train_dataset=runs.pairs_of(1), peft_config=peft_config)
-    assert any(parameter.dtype == torch.float32 for parameter in trainer.model.parameters())
-    assert not trainer.trl_tpu.statistics.skips_nonfinite
+    """The scaler causes and skips infinite gradients itself. A NaN in the loss is counted: no scale removes it."""
+    args, callbacks = make([], 6, learning_rate=0.1, fp16=True, logging_steps=1).args, [Spoil(0, 1, 2, 3)]
+    pairs = runs.pairs_of(6, [1, 2, 3] if spoils_loss else [])
+    trainer = Scaled(folder, args, train_dataset=pairs, callbacks=[] if spoils_loss else callbacks)
+    if spoils_loss:
+        with pytest.raises(FloatingPointError, match="2 to 4,"):
+            trainer.train()
+    else:
+        assert trained(trainer).state.global_step == 6
+        assert runs.logged(trainer, "nonfinite") == [0] * 6
+        assert trainer.accelerator.scaler.get_scale() < 2**16 and args.nonfinite_limit == 3  # the defaults
+    assert all(math.isfinite(loss) and loss > 0 for loss in runs.logged(trainer, "loss"))
+    assert not trainer.model.score.weight.isnan().any()
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+@pytest.mark.parametrize("peft_config", [None, LoraConfig(task_type="SEQ_CLS", r=2)], ids=["full", "adapters"])
+def test_nonfinite_steps_are_counted_and_stop_the_run_in_every_dtype(
+    make: Callable[..., RewardTrainer], folder: str, dtype: str, peft_config: LoraConfig | None
+) -> None:
+    args = make([], 5, logging_steps=1).args
+    args.model_init_kwargs, args.adam_epsilon = {"dtype": dtype}, 1e-4  # 1e-8 is 0 in float16
+    for poisoned, stop in (([1, 3], None), ([1, 2, 3], "2 to 4,")):
+        data = runs.pairs_of(5, poisoned)
+        trainer = RewardTrainer(folder, args, train_dataset=data, peft_config=peft_config)
+        assert any(parameter.dtype == getattr(torch, dtype) for parameter in trainer.model.parameters())
+        if stop is None:
+            assert runs.logged(trained(trainer), "nonfinite") == [0, 1, 0, 1, 0]
+            assert len(runs.logged(trainer, "loss")) == 3 and min(runs.logged(trainer, "loss")) > 0
+        else:
+            with pytest.raises(FloatingPointError, match=stop):
+                trainer.train()
 
 
 def test_limit_zero_disables_skipping(train: Callable[..., RewardTrainer]) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 import ranks
 import subprocesses
 import torch
+from safetensors.torch import save_file
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 import trl_tpu
@@ -29,6 +31,9 @@ def folder(model_folder: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.manual_seed(0)
     LlamaForCausalLM(LlamaConfig.from_pretrained(model_folder)).save_pretrained(folder / "causal")
     AutoTokenizer.from_pretrained(model_folder).save_pretrained(folder / "causal")
+    shutil.copytree(folder / "causal", folder / "value head")
+    head = {"v_head.summary.weight": torch.ones(1, LlamaConfig.from_pretrained(model_folder).hidden_size)}
+    save_file(head, folder / "value head" / "value_head.safetensors")
     return folder
 
 
@@ -59,6 +64,7 @@ def test_new_heads_and_adapters_equal_those_of_one_process(
     assert [found["new"] for found in run_processes(2)] == [one, one]
     assert {len(weights["score.weight"]) for weights in (one["plain"], one["steps"])} == {1, 2}
     assert any("lora_A" in name for name in one["adapters"])
+    assert {*one["value head"]["score.weight"][0]} == {1.0}
 
 
 def test_own_loop_equals_the_trainer(run_processes: RunProcesses, folder: Path) -> None:

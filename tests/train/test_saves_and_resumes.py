@@ -367,7 +367,8 @@ def test_copied_trainer_trains_independently(copied: Callable[[RewardTrainer], R
     assert other.state.global_step == 6 and find_faults(runs.folder / "checkpoint-6") == []
     assert all(torch.equal(weight, before[name]) for name, weight in trainer.model.state_dict().items())
     assert not torch.equal(other.model.score.weight, before["score.weight"])
-    assert copy.deepcopy(other).evaluate()["eval_loss"] == other.evaluate()["eval_loss"]
+    # the copy's weights may be aligned otherwise, and kernels may then add in another order
+    assert copy.deepcopy(other).evaluate()["eval_loss"] == pytest.approx(other.evaluate()["eval_loss"], abs=1e-6)
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("checkpoint")]
 
 

@@ -88,7 +88,8 @@ def test_models_train_with_a_new_head_and_reload_elsewhere(saved: Path, tmp_path
         assert not info["missing_keys"] and not info["unexpected_keys"]
         with torch.no_grad():
             found = again.eval()(_IDS, attention_mask=torch.ones_like(_IDS)).logits.flatten().tolist()
-        assert found == rewards[family], family
+        # Rewards are near 1. Weights in a file's memory are aligned otherwise, and kernels may add in another order.
+        assert found == pytest.approx(rewards[family], abs=1e-6), family
         try:
             make_packable(again, PAD)
             packed[family] = True

@@ -1,10 +1,13 @@
 """Models and tokenizers are loaded and aligned as by TRL 1.16's trainer, and the user's tokenizer is kept."""
 
+import json
+import logging
 import re
 import shutil
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 import trl
@@ -16,6 +19,9 @@ from transformers import (
     AutoModelForSequenceClassification,
     BertConfig,
     BertForMaskedLM,
+    BertForPreTraining,
+    ElectraConfig,
+    ElectraForPreTraining,
     ProcessorMixin,
     Qwen2ForCausalLM,
     set_seed,
@@ -25,6 +31,7 @@ from trl.trainer.utils import create_model_from_path
 import trl_tpu
 from trl_tpu.errors import UserError
 from trl_tpu.modeling import load
+from trl_tpu.modeling.adapters import load_adapted_model
 from trl_tpu.modeling.build import build_reward_model
 from trl_tpu.modeling.head_spec import HeadSpec
 from trl_tpu.modeling.model_shape import model_without_weights
@@ -90,8 +97,10 @@ def test_loading_arguments_equal_trls_or_are_named(
     with pytest.raises(UserError, match="quantization_config"):
         build_reward_model(checkpoint, args, quantization_config=1)
     tiny_model(num_labels=2).save_pretrained(tmp_path)
-    with pytest.raises(UserError, match="ignore_mismatched_sizes"):
-        load.load_model(str(tmp_path))
+    for in_files in (False, True):
+        with pytest.raises(UserError, match="num_labels=1") as rejected:
+            load.load_model(str(tmp_path), in_files=in_files)
+        assert "ignore_mismatched_sizes" not in str(rejected.value)  # transformers' words
     assert load.load_model(str(tmp_path), ignore_mismatched_sizes=True).score.weight.shape[0] == 1
 
 
@@ -114,7 +123,7 @@ def test_head_under_another_name_is_read(separator: str | None, in_files: bool, 
     assert not info["missing_keys"] and torch.equal(model.score.weight, head)
     for more in (
         {},
-        {"value_head.weight": head, "value_head.bias": torch.zeros(labels)},
+        {"value_head.weight": head, "value_head.bias": torch.ones(labels)},
         {"value_head.weight": head, "other_head.weight": head},
         {"score.0.weight": torch.eye(head.shape[1]), "score.2.weight": head},
     ):
@@ -122,10 +131,148 @@ def test_head_under_another_name_is_read(separator: str | None, in_files: bool, 
             loaded(**tensors, **more)
     config = tmp_path / "config.json"
     config.write_text(re.sub("For(Sequence|Token)Classification", "ForCausalLM", config.read_text()))
+    tensors.pop("score.bias", None)
     _, info = loaded(**tensors, **{"extra.weight": torch.zeros(3, 3)})
-    assert info["missing_keys"] == {"score.weight"}  # a language model gets a new head
+    assert "score.weight" in info["missing_keys"]  # a language model gets a new head
+    biased = {"value_head.weight": head, "value_head.bias": torch.ones(labels)}
+    if separator is None:
+        with pytest.raises(UserError, match=r"score\.weight"):
+            loaded(**tensors, **biased)
+    else:  # token classifiers have a bias
+        model, info = loaded(**tensors, **biased)
+        assert not info["missing_keys"] and model.score.bias.tolist() == [1.0, 1.0]
+
+
+def save_with(folder: Path, model: Any, changes: dict[str, Any], kind: str = "model.safetensors") -> str:
+    """Save a model with changed tensors (None removes one), in one file or in two shards."""
+    model.save_pretrained(folder)
+    (folder / "model.safetensors").unlink()
+    tensors = {key: tensor.clone() for key, tensor in (model.state_dict() | changes).items() if tensor is not None}
+    parts = {kind: tensors}
+    if "-of-" in kind:
+        first = dict(list(tensors.items())[:3])
+        parts = {
+            kind: first,
+            kind.replace("1-of", "2-of"): {key: tensors[key] for key in tensors.keys() - first.keys()},
+        }
+        index = {"metadata": {}, "weight_map": {key: file for file, part in parts.items() for key in part}}
+        (folder / f"{kind.partition('-')[0]}{Path(kind).suffix}.index.json").write_text(json.dumps(index))
+    for file, part in parts.items():
+        write(folder / file, part)
+    return str(folder)
+
+
+def write(file: Path, tensors: dict[str, Any]) -> None:
+    save_file(tensors, file, {"format": "pt"}) if file.suffix == ".safetensors" else torch.save(tensors, file)
+
+
+FILES = (
+    "model.safetensors",
+    "pytorch_model.bin",
+    "model-00001-of-00002.safetensors",
+    "pytorch_model-00001-of-00002.bin",
+)
+SUMMARY = "v_head.summary.weight"
+
+
+@pytest.mark.parametrize("kind", FILES)
+def test_weights_other_than_the_head_must_be_in_the_files(kind: str, tmp_path: Path) -> None:
+    parts = ("embed_tokens.weight", "layers.0.mlp.down_proj.weight", "norm.weight", "layers.0.self_attn.q_proj.bias")
+    for separator in (None, "\n"):
+        for index, part in enumerate(parts):
+            folder = save_with(tmp_path / f"{index}", Qwen2ForCausalLM(tiny_config()), {f"model.{part}": None}, kind)
+            for in_files in (False, True):
+                with pytest.raises(UserError, match=f"lacks 1 .*{re.escape(part)}"):
+                    load.load_model(folder, HeadSpec(step_separator=separator), in_files=in_files)
+    base = save_with(tmp_path / "base", Qwen2ForCausalLM(tiny_config()), {}, kind)
+    adapted = peft.get_peft_model(load.load_model(base), peft.LoraConfig(task_type="SEQ_CLS"))
+    adapted.save_pretrained(tmp_path / "adapters")
+    load.load_model(str(tmp_path / "adapters"))
+    save_with(tmp_path / "base", Qwen2ForCausalLM(tiny_config()), {"model.norm.weight": None}, kind)
+    with pytest.raises(UserError, match=r"lacks 1 .*norm\.weight"):
+        load.load_model(str(tmp_path / "adapters"))
+
+
+@pytest.mark.parametrize("part", ["bert.encoder.layer.0.output.LayerNorm.weight", "bert.pooler.dense.bias"])
+def test_encoders_may_lack_a_pooler_but_no_part_of_one(
+    part: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = {"hidden_size": 8, "num_attention_heads": 2, "num_hidden_layers": 1, "intermediate_size": 16}
+    model = BertForPreTraining(BertConfig(vocab_size=260, **config))
+    load.load_model(save_with(tmp_path, model, {"bert.pooler.dense.weight": None, "bert.pooler.dense.bias": None}))
+    assert re.search(r"bert\.pooler\.\S+ +\| MISSING", caplog.text) and "classifier." not in caplog.text
+    with pytest.raises(UserError, match=re.escape(part)):
+        load.load_model(save_with(tmp_path, model, {part: None}))
+    ElectraForPreTraining(ElectraConfig(vocab_size=260, embedding_size=8, **config)).save_pretrained(tmp_path)
+    load.load_model(str(tmp_path))  # its pre-training head has one output, and is no reward head
+    with pytest.raises(UserError, match="classifier.bias"):  # BERT's head reads the pooler's output
+        load.load_model(save_with(tmp_path, model, {SUMMARY: torch.ones(1, 8)}))
+
+
+@pytest.mark.parametrize("in_files", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "file"),
+    [*((kind, None) for kind in FILES), (FILES[0], "value_head.safetensors"), (FILES[1], "value_head.bin")],
+)
+def test_head_of_other_programs_is_read(kind: str, file: str | None, in_files: bool, tmp_path: Path) -> None:
+    """TRL stores value heads next to a language model's weights, LLaMA-Factory in a file of their own."""
+    head = {SUMMARY: torch.randn(1, tiny_config().hidden_size), "v_head.summary.bias": torch.zeros(1)}
+    folder = save_with(tmp_path, Qwen2ForCausalLM(tiny_config()), {} if file else head, kind)
+    if file:
+        write(tmp_path / file, head)
+    model, info = load.load_classifier(folder, HeadSpec(), in_files=in_files, num_labels=1)
+    assert torch.equal(model.score.weight, head[SUMMARY]) and not info["missing_keys"]
+    assert not any("v_head" in key for key in info["unexpected_keys"])
+    scored: Any = load.load_model(folder, is_trainable=False)
+    assert torch.equal(scored.score.weight, model.score.weight)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"v_head.summary.bias": torch.ones(1)},
+        {"score_head.weight": torch.ones(1, tiny_config().hidden_size)},
+        {SUMMARY: torch.ones(1, 3)},
+        {SUMMARY: torch.ones(tiny_config().hidden_size)},
+        {SUMMARY: None, "v_head.0.weight": torch.ones(3, 3), "v_head.2.weight": torch.ones(1, 3)},
+    ],
+    ids=["bias", "two heads", "other size", "vector", "layers"],
+)
+@pytest.mark.parametrize("file", [None, "value_head.safetensors", "value_head.bin"])
+def test_head_that_cannot_be_read_is_rejected(changes: dict[str, Any], file: str | None, tmp_path: Path) -> None:
+    head = {SUMMARY: torch.ones(1, tiny_config().hidden_size)} | changes
+    head = {key: tensor for key, tensor in head.items() if tensor is not None}
+    folder = save_with(tmp_path, Qwen2ForCausalLM(tiny_config()), {} if file else head)
+    if file:
+        write(tmp_path / file, head)
     with pytest.raises(UserError, match=r"score\.weight"):
-        loaded(**tensors, **{"value_head.weight": head, "value_head.bias": torch.zeros(labels)})
+        load.load_model(folder)
+
+
+def test_adapters_without_their_head_are_rejected(tmp_path: Path) -> None:
+    base = save_with(tmp_path / "base", Qwen2ForCausalLM(tiny_config()), {})
+    for name, config in (("plain", peft.LoraConfig()), ("lm", peft.LoraConfig(task_type="CAUSAL_LM"))):
+        peft.get_peft_model(Qwen2ForCausalLM.from_pretrained(base), config).save_pretrained(tmp_path / name)
+    with pytest.raises(UserError, match=r"score\.weight"):
+        load_adapted_model(str(tmp_path / "plain"), num_labels=1)
+    assert load.load_model(str(tmp_path / "plain")).base_model.model.score.weight.shape[0] == 1  # trains a new head
+    with pytest.raises(UserError, match="task_type='CAUSAL_LM'"):
+        load.load_model(str(tmp_path / "lm"))
+
+
+@pytest.mark.parametrize("in_files", [False, True])
+def test_load_report_omits_the_new_head_alone(
+    in_files: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = Qwen2ForCausalLM(tiny_config())
+    load.load_model(save_with(tmp_path, model, {}), in_files=in_files)
+    plain, changes = caplog.text, {"model.layers.0.extra.weight": torch.zeros(3)}
+    load.load_model(save_with(tmp_path, model, changes), in_files=in_files)
+    assert "MISSING" not in caplog.text and "layers.0.extra.weight | UNEXPECTED" in caplog.text.removeprefix(plain)
+    with pytest.raises(UserError):
+        load.load_model(save_with(tmp_path, model, {"model.norm.weight": None}), in_files=in_files)
+    assert re.search(r"model\.norm\.weight +\| MISSING", caplog.text)
+    assert not logging.getLogger("transformers.modeling_utils").filters
 
 
 def test_incomplete_backbone_loads_equally_eager_or_streamed(tmp_path: Path) -> None:

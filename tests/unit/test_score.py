@@ -51,6 +51,11 @@ def test_messages_are_rendered_with_tools_and_template_arguments(good_model: Pat
         assert alone["reward"] != plain["reward"]
 
 
+def near(row: dict[str, Any]) -> dict[str, Any]:
+    """Let rewards near 1 differ by 1e-6: another process, load or batch adds float32 numbers in another order."""
+    return {name: pytest.approx(each, abs=1e-6) if isinstance(each, float) else each for name, each in row.items()}
+
+
 @pytest.mark.parametrize(
     "spoiled",
     [
@@ -67,7 +72,7 @@ def test_unscorable_row_is_named_and_others_are_scored(
     rows, output = write_jsonl(tmp_path / "rows.jsonl", [good, spoiled, good]), tmp_path / "out.jsonl"
     assert cli.main(score_command(save(tmp_path / "model", "gpt2"), rows, output)) == 0
     first, second, third = read_jsonl(output)
-    assert first == third and isinstance(first["reward"], float) and first["not_scored"] is None
+    assert first == near(third) and isinstance(first["reward"], float) and first["not_scored"] is None
     told = f"Row 1 of the scored dataset: `{next(iter(spoiled))}`"
     assert second["reward"] is None and second["not_scored"].startswith(told)
     assert {key: second[key] for key in spoiled} == spoiled
@@ -304,7 +309,7 @@ def test_best_answer_is_the_first_with_the_highest_reward(model: Path, tmp_path:
         if not rewards:
             assert best["completion"] is best["reward"] is None
             continue
-        assert best["reward"] == max(rewards)
+        assert best["reward"] == pytest.approx(max(rewards), abs=1e-6)  # see `near`
         assert best["completion"] == row["completions"][full["rewards"].index(max(rewards))]
     with pytest.raises(UserError, match="completions"):
         trl_tpu.score(str(model), PAIRS, best_of_n=True)
@@ -363,7 +368,7 @@ def test_killed_scoring_resumes_after_complete_chunks(
         upgrade.setattr("trl_tpu.scripts.score.CODE", "another version")
         assert f"{output}.partial" in error_of(*score_command(model, source, output))
     assert printed(output) == verdict, "the verdict covers all rows"
-    assert "24 rows" in caplog.text and output.read_bytes() == whole.read_bytes()
+    assert "24 rows" in caplog.text and read_jsonl(output) == [*map(near, read_jsonl(whole))]
     assert {path.name for path in tmp_path.iterdir()} == {"out.jsonl", "rows.jsonl", "whole.jsonl"}
     found = read_jsonl(output)
     assert len(found) == len(rows) and found[30]["reward_chosen"] is None and "Row 30" in found[30]["not_scored"]

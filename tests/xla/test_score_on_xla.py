@@ -55,7 +55,8 @@ def test_rewards_equal_single_conversations_with_one_program_per_length(
     words = ["score", "--model_name_or_path", model_folder, "--dataset_name", str(source), "--output", str(output)]
     assert cli.main([*words, "--tokens_per_pass", "256"]) == 0
     written = [json.loads(line) for line in output.read_text().splitlines()]
-    assert [row["reward_chosen"] for row in written] == [row["reward_chosen"] for row in seen]
+    expected = [row["reward_chosen"] for row in seen]  # of another load, whose weights may be aligned otherwise
+    assert [row["reward_chosen"] for row in written] == pytest.approx(expected, abs=1e-6)
 
 
 def test_unpackable_model_is_scored_in_padded_rows_of_few_lengths(model_folder: str, tmp_path: Path) -> None:

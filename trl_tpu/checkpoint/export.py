@@ -24,7 +24,8 @@ from transformers.dynamic_module_utils import get_relative_imports
 
 from ..config.reward_config import is_url
 from ..errors import UserError
-from ..modeling.adapters import adapter_weights, empty_adapters, merge_adapters
+from ..modeling.adapters import adapter_weights, empty_adapters, load_adapted_model
+from ..modeling.classifier import load_classifier
 from ..modeling.head_spec import (
     BASE_CONFIG,
     HeadSpec,
@@ -35,7 +36,7 @@ from ..modeling.head_spec import (
     set_reward_normalization,
     write_head_spec,
 )
-from ..modeling.load import load_classifier, load_tokenizer
+from ..modeling.load import load_tokenizer
 from ..modeling.model_shape import model_without_weights
 from ..runtime.native import Runtime
 from .folders import MANIFEST_FILE, STAGING_FOLDER, atomic_folder, find_faults, local_copy
@@ -200,14 +201,7 @@ def _merged_model(
     kwargs: Any = {"num_labels": len(spec.weights), "trust_remote_code": trust_remote_code}
     with tempfile.TemporaryDirectory() as adapters:  # peft loads adapters only from a folder
         _write_adapters(checkpoint, Path(adapters), base, None, trust_remote_code)
-        model, info = load_classifier(base, spec, dtype=torch.float32, **kwargs)
-        trained_names = {name.removeprefix("base_model.model.") for name in load_file(Path(adapters, ADAPTER_FILE))}
-        if missing := sorted(set(info["missing_keys"]) - trained_names)[:5]:
-            raise UserError(
-                f"{', '.join(missing)}: neither the adapters nor the base model {base} have these weights, so they "
-                "would be random. Train adapters with `modules_to_save` or `task_type='SEQ_CLS'`."
-            )
-        merged: Any = merge_adapters(model, adapters)
+        merged = load_adapted_model(adapters, spec.step_separator, dtype=torch.float32, **kwargs).merge_and_unload()
     if (checkpoint / "tokenizer_config.json").is_file():
         tokenizer = load_tokenizer(str(checkpoint), trust_remote_code=trust_remote_code)
         if tokenizer.pad_token_id is not None:  # as in training, rewards are read at the last non-padding token

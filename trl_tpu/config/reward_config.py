@@ -249,8 +249,8 @@ class RewardConfig(RemovedArguments, TrainingArguments):
             Number of consecutive steps with a NaN or infinite loss or gradient after which the run stops. It stops at
             the next log, with an error that names the first of these steps and its pairs. Such a step does not update
             the weights, is counted as `nonfinite` in the logs, and is excluded from the logged loss. 0 trains on, as
-            TRL does. The limit is always 0 with `fp16`, because its loss scaling skips such steps itself, and with
-            float16 weights, because single infinite gradients are normal with them.
+            TRL does. With the loss scaling of `fp16`, only losses are checked: it causes infinite gradients and skips
+            them itself.
         log_grad_norms (`bool`, *optional*, defaults to `False`):
             Whether to log the norm of each parameter's gradient before clipping, as `grad_norm/NAME`. All norms of a
             step are one vector on the device. They are read only when they are logged.

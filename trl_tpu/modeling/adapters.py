@@ -6,17 +6,18 @@ import sys
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from accelerate import PartialState
 from torch import nn
 from torch.distributed.tensor import DTensor
-from transformers import AutoConfig, BitsAndBytesConfig, PreTrainedModel
+from transformers import AutoTokenizer, BitsAndBytesConfig, PreTrainedModel
+from transformers.utils import cached_file
 
 from ..errors import UserError, explaining
+from .classifier import load_classifier
 from .head_spec import BASE_CONFIG, HeadSpec, add_transformers4_names, hub_settings
-from .heads import auto_class_of
 
 if TYPE_CHECKING:
     from peft import LoraConfig, PeftConfig, PeftModel
@@ -158,20 +159,42 @@ def load_adapted_model(folder: str, step_separator: str | None = None, **kwargs:
     Args:
         folder: Folder or Hub id of saved adapters.
         step_separator: The text after each step of process rewards; None for rewards of conversations.
-        **kwargs: Arguments of ``from_pretrained`` of peft and of the base model.
+        **kwargs: Arguments of ``from_pretrained`` of peft and of the base model. With ``is_trainable``, the head may
+            be new.
 
     Raises:
-        UserError: A file is broken, or names a missing file or model.
+        UserError: A file is broken or names a missing file or model, a weight is missing, or the adapters are not for
+            classifiers.
     """
     import peft
 
-    task = "Sequence" if step_separator is None else "Token"
+    task = "SEQ_CLS" if step_separator is None else "TOKEN_CLS"
+    is_trainable = kwargs.pop("is_trainable", False)
     with explaining(f"{folder} cannot be loaded as a reward model"):
-        base = peft.PeftConfig.from_pretrained(folder, **hub_settings(kwargs)).base_model_name_or_path
-        if base is not None:  # peft loads the base by the auto class, so the class must be registered
-            config = AutoConfig.from_pretrained(base, trust_remote_code=kwargs.get("trust_remote_code", False))
-            auto_class_of(config, HeadSpec(step_separator=step_separator))
-        return getattr(peft, f"AutoPeftModelFor{task}Classification").from_pretrained(folder, **kwargs)
+        where = hub_settings(kwargs)
+        config = peft.PeftConfig.from_pretrained(folder, **where)
+        if config.task_type not in (None, task):
+            raise UserError(
+                f"The adapters in {folder} have task_type={config.task_type!r}; a reward model's is {task!r}."
+            )
+        settings = kwargs | {"revision": config.revision}
+        base, info = load_classifier(str(config.base_model_name_or_path), HeadSpec({}, step_separator), **settings)
+        if cached_file(folder, "tokenizer_config.json", _raise_exceptions_for_missing_entries=False, **where):
+            where["trust_remote_code"] = kwargs.get("trust_remote_code", False)
+            tokens, embeddings = len(AutoTokenizer.from_pretrained(folder, **where)), base.get_input_embeddings()
+            if tokens > cast(nn.Embedding, embeddings).num_embeddings:  # training added tokens
+                base.resize_token_embeddings(tokens)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", "Found missing adapter keys")
+            adapted: Any = peft.PeftModel.from_pretrained(base, folder, is_trainable=is_trainable, **kwargs)
+    trained = () if is_trainable else tuple(adapter_weights(adapted))
+    random = sorted(key for key in info["missing_keys"] if not any(name.endswith(f".{key}") for name in trained))
+    if random and not is_trainable:
+        raise UserError(
+            f"{folder}: neither the adapters nor their base model have {', '.join(random)}, so rewards would be "
+            "random. Train adapters with `modules_to_save` or `task_type='SEQ_CLS'`."
+        )
+    return adapted
 
 
 def read_attribute_weights(model: Any) -> dict[str, float]:
@@ -289,18 +312,3 @@ def empty_adapters(model: PreTrainedModel, folder: str, dtype: torch.dtype) -> "
     empty = {name: torch.empty_like(state[name], dtype=dtype, device="cpu") for name in adapter_names(adapted, state)}
     adapted.load_state_dict(empty, strict=False, assign=True)
     return adapted
-
-
-def merge_adapters(model: PreTrainedModel, folder: str) -> PreTrainedModel:
-    """Return a model with the adapters saved in `folder` merged into its weights.
-
-    Raises:
-        RuntimeError: The adapters' shapes do not fit the model.
-        UserWarning: Adapter weights are missing from the file.
-    """
-    from peft import PeftModel
-
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", "Found missing adapter keys")
-        adapted: Any = PeftModel.from_pretrained(model, folder)
-    return adapted.merge_and_unload()

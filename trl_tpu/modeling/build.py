@@ -30,6 +30,7 @@ from .adapters import (
     without_adapters,
     write_attribute_weights,
 )
+from .classifier import remove_offload_hooks
 from .head_spec import HeadSpec, hub_settings, set_inference_metadata, write_head_spec
 from .layers import disable_dropout_in_model, freeze
 from .load import (
@@ -38,7 +39,6 @@ from .load import (
     load_model,
     load_processing_class,
     load_tokenizer,
-    remove_offload_hooks,
     set_special_tokens,
 )
 from .losses import LISTWISE_LOSSES, TIES

@@ -29,20 +29,23 @@ def find_score_head(model: nn.Module) -> nn.Module | None:
     return None
 
 
-def keep_heads_in_float32(model: nn.Module) -> None:
-    """Compute rewards in float32 for any dtype of weights and autocast: bfloat16 would round rewards to 8 bits.
+def find_heads(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the heads of a model by name: the `score` head, or else all modules next to the backbone.
 
-    Encoders have other names for their heads. For models without a `score` head, all modules next to the backbone
-    count as heads.
+    Encoders have other names for their heads.
     """
+    if (score := find_score_head(model)) is not None:
+        return {name: module for name, module in model.named_modules() if module is score}
+    modules, backbone = dict(model.named_children()), getattr(model, "base_model_prefix", None)
+    return {name: head for name, head in modules.items() if name != backbone} if backbone in modules else {}
+
+
+def keep_heads_in_float32(model: nn.Module) -> None:
+    """Compute rewards in float32 for any dtype of weights and autocast: bfloat16 would round rewards to 8 bits."""
     base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
-    backbone, heads = getattr(base, "base_model_prefix", None) or " ", [find_score_head(base)]
-    if heads == [None] and hasattr(base, backbone):
-        heads = [module for name, module in base.named_children() if name != backbone]
-    for head in heads:
-        if head is None or not any(True for _ in head.parameters()):
-            continue
-        wrap_forward(head, _compute_in_float32, head)
+    for head in find_heads(base).values():
+        if any(True for _ in head.parameters()):
+            wrap_forward(head, _compute_in_float32, head)
 
 
 def wrap_forward(module: nn.Module, function: Callable[..., Any], *first: Any) -> None:

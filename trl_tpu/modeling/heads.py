@@ -96,16 +96,6 @@ def classifier_of(config: PretrainedConfig, causal: Any, auto_class: Any) -> typ
     return type(name, (generic, family), attributes)
 
 
-def check_only_head_is_missing(name: str, model: PreTrainedModel, missing: set[str]) -> None:
-    """Raise UserError if a checkpoint for a class of `classifier_of` lacks weights other than the head's."""
-    missing_weights = sorted(key for key in missing if not key.startswith("score."))
-    if missing_weights and hasattr(model, "code_of_head"):
-        raise UserError(
-            f"{name} lacks {len(missing_weights)} weights of {type(model).__name__}, such as {missing_weights[0]}; "
-            "they would be random. Pass the folder of a complete model."
-        )
-
-
 def _save_pretrained(self: Any, save_directory: Any, *args: Any, **kwargs: Any) -> None:
     """Save as transformers does, and write the class into a file for programs without trl_tpu."""
     self.config.auto_map = dict(self.auto_map)

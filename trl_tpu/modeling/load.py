@@ -1,34 +1,28 @@
-"""Load a model and its tokenizer, read weights from their files when they are placed, and set special tokens."""
+"""Load a model and its tokenizer, and set special tokens."""
 
 import copy
-import json
 import logging
 import re
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.hooks import remove_hook_from_submodules
-from torch.distributed.checkpoint import HuggingFaceStorageReader
-from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import (
     AddedToken,
-    AutoConfig,
     AutoTokenizer,
     PreTrainedModel,
     PreTrainedTokenizerBase,
     ProcessorMixin,
 )
-from transformers.utils import CONFIG_NAME, cached_file, find_adapter_config_file
+from transformers.utils import find_adapter_config_file
 
 from .. import runtime
 from ..config.reward_config import RewardConfig
 from ..errors import UserError, UserTypeError, explaining
 from .adapters import load_adapted_model
-from .head_spec import ONE_REWARD, HeadSpec, hub_settings, write_head_spec
-from .heads import auto_class_of, check_only_head_is_missing
-from .model_shape import model_without_weights
+from .classifier import load_classifier
+from .head_spec import ONE_REWARD, HeadSpec, hub_settings
 
 logger = logging.getLogger(__name__)
 
@@ -225,8 +219,10 @@ def clone_chat_template(
     return model, tokenizer, [vocabulary[token.content] for token in added]
 
 
-def load_model(name: str, outputs: HeadSpec = ONE_REWARD, *, in_files: bool = False, **kwargs: Any) -> PreTrainedModel:
-    """Load a checkpoint as a reward model with ``outputs``, or load saved adapters with their model for training.
+def load_model(
+    name: str, outputs: HeadSpec = ONE_REWARD, *, in_files: bool = False, is_trainable: bool = True, **kwargs: Any
+) -> PreTrainedModel:
+    """Load a checkpoint as a reward model with ``outputs``, or load saved adapters with their model.
 
     A causal language model's checkpoint has no reward head. The new head is random, so set the seed first. The model
     stays on the CPU; the trainer places it (TRL defaults to ``device_map="auto"`` on accelerators).
@@ -235,6 +231,7 @@ def load_model(name: str, outputs: HeadSpec = ONE_REWARD, *, in_files: bool = Fa
         name: A Hub id or folder.
         outputs: The head specification of the model.
         in_files: See `load_classifier`.
+        is_trainable: Whether to load for training. Otherwise the head must be in the checkpoint.
         **kwargs: Arguments of ``from_pretrained``. ``dtype`` defaults to float32.
 
     Raises:
@@ -251,149 +248,14 @@ def load_model(name: str, outputs: HeadSpec = ONE_REWARD, *, in_files: bool = Fa
         adapters = find_adapter_config_file(name, **hub_settings(kwargs))
     if adapters is not None:
         kwargs.pop("distributed_config", None)  # peft would read the head's full weight into a shard
-        return load_adapted_model(name, outputs.step_separator, is_trainable=True, **kwargs)
-    return load_classifier(name, outputs, in_files=in_files, **kwargs)[0]
-
-
-def load_classifier(
-    name: str, outputs: HeadSpec, *, in_files: bool = False, **kwargs: Any
-) -> tuple[PreTrainedModel, dict[str, Any]]:
-    """Load a model with ``outputs``, and return it with transformers' loading info: missing and unexpected weights.
-
-    Args:
-        name: A Hub id or folder.
-        outputs: The head specification of the model.
-        in_files: Leave the backbone's weights, except the input embeddings, in the checkpoint's files. `place_model`
-            then reads module by module; call `remove_offload_hooks` after it. Weights that transformers converts while
-            loading (such as experts stored one by one) are loaded to the host anyway.
-        **kwargs: Arguments of ``from_pretrained``.
-
-    Raises:
-        UserError: The checkpoint does not exist, or a file is broken.
-    """
-    with explaining(f"{name} cannot be loaded as a reward model"):
-        _check_shards(Path(name))
-        hub_kwargs = hub_settings(kwargs) | {"trust_remote_code": kwargs.get("trust_remote_code", False)}
-        config = AutoConfig.from_pretrained(name, **hub_kwargs)
-        auto_class = auto_class_of(config, outputs)
-        if mapping := getattr(auto_class._model_mapping.get(type(config), None), "names_in_checkpoint", None):
-            kwargs.setdefault("key_mapping", mapping)
-        random_state, loaded = torch.get_rng_state(), None
-        in_files = in_files and not kwargs.keys() & {"quantization_config", "ignore_mismatched_sizes"}
-        if in_files and (loaded := _load_in_files(name, outputs, kwargs)) is None:
-            torch.set_rng_state(random_state)  # draw the same new head as without this attempt
-            logger.warning(
-                f"{name} is loaded into host memory as a whole: its files do not match the model's weights."
-            )
-        model, info = loaded or auto_class.from_pretrained(name, output_loading_info=True, **kwargs)
-        check_only_head_is_missing(name, model, info["missing_keys"])
-        if renamed := _head_by_another_name(name, model, info, kwargs):
-            torch.set_rng_state(random_state)
-            return load_classifier(name, outputs, in_files=in_files, **kwargs, key_mapping=renamed)
-        if "distributed_config" in kwargs:
-            new = {*info["missing_keys"], *(key for key, *_ in info["mismatched_keys"])}
-            _draw_whole(model, outputs, new, random_state, kwargs.get("trust_remote_code", False))
-        return model, info
-
-
-def _head_by_another_name(
-    name: str, model: PreTrainedModel, info: dict[str, Any], kwargs: dict[str, Any]
-) -> dict[str, str]:
-    """Return the key mapping for a score head with another name in the checkpoint; empty if not needed.
-
-    Raises:
-        UserError: The checkpoint has a head, but its tensors are ambiguous; a new head would be random.
-    """
-    missing = sorted(key for key in info["missing_keys"] if not key.startswith(f"{model.base_model_prefix}."))
-    if not missing or "key_mapping" in kwargs:
-        return {}
-    config = Path(str(cached_file(name, CONFIG_NAME, **hub_settings(kwargs))))
-    unexpected = sorted(key for key in info["unexpected_keys"] if not key.startswith(("lm_head.", "cls.")))
-    stored: Any = {}
-    if unexpected:  # reading the metadata of a large model's many files takes time
-        stored = HuggingFaceStorageReader(str(config.parent)).read_metadata().state_dict_metadata
-    shapes = [weight.shape for key, weight in model.named_parameters() if key in missing and weight.dim() == 2]
-    heads = [key for key in unexpected if key in stored and stored[key].size in shapes]
-    alongside = [key for key in unexpected if heads and key.partition(".")[0] == heads[0].partition(".")[0]]
-    if len(missing) == len(heads) == len(alongside) == 1:
-        logger.warning(f"{name}: the head {missing[0]} is read from {heads[0]}, the only tensor of its shape.")
-        return {f"^{re.escape(heads[0])}$": missing[0]}
-    kinds = str(json.loads(config.read_text(encoding="utf-8")).get("architectures"))
-    if heads or re.search("SequenceClassification|TokenClassification|Reward", kinds):
+        return load_adapted_model(name, outputs.step_separator, is_trainable=is_trainable, **kwargs)
+    model, info = load_classifier(name, outputs, in_files=in_files, **kwargs)
+    if info["missing_keys"] and not is_trainable:
         raise UserError(
-            f"{name} (architectures {kinds}) is a reward model or classifier without {', '.join(missing)}, and a new "
-            f"head would be random. Its other tensors: {unexpected}. Save it with its head under that name and "
-            "without a bias, or start from the causal language model that it was trained from."
+            f"{name} is not a saved reward model: it lacks {sorted(info['missing_keys'])}, so its rewards would be "
+            "random. Score with the folder that training saved."
         )
-    return {}
-
-
-def _draw_whole(
-    model: Any, outputs: HeadSpec, new: Set[str], random_state: torch.Tensor, trust_remote_code: bool
-) -> None:
-    """Draw a sharded model's new weights unsharded, from the random state before loading, as one process would."""
-    with torch.device("meta"):
-        settings: dict[str, Any] = {"dtype": model.dtype, "trust_remote_code": trust_remote_code}
-        whole = auto_class_of(model.config, outputs).from_config(copy.deepcopy(model.config), **settings)
-    for path in {key.rpartition(".")[0] for key in new}:
-        whole.get_submodule(path).to_empty(device="cpu", recurse=False)
-    for name, parameter in whole.named_parameters():
-        parameter._is_hf_initialized = name not in new
-    torch.set_rng_state(random_state)
-    whole.initialize_weights()
-    for name, sharded in model.named_parameters():
-        if name in new:
-            drawn = whole.get_parameter(name).detach().to(sharded.device)
-            if isinstance(sharded, DTensor):
-                drawn = distribute_tensor(drawn, sharded.device_mesh, sharded.placements, src_data_rank=None)
-            sharded.data.copy_(drawn)
-
-
-def _load_in_files(
-    name: str, outputs: HeadSpec, kwargs: dict[str, Any]
-) -> tuple[PreTrainedModel, dict[str, Any]] | None:
-    """Load a model with its backbone, except the input embeddings, "offloaded to disk"; None if that is impossible."""
-    offloading_logger = logging.getLogger("accelerate.big_modeling")
-    level = offloading_logger.level
-    offloading_logger.setLevel(logging.ERROR)  # hide warnings about offloading: it is intended here
-    try:
-        config = AutoConfig.from_pretrained(name, **kwargs)
-        write_head_spec(config, (), None, outputs.step_separator)
-        empty = model_without_weights(config, None, kwargs.get("trust_remote_code", False))
-        offloaded = set(empty.base_model.modules()) - {empty.get_input_embeddings()}
-        device_map = {
-            path: "disk" if module in offloaded and any(True for _ in module.parameters()) else "cpu"
-            for path, module in empty.named_modules()
-            if not any(True for _ in module.children())
-        }
-        settings = kwargs | {"device_map": device_map, "output_loading_info": True}
-        model, info = auto_class_of(config, outputs).from_pretrained(name, **settings)
-    except (OSError, ValueError):  # converted weights cannot be offloaded; other errors recur in the full load
-        return None
-    finally:
-        offloading_logger.setLevel(level)
-    is_lost = any(device_map.get(key.rpartition(".")[0]) == "disk" for key in info["missing_keys"])
-    # these weights must stay float32, but reading them from the files would cast them to the model's dtype
-    is_mixed = model.dtype != torch.float32 and (model._keep_in_fp32_modules or model._keep_in_fp32_modules_strict)
-    return None if is_lost or is_mixed else (model, info)
-
-
-def remove_offload_hooks(model: PreTrainedModel) -> None:
-    """Remove accelerate's offloading hooks from a model whose weights are placed."""
-    remove_hook_from_submodules(model)
-    for module in model.modules():
-        vars(module).pop("forward", None)  # accelerate restores a bound method; a copied model would call the original
-    vars(model).pop("hf_device_map", None)
-
-
-def _check_shards(folder: Path) -> None:
-    """Reject an index that lists files outside its folder: transformers would read them."""
-    for index in folder.glob("*.index.json"):
-        for file in json.loads(index.read_text(encoding="utf-8"))["weight_map"].values():
-            if Path(file).name != file:
-                raise UserError(
-                    f"{index} lists {file!r}, a file outside its folder. Correct or re-download the index."
-                )
+    return model
 
 
 def check_num_labels(model: Any, outputs: HeadSpec = ONE_REWARD) -> None:

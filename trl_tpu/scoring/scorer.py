@@ -11,15 +11,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers.utils import find_adapter_config_file
 
 from .. import runtime
 from ..data.collate import BatchCollator, ComparisonRule, PackRows, Part
 from ..errors import UserError
-from ..modeling.adapters import is_peft_model, load_adapted_model
+from ..modeling.adapters import is_peft_model
 from ..modeling.forward import PackingImpossible, rewards_of
 from ..modeling.head_spec import HeadSpec, RewardScale, saved_scale
-from ..modeling.load import load_classifier, load_tokenizer
+from ..modeling.load import load_model, load_tokenizer
 from ..modeling.model_shape import learned_positions, position_groups
 from ..modeling.packability import make_packable
 from ..modeling.static_shapes import fit_to_device
@@ -166,7 +165,8 @@ class Scorer:
         self.device = self.runtime.device
         self.tokenizer: Any = load_tokenizer(model_folder, trust_remote_code=trust_remote_code)
         self.outputs = HeadSpec.saved(model_folder)
-        self.model: Any = _load(model_folder, trust_remote_code, self.outputs).eval()
+        code = {"trust_remote_code": trust_remote_code}
+        self.model: Any = load_model(model_folder, self.outputs, is_trainable=False, **code).eval()
         self.model.config.get_text_config().use_cache = False  # a cache would save nothing: one pass per sequence
         self.pad_token_id = self._resolve_pad_token(model_folder)
         self.scale = saved_scale(model_folder) if standardize else None
@@ -288,17 +288,3 @@ def _fingerprint(model: torch.nn.Module, tokenizer: Any, outputs: HeadSpec) -> s
     words += [*outputs.attributes.items(), outputs.step_separator]
     digest.update(json.dumps(words, sort_keys=True).encode())
     return digest.hexdigest()
-
-
-def _load(model_folder: str, trust_remote_code: bool, outputs: HeadSpec) -> Any:
-    code: dict[str, Any] = {"trust_remote_code": trust_remote_code}
-    kwargs = code | {"dtype": torch.float32, "num_labels": len(outputs.weights)}
-    if find_adapter_config_file(model_folder) is not None:
-        return load_adapted_model(model_folder, outputs.step_separator, **kwargs)
-    model, report = load_classifier(model_folder, outputs, **kwargs)
-    if report["missing_keys"]:
-        raise UserError(
-            f"{model_folder} is not a saved reward model: it lacks {sorted(report['missing_keys'])}, so its rewards "
-            "would be random. Score with the folder that training saved."
-        )
-    return model

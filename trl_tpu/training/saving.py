@@ -102,8 +102,7 @@ class Components:
         shares_disk = self.remote is None and not args.save_on_each_node
         self.agreement = HostAgreement(runtime, accelerator)
         self.preemption = Preemption(args.time_limit, args.save_interval)
-        in_float16 = args.mixed_precision == "fp16" or any(p.dtype == torch.float16 for p in model.parameters())
-        statistics.checks_nonfinite = saves_state(accelerator) and not in_float16
+        statistics.checks_nonfinite, statistics.has_scaler = saves_state(accelerator), accelerator.scaler is not None
         self.recompiles = RecompileGuard(runtime, announce)
         self.checkpointer = Checkpointer(
             runtime, self.agreement, writes=args.should_save, shares_disk=shares_disk, limit=args.save_total_limit

@@ -74,7 +74,9 @@ class StepStatistics:
         self.limit, self.attribute_weights = nonfinite_limit, attribute_weights
         self._work = flops_per_pair
         self.checks_nonfinite = True
-        """True if nonfinite steps are errors. In float16 they are normal: they adjust the loss scale."""
+        """False if accelerate's FSDP or DeepSpeed takes the steps."""
+        self.has_scaler = False
+        """True if a loss scaler runs. It causes infinite gradients, and skips their updates itself."""
         self.num_tokens = 0  # tokens up to the last log, including those before a resume
         self.evaluated: RewardScale | None = None
         """Mean and standard deviation of rewards in the last evaluation."""
@@ -204,7 +206,8 @@ class StepStatistics:
         """
         if not self.skips_nonfinite:
             return loss_sum_1
-        finite_1 = torch.isfinite(self._losses_1 + torch.as_tensor(gradient_norm, device=self._device))
+        norm = 0.0 if self.has_scaler else gradient_norm
+        finite_1 = torch.isfinite(self._losses_1 + torch.as_tensor(norm, device=self._device))
         self._losses_1 = torch.zeros_like(self._losses_1)
         if self._accelerator is not None and self._accelerator.num_processes > 1:  # losses differ between processes
             finite_1 = self._accelerator.reduce((~finite_1).int()) == 0
@@ -214,7 +217,8 @@ class StepStatistics:
         self.device_counts = torch.cat([*counts, _count_step(steps_4, finite_1, self.limit)])
         self.device_sums = torch.cat([*sums, loss_1])
         self.is_finite_1 = finite_1
-        self._runtime.skip_update_unless(finite_1[0], unwrap(optimizer))
+        if not self.has_scaler:
+            self._runtime.skip_update_unless(finite_1[0], unwrap(optimizer))
         return loss_1
 
     def pause(self) -> None:
@@ -322,7 +326,8 @@ class StepStatistics:
             f"The loss or the gradient of {self.limit} steps in a row, {first} to {last}, was NaN or infinite "
             f"(nonfinite_limit={self.limit}). Their updates were skipped: the weights are unchanged since step "
             f"{first - 1} ({weights}). The pairs of step {first} are {pairs}. Check these pairs and the model's "
-            "weights for errors, or lower learning_rate. nonfinite_limit=0 turns these checks off."
+            "weights for errors, or lower learning_rate. Load float16 weights in another dtype. nonfinite_limit=0 "
+            "turns these checks off."
         )
 
     # ---- the scale of rewards

@@ -1,0 +1,265 @@
+"""Load a checkpoint's weights into a reward model: all of them, or an error; only a head may be new."""
+
+import copy
+import json
+import logging
+import re
+from collections.abc import Iterator, Mapping, Set
+from contextlib import contextmanager
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate.hooks import remove_hook_from_submodules
+from torch import nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+from transformers import AutoConfig, PreTrainedModel
+from transformers.modeling_utils import load_state_dict
+from transformers.utils import CONFIG_NAME, cached_file
+from transformers.utils.loading_report import LoadStateDictInfo, log_state_dict_report
+
+from ..errors import UserError, explaining
+from .head_spec import HeadSpec, find_heads, hub_settings, write_head_spec
+from .heads import auto_class_of
+from .model_shape import model_without_weights
+
+logger = logging.getLogger(__name__)
+
+_WEIGHT, _BIAS = "score.weight", "score.bias"
+_HEAD_FILES = ("value_head.safetensors", "value_head.bin")  # LLaMA-Factory's
+_HEAD_NAME = re.compile(r"v_head|value|score|reward|rm_head|regress|classifi|critic|^head$")
+_HEAD_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth")
+_MODEL_FILE = re.compile(r"(pytorch_)?model.*\.(safetensors|bin)")
+# heads of pre-training, and layers such as those for multi-token prediction
+_NO_HEAD = re.compile(r"(lm_head|cls|sop_classifier|discriminator_predictions)\.|(.*\.)?layers\.")
+
+
+def load_classifier(
+    name: str, outputs: HeadSpec, *, in_files: bool = False, **kwargs: Any
+) -> tuple[PreTrainedModel, dict[str, Any]]:
+    """Load a model with ``outputs``, and return it with transformers' loading info: missing and unexpected weights.
+
+    Only weights of the head, and of encoders' pooler before it, may be missing: they are new.
+
+    Args:
+        name: A Hub id or folder.
+        outputs: The head specification of the model.
+        in_files: Leave the backbone's weights, except the input embeddings, in the checkpoint's files. `place_model`
+            then reads module by module; call `remove_offload_hooks` after it. Weights that transformers converts while
+            loading (such as experts stored one by one) are loaded to the host anyway.
+        **kwargs: Arguments of ``from_pretrained``.
+
+    Raises:
+        UserError: The checkpoint does not exist, a file is broken, or weights are missing or have another shape.
+    """
+    source = logging.getLogger(PreTrainedModel.__module__)
+    with explaining(f"{name} cannot be loaded as a reward model"), _load_reports_held(source) as reports:
+        _check_shards(Path(name))
+        hub_kwargs = hub_settings(kwargs) | {"trust_remote_code": kwargs.get("trust_remote_code", False)}
+        config = AutoConfig.from_pretrained(name, **hub_kwargs)
+        kinds, auto_class = str(config.architectures), auto_class_of(config, outputs)
+        if mapping := getattr(auto_class._model_mapping.get(type(config), None), "names_in_checkpoint", None):
+            kwargs.setdefault("key_mapping", mapping)
+        random_state, loaded = torch.get_rng_state(), None
+        in_files = in_files and not kwargs.keys() & {"quantization_config", "ignore_mismatched_sizes"}
+        settings = kwargs | {"ignore_mismatched_sizes": True}  # they are checked here
+        if in_files and (loaded := _load_in_files(name, outputs, settings)) is None:
+            torch.set_rng_state(random_state)  # draw the same new head as without this attempt
+            logger.warning(
+                f"{name} is loaded into host memory as a whole: its files do not match the model's weights."
+            )
+        model, info = loaded or auto_class.from_pretrained(name, output_loading_info=True, **settings)
+        new_head = _check_weights(name, model, info, kinds, kwargs)
+        new = {*info["missing_keys"], *(key for key, *_ in info["mismatched_keys"])}
+        if not new:
+            torch.set_rng_state(random_state)  # a head was drawn before it was read
+        elif "distributed_config" in kwargs:
+            _draw_whole(model, outputs, new, random_state, kwargs.get("trust_remote_code", False))
+        reports.clear()
+        report = {field.name: set[str]() for field in fields(LoadStateDictInfo)} | info
+        # every new reward model has a new head
+        report["missing_keys"] = {key for key in info["missing_keys"] if key not in new_head or ".pooler." in key}
+        log_state_dict_report(model, name, True, LoadStateDictInfo(**report), source)
+    return model, info
+
+
+@contextmanager
+def _load_reports_held(source: logging.Logger) -> Iterator[list[logging.LogRecord]]:
+    """Hold transformers' reports of missing and unexpected weights, and log those that are left at the end."""
+    reports = list[logging.LogRecord]()
+
+    def hold(record: logging.LogRecord) -> bool:
+        if is_report := "LOAD REPORT" in record.getMessage():
+            reports.append(record)
+        return not is_report
+
+    source.addFilter(hold)
+    try:
+        yield reports
+    finally:
+        source.removeFilter(hold)
+        for record in reports:
+            source.handle(record)
+
+
+# ---- completeness
+
+
+def _check_weights(
+    name: str, model: PreTrainedModel, info: dict[str, Any], kinds: str, kwargs: Mapping[str, Any]
+) -> set[str]:
+    """Reject missing weights, read a head with another name, and return the names of a new head's weights.
+
+    Args:
+        name: A Hub id or folder.
+        model: The loaded model.
+        info: transformers' loading info. The weights of a head with another name are removed from it.
+        kinds: The checkpoint's ``architectures``.
+        kwargs: Arguments of ``from_pretrained``.
+
+    Raises:
+        UserError: A weight is missing or has another shape, or the checkpoint has a head that cannot be read.
+    """
+    replaced = sorted(info["mismatched_keys"])
+    if replaced and not kwargs.get("ignore_mismatched_sizes"):
+        key, stored, needed = replaced[0]
+        raise UserError(
+            f"{name} stores {key} as {[*stored]}, but a reward model with num_labels={model.config.num_labels} needs "
+            f"{[*needed]}. Choose a model with as many outputs, or the language model that it was trained from."
+        )
+    # masked language models have no pooler
+    paths = {*find_heads(model), *(path for path, _ in model.named_modules() if path.endswith(".pooler"))}
+    heads = [{key for key in model.state_dict() if key.startswith(f"{path}.")} for path in paths]
+    new_head = info["missing_keys"] & set().union(*heads)
+    is_partial = any(head & new_head not in (set(), head) for head in heads)
+    unread = _read_head(name, model, info, new_head, kwargs) if new_head and not replaced else set()
+    new_head &= info["missing_keys"]
+    if unread or (not replaced and (is_partial or re.search("Classification|Reward", kinds))):
+        new_head = set()
+    if lost := sorted(info["missing_keys"] - new_head):
+        raise UserError(
+            f"{name} (architectures {kinds}) lacks {len(lost)} weights of {type(model).__name__}, such as {lost[0]}, "
+            f"and they would be random. Its other tensors: {sorted(unread or info['unexpected_keys'])[:20]}. Pass a "
+            "complete model, or the language model that it was trained from. A head with another name must be the "
+            "only one, have the shape of score.weight, and have no bias that the model does not have."
+        )
+    return new_head
+
+
+def _read_head(
+    name: str, model: PreTrainedModel, info: dict[str, Any], new_head: Set[str], kwargs: Mapping[str, Any]
+) -> set[str]:
+    """Read a head that is stored under another name or in another file, and remove it from the loading info.
+
+    A stored head is an unexpected weight that is named as a head, or lies in a file with such a name, or has one
+    output or as many as the model. It is read if it is the only one, has the right shape, and is alone except for a
+    bias. A model's head without a bias takes a bias of zeros only. Heads other than `score` are not linear functions
+    of the last hidden state.
+
+    Returns:
+        The stored heads, if they were not read.
+    """
+    where = {**hub_settings(kwargs), "_raise_exceptions_for_missing_entries": False}
+    folder, *_ = [Path(str(cached_file(name, file, **where))).parent for file in (CONFIG_NAME, *_HEAD_FILES)]
+    prefix, labels = f"{model.base_model_prefix}.", int(model.config.num_labels or 0)
+    unexpected = {key.removeprefix(prefix) for key in info["unexpected_keys"] if not _NO_HEAD.match(key)}
+    tensors = dict[str, torch.Tensor]()
+    for file in folder.iterdir():
+        is_head = file.suffix in _HEAD_SUFFIXES and _HEAD_NAME.search(file.stem) is not None
+        if is_head or (unexpected and _MODEL_FILE.fullmatch(file.name)):
+            stored = {key.removeprefix(prefix): tensor for key, tensor in load_state_dict(file).items()}
+            names = stored if is_head else stored.keys() & unexpected
+            tensors |= {f"{file.stem}.{key}" if is_head else key: stored[key] for key in names}
+    rows = {key: len(tensor) for key, tensor in tensors.items() if key.endswith("weight") and tensor.dim() == 2}
+    heads = {key for key in tensors if rows.get(key) in (1, labels) or _HEAD_NAME.search(key.partition(".")[0])}
+    heads = {key for key in heads if not key.endswith("bias")}
+    weight = min(heads, default="")
+    bias, first = weight.removesuffix("weight") + "bias", weight.partition(".")[0]
+    parts, shift = {key for key in tensors if key.partition(".")[0] == first}, tensors.get(bias, torch.zeros(labels))
+    is_alone = len(heads) == 1 and parts <= {weight, bias} and {_WEIGHT} <= new_head <= {_WEIGHT, _BIAS}
+    fits = is_alone and tensors[weight].shape == model.get_parameter(_WEIGHT).shape
+    if not fits or (shift.any() and _BIAS not in new_head):
+        return heads
+    for key in new_head:
+        _fill(model.get_parameter(key), tensors[weight] if key == _WEIGHT else shift)
+    info["missing_keys"] = info["missing_keys"] - new_head
+    info["unexpected_keys"] = {key for key in info["unexpected_keys"] if key.removeprefix(prefix) not in parts}
+    logger.warning(f"{name}: the head {_WEIGHT} is read from {weight}, the only tensor of its kind.")
+    return set()
+
+
+def _fill(parameter: nn.Parameter, value: torch.Tensor) -> None:
+    """Copy an unsharded value into a parameter, or into its shard."""
+    value = value.to(parameter.device)
+    if isinstance(parameter, DTensor):
+        value = distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
+    parameter.data.copy_(value)
+
+
+def _draw_whole(
+    model: Any, outputs: HeadSpec, new: Set[str], random_state: torch.Tensor, trust_remote_code: bool
+) -> None:
+    """Draw a sharded model's new weights unsharded, from the random state before loading, as one process would."""
+    with torch.device("meta"):
+        settings: dict[str, Any] = {"dtype": model.dtype, "trust_remote_code": trust_remote_code}
+        whole = auto_class_of(model.config, outputs).from_config(copy.deepcopy(model.config), **settings)
+    for path in {key.rpartition(".")[0] for key in new}:
+        whole.get_submodule(path).to_empty(device="cpu", recurse=False)
+    for name, parameter in whole.named_parameters():
+        parameter._is_hf_initialized = name not in new
+    torch.set_rng_state(random_state)
+    whole.initialize_weights()
+    for name, sharded in model.named_parameters():
+        if name in new:
+            _fill(sharded, whole.get_parameter(name).detach())
+
+
+# ---- files
+
+
+def _load_in_files(
+    name: str, outputs: HeadSpec, kwargs: dict[str, Any]
+) -> tuple[PreTrainedModel, dict[str, Any]] | None:
+    """Load a model with its backbone, except the input embeddings, "offloaded to disk"; None if that is impossible."""
+    offloading_logger = logging.getLogger("accelerate.big_modeling")
+    level = offloading_logger.level
+    offloading_logger.setLevel(logging.ERROR)  # hide warnings about offloading: it is intended here
+    try:
+        config = AutoConfig.from_pretrained(name, **kwargs)
+        write_head_spec(config, (), None, outputs.step_separator)
+        empty = model_without_weights(config, None, kwargs.get("trust_remote_code", False))
+        offloaded = set(empty.base_model.modules()) - {empty.get_input_embeddings()}
+        device_map = {
+            path: "disk" if module in offloaded and any(True for _ in module.parameters()) else "cpu"
+            for path, module in empty.named_modules()
+            if not any(True for _ in module.children())
+        }
+        settings = kwargs | {"device_map": device_map, "output_loading_info": True}
+        model, info = auto_class_of(config, outputs).from_pretrained(name, **settings)
+    except (OSError, ValueError):  # converted weights cannot be offloaded; other errors recur in the full load
+        return None
+    finally:
+        offloading_logger.setLevel(level)
+    is_lost = any(device_map.get(key.rpartition(".")[0]) == "disk" for key in info["missing_keys"])
+    # these weights must stay float32, but reading them from the files would cast them to the model's dtype
+    is_mixed = model.dtype != torch.float32 and (model._keep_in_fp32_modules or model._keep_in_fp32_modules_strict)
+    return None if is_lost or is_mixed else (model, info)
+
+
+def remove_offload_hooks(model: PreTrainedModel) -> None:
+    """Remove accelerate's offloading hooks from a model whose weights are placed."""
+    remove_hook_from_submodules(model)
+    for module in model.modules():
+        vars(module).pop("forward", None)  # accelerate restores a bound method; a copied model would call the original
+    vars(model).pop("hf_device_map", None)
+
+
+def _check_shards(folder: Path) -> None:
+    """Reject an index that lists files outside its folder: transformers would read them."""
+    for index in folder.glob("*.index.json"):
+        for file in json.loads(index.read_text(encoding="utf-8"))["weight_map"].values():
+            if Path(file).name != file:
+                raise UserError(
+                    f"{index} lists {file!r}, a file outside its folder. Correct or re-download the index."
+                )
