@@ -14,6 +14,7 @@ import pyarrow.parquet as pq
 
 from ..data.checks import check_one_form
 from ..data.collate import Labels
+from ..data.prompts import prompt_of
 from ..data.rankings import grades_of
 from ..data.solutions import NEUTRAL, is_label_list
 from ..errors import UserError
@@ -42,6 +43,8 @@ def sentences_of(verdict: Verdict | BestOfN) -> list[str]:
         does, swapped, count = "prefers the chosen answer", "chosen and rejected", f"{verdict.pairs:,} {of}"
         if of in POINTWISE_KINDS:
             does, swapped, lacks = "tells right from wrong", "the labels", "no finite reward, or no label"
+        if verdict.prompts is not None and verdict.prompts < accuracy.count:
+            count += f" of {verdict.prompts:,} prompts"
         if verdict.top1_accuracy is not None:
             count = f"comparisons, averaged over {accuracy.count:,} rankings ({verdict.pairs:,} comparisons)"
         sentences = [f"The model {does} in {share} of {count}."]
@@ -145,6 +148,7 @@ def _length(verdict: Verdict, name: str) -> float | None:
 # name, value and meaning of each measure
 _PAIR_MEASURES: Any = (
     ("pairs", lambda verdict: verdict.pairs, "pairs, comparisons or steps with finite rewards"),
+    ("prompts", lambda verdict: verdict.prompts, "intervals allow for pairs that share a prompt"),
     ("accuracy", lambda verdict: verdict.accuracy, "chosen above rejected; 95 % interval"),
     ("mean over groups", lambda verdict: verdict.mean_over_groups, "mean accuracy, with equal weight per group"),
     ("top-1 accuracy", lambda verdict: verdict.top1_accuracy, "highest reward goes to a best-graded answer"),
@@ -270,6 +274,11 @@ class LabeledRewards:
         return cls(
             [row for row, *_ in parts], padded([part[1] for part in parts]), labels, tokens_N2, has_answer_lists
         )
+
+    @property
+    def prompts(self) -> list[bytes]:
+        """Each item's prompt, see `group_prompts`."""
+        return [prompt_of(row) or b"" for row in self.rows]
 
     def groups(self, column: str | None) -> list[str] | None:
         """Return each row's group in ``column``, by default in ``attribute`` or ``subset`` if rows have it."""
@@ -398,10 +407,11 @@ def read_scored(path: Path, eval_by: str | None = None) -> ScoredRows:
         check_groups(groups)
     if scored.has_answer_lists:
         ids = [str(row.get("id", "")) for row in scored.rows]
-        return ScoredRows(
-            scored.rows, evaluate_best_of_n(scored.rewards_NK, scored.labels.grade_PAK[:, 0], ids, groups)
-        )
-    return ScoredRows(scored.rows, evaluate_rows(scored.rewards_NK, scored.labels, scored.tokens_N2, groups))
+        grade_NK = scored.labels.grade_PAK[:, 0]
+        best = evaluate_best_of_n(scored.rewards_NK, grade_NK, ids, groups, scored.prompts)
+        return ScoredRows(scored.rows, best)
+    verdict = evaluate_rows(scored.rewards_NK, scored.labels, scored.tokens_N2, groups, scored.prompts)
+    return ScoredRows(scored.rows, verdict)
 
 
 def text_of(dialogue: Any) -> str:

@@ -118,7 +118,9 @@ def main(args: ScoreArguments) -> int:
             if rewards := [reward for row_values in values for reward in row_values if reward is not None]:
                 ranges[column].append((len(rewards), sum(rewards), min(rewards), max(rewards)))
         if columns != ["reward"] and not (labeled := LabeledRewards.of(scored, columns)).has_answer_lists:
-            evaluation.add(labeled.rewards_NK, labeled.labels, labeled.tokens_N2, labeled.groups(None))
+            evaluation.add(
+                labeled.rewards_NK, labeled.labels, labeled.tokens_N2, labeled.groups(None), labeled.prompts
+            )
         for row in scored if args.text else ():
             print(f"{math.nan if row['reward'] is None else row['reward']:10.4f}  {row['text']}")
     if not args.text:

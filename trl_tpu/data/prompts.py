@@ -1,0 +1,87 @@
+"""Prompts of rows: pairs with the same prompt are not independent, and share tokens."""
+
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from hashlib import blake2b
+from typing import Any
+
+import numpy as np
+from datasets import Dataset
+
+from .formats import convert_row
+from .length_stats import COLUMNS, answers_of, length_stats, rows_of
+
+_MAX_ANSWER_OVERLAP = 64  # bytes (16 tokens) of a row's common prefix that may follow the prompt
+
+
+def prompt_groups(dataset: Dataset) -> np.ndarray:
+    """Return a group number for each row of token ids, [N]: see `group_prompts`."""
+    return group_prompts(shared_prefixes(dataset))
+
+
+def group_prompts(prompts: Iterable[bytes]) -> np.ndarray:
+    """Return a group number for each row, [N]; rows with the same prompt have the same number.
+
+    If only the common prefix of a row's answers is known, it is the prompt, plus a few tokens if the answers begin
+    alike. So a common prefix that extends another row's prompt by at most 64 bytes (16 tokens) has the same prompt.
+    Any other common prefix is a new prompt. A prefix that all rows share, such as a system prompt, does not count. A
+    row without a prompt has a group of its own.
+
+    Args:
+        prompts: For each row the result of `prompt_of`, or the common prefix of its answers; empty if unknown.
+    """
+    interned: dict[bytes, bytes] = {}
+    prefix_N = [interned.setdefault(prefix, prefix) for prefix in prompts]
+    skip = len(os.path.commonprefix([*interned]))
+    prompt_by_prefix: dict[bytes, bytes] = {}
+    nested_prompts = [b""]  # the prompts that begin the current prefix; prefixes come in lexicographic order
+    for prefix in sorted(prefix[skip:] for prefix in interned):
+        while not prefix.startswith(nested_prompts[-1]):
+            nested_prompts.pop()
+        if not nested_prompts[-1] or len(prefix) - len(nested_prompts[-1]) > _MAX_ANSWER_OVERLAP:
+            nested_prompts.append(prefix)
+        prompt_by_prefix[prefix] = nested_prompts[-1]
+    numbers: dict[bytes | int, int] = {}
+    keys = (prompt_by_prefix[prefix[skip:]] or row for row, prefix in enumerate(prefix_N))
+    return np.array([numbers.setdefault(key, len(numbers)) for key in keys])
+
+
+def shared_prefixes(dataset: Dataset) -> Iterator[bytes]:
+    """Yield the common prefix of each row's tokenized answers, 4 bytes per token."""
+    for row, prefix in zip(rows_of(dataset), length_stats(dataset).lengths.prefix_P.tolist(), strict=True):
+        yield answers_of(row)[0][:prefix].tobytes()
+
+
+def prompts_of(dataset: Dataset) -> Iterator[bytes]:
+    """Yield the prompt of each row of a prepared dataset, see `prompt_of`; from tokens if rows have no text."""
+    raw = dataset.with_format(None).select_columns([name for name in dataset.column_names if name not in COLUMNS])
+    has_text = raw.column_names and prompt_of(raw[0]) is not None
+    return (prompt_of(row) or b"" for row in raw) if has_text else shared_prefixes(dataset)
+
+
+def prompt_of(row: Mapping[str, Any]) -> bytes | None:
+    """Return bytes that identify the prompt of a raw or scored row: equal for rows with equal prompts.
+
+    The prompt is a hash of the column `prompt`; of all messages before the last that the row's conversations share;
+    or the common prefix of texts, to be compared by `group_prompts`. It is empty if the row's answers share nothing,
+    and None if the row has neither a prompt nor answers in text.
+    """
+    row = convert_row(row)[0]
+    prompt = row.get("prompt") or ""
+    answers = [each for name in ("chosen", "rejected", "completions") for each in _dialogues(row.get(name))]
+    if not answers and not prompt:
+        return None
+    if answers and not any(isinstance(text, str) for text in (prompt or [], *answers)):
+        messages = [[json.dumps(turn, default=str) for turn in (*prompt, *answer)] for answer in answers]
+        prompt = os.path.commonprefix(messages)[: min(map(len, messages)) - 1]
+    elif not prompt:
+        return os.path.commonprefix([text for text in answers if isinstance(text, str)]).encode(errors="replace")
+    return blake2b(json.dumps(prompt, default=str).encode(), digest_size=16).digest() if prompt else b""
+
+
+def _dialogues(value: Any) -> list[Any]:
+    """Return the texts and conversations in an answer or in a list of answers."""
+    if isinstance(value, str) or (isinstance(value, list) and value and isinstance(value[0], Mapping)):
+        return [value]
+    return [each for item in value for each in _dialogues(item)] if isinstance(value, list) else []
