@@ -69,7 +69,7 @@ def test_verdict_memory_grows_with_answers_not_comparisons() -> None:
     sums = sums_on_host(torch.from_numpy(rewards_NK)[:, None], labels_of(grade_NK)).metrics()
     assert (verdict.accuracy.value, verdict.margins.mean) == pytest.approx((sums["accuracy"], sums["margin"]))
     margins_M = (rewards_NK[:, :, None] - rewards_NK[:, None])[grade_NK[:, :, None] > grade_NK[:, None]]
-    assert verdict.loss == pytest.approx(np.logaddexp(0, -margins_M).mean(), rel=0.02)
+    assert verdict.pairwise_loss == pytest.approx(np.logaddexp(0, -margins_M).mean(), rel=0.02)
 
 
 def test_prompt_is_computed_once_for_all_its_answers() -> None:

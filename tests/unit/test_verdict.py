@@ -52,7 +52,7 @@ def test_verdict_equals_manual_computation() -> None:
     assert (found.pairs, found.left_out, found.ties) == (4, 2, 1)
     assert (found.accuracy.value, found.accuracy.count) == (0.5, 4)
     assert (found.accuracy.low, found.accuracy.high) == pytest.approx((0.15004, 0.84996), abs=1e-5)
-    assert found.loss == pytest.approx((2 * math.log(4 / 3) + math.log(4) + math.log(2)) / 4)
+    assert found.pairwise_loss == pytest.approx((2 * math.log(4 / 3) + math.log(4) + math.log(2)) / 4)
     # three picks with confidence 3/4, two of them right; a tie with confidence 1/2, half right
     assert found.calibration.ece == pytest.approx(3 / 4 * (3 / 4 - 2 / 3))
     bins = [(each.high - each.low, each.count, each.accuracy) for each in found.calibration.bins]
@@ -110,7 +110,7 @@ def test_rows_added_in_parts_have_the_verdict_of_all(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(evaluate, "_SAMPLE", 500)
     sampled = by_parts()
     assert (sampled.pairs, sampled.accuracy, sampled.groups) == (whole.pairs, whole.accuracy, whole.groups)
-    assert sampled.loss == pytest.approx(whole.loss, rel=0.1) and sampled.loss != whole.loss
+    assert sampled.pairwise_loss == pytest.approx(whole.pairwise_loss, rel=0.1) and sampled.pairwise_loss != whole.pairwise_loss
     assert 0 < sum(sampled.margins.counts) <= 1000
 
 

@@ -332,7 +332,7 @@ class Evaluation:
             left_out=self._left_out,
             accuracy=share(right_J),
             ties=round(ties),
-            loss=float(np.average(np.logaddexp(0.0, -margin_M), weights=weight_M)),
+            pairwise_loss=float(np.average(np.logaddexp(0.0, -margin_M), weights=weight_M)),
             margins=replace(distribution_of(margin_M, weight_M), mean=margin / rankings),
             rewards=distribution_of(rewards, weight_M.repeat(len(rewards) // len(weight_M))),
             calibration=calibration_of(margin_M, weight_M),

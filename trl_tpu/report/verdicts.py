@@ -154,7 +154,7 @@ _PAIR_MEASURES: Any = (
     ("top-1 accuracy", lambda verdict: verdict.top1_accuracy, "highest reward goes to a best-graded answer"),
     ("Kendall's tau", lambda verdict: verdict.kendall_tau, "order of a prompt's answers; 1 is best, 0 is chance"),
     ("ties", lambda verdict: verdict.ties, "equal rewards, counted as wrong"),
-    ("loss", lambda verdict: verdict.loss, "-log sigmoid(margin); 0.6931 without any knowledge"),
+    ("pairwise loss", lambda verdict: verdict.pairwise_loss, "-log sigmoid(margin); 0.6931 without any knowledge"),
     ("mean margin", lambda verdict: verdict.margins.mean, "chosen minus rejected reward"),
     ("median margin", lambda verdict: verdict.margins.quantiles["0.5"], ""),
     ("std of margins", lambda verdict: verdict.margins.std, ""),
@@ -205,6 +205,8 @@ def read_verdict(path: Path) -> Verdict | BestOfN:
     """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
+        if "loss" in content:  # its name in earlier files
+            content["pairwise_loss"] = content.pop("loss")
         verdict: Verdict | BestOfN = _from_json(_KINDS[content.pop("kind")], content)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         reason = f"{type(error).__name__}: {error}"
