@@ -110,7 +110,10 @@ def test_rows_added_in_parts_have_the_verdict_of_all(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(evaluate, "_SAMPLE", 500)
     sampled = by_parts()
     assert (sampled.pairs, sampled.accuracy, sampled.groups) == (whole.pairs, whole.accuracy, whole.groups)
-    assert sampled.pairwise_loss == pytest.approx(whole.pairwise_loss, rel=0.1) and sampled.pairwise_loss != whole.pairwise_loss
+    assert (
+        sampled.pairwise_loss == pytest.approx(whole.pairwise_loss, rel=0.1)
+        and sampled.pairwise_loss != whole.pairwise_loss
+    )
     assert 0 < sum(sampled.margins.counts) <= 1000
 
 

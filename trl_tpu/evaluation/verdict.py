@@ -275,8 +275,8 @@ class Verdict:
         left_out: Number of rows with a reward that is not finite.
         accuracy: Share of pairs with a higher reward for the chosen answer; ties count as wrong.
         ties: Number of pairs with equal rewards.
-        pairwise_loss: Mean Bradley-Terry loss, ``-log(sigmoid(margin))``. The evaluation's `loss` may differ: it is the
-            loss that training minimizes, with target margins, label probabilities and centering.
+        pairwise_loss: Mean Bradley-Terry loss, ``-log(sigmoid(margin))``. `eval_loss` is another number if training
+            minimizes another loss: with target margins, label probabilities or centering.
         margins: Distribution of chosen minus rejected rewards.
         rewards: Distribution of the rewards of all answers, or of steps.
         length: Length bias; None if lengths are unknown.

@@ -272,7 +272,7 @@ class LabeledRewards:
             tokens_N2 = np.array(tokens, dtype=np.float64).reshape(-1, 2)
         grade_NK = padded([grades for _, _, grades in parts])
         kind = "answers" if kind == "rankings" and grade_NK.shape[1] == 1 else kind
-        labels = Labels(grade_NK[:, None].astype(np.float32), kind=kind)
+        labels = Labels(grade_NK[:, None], kind=kind)
         return cls(
             [row for row, *_ in parts], padded([part[1] for part in parts]), labels, tokens_N2, has_answer_lists
         )
