@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from hashlib import blake2b
 from typing import Any
@@ -76,7 +77,9 @@ def prompt_of(row: Mapping[str, Any]) -> bytes | None:
         messages = [[json.dumps(turn, default=str) for turn in (*prompt, *answer)] for answer in answers]
         prompt = os.path.commonprefix(messages)[: min(map(len, messages)) - 1]
     elif not prompt:
-        return os.path.commonprefix([text for text in answers if isinstance(text, str)]).encode(errors="replace")
+        shared = os.path.commonprefix([text for text in answers if isinstance(text, str)])
+        # the answers' first words may begin alike
+        return (shared if len(answers) == 1 else re.sub(r"\w+$", "", shared)).encode(errors="replace")
     return blake2b(json.dumps(prompt, default=str).encode(), digest_size=16).digest() if prompt else b""
 
 

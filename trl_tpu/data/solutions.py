@@ -110,7 +110,9 @@ def prepare_solutions(
         features = {"input_ids": Sequence(Value("int64")), TRAPS: Value("string")}
         features["labels"] = Sequence(Value("float64" if is_soft else "int64"))
         arguments = {"name": name, "tokenize": tokenize, "settings": settings, "neutral": neutral}
-        options: dict[str, Any] = {"fn_kwargs": arguments, "with_indices": True, "remove_columns": columns}
+        removed = [column for column in columns if column != "prompt" or not settings["is_eval"]]
+        features |= {column: dataset.features[column] for column in {*columns} - {*removed}}
+        options: dict[str, Any] = {"fn_kwargs": arguments, "with_indices": True, "remove_columns": removed}
         dataset = map_rows(dataset, _tokenize_raw_solution, num_proc, name, **options, features=Features(features))
     else:
         dataset = dataset.select_columns([*SOLUTION])

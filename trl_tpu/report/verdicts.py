@@ -14,6 +14,7 @@ import pyarrow.parquet as pq
 
 from ..data.checks import check_one_form
 from ..data.collate import Labels
+from ..data.formats import convert_row
 from ..data.prompts import prompt_of
 from ..data.rankings import grades_of
 from ..data.solutions import NEUTRAL, is_label_list
@@ -321,6 +322,7 @@ def _steps(row: Row) -> Iterator[_Part]:
 
 
 def _ranking(row: Row) -> Iterator[_Part]:
+    row = row if "completions" in row else convert_row(row)[0]  # a single `completion` with a label
     scores, by_attribute = row.get("scores"), row.get("rewards_by_attribute") or [None]
     graded = scores if isinstance(scores, dict) and None not in by_attribute else {}
     if names := [name for name in graded if name in by_attribute[0]]:
