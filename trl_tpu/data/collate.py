@@ -113,15 +113,14 @@ def pairs_of(count: int) -> Labels:
 def _in_float32(grade_PAK: np.ndarray) -> np.ndarray:
     """Round grades to float32, but keep the order of each ranking: grades that round to one number stay different."""
     order_PAK = np.argsort(grade_PAK, axis=-1)  # NaN comes last
-    sorted_PAK, result_PAK = np.take_along_axis(grade_PAK, order_PAK, -1), np.empty(grade_PAK.shape, np.float32)
+    sorted_PAK = np.take_along_axis(grade_PAK, order_PAK, -1)
     rounded_PAK = sorted_PAK.astype(np.float32)
     for at in range(1, grade_PAK.shape[-1]):
         below_PA, tiny = rounded_PAK[..., at - 1], np.finfo(np.float32).tiny  # devices read smaller numbers as 0
         above_PA = np.maximum(np.nextafter(below_PA, np.float32(np.inf)), below_PA + tiny)
         is_tied_PA = sorted_PAK[..., at] == sorted_PAK[..., at - 1]
         rounded_PAK[..., at] = np.where(is_tied_PA, below_PA, np.maximum(rounded_PAK[..., at], above_PA))
-    np.put_along_axis(result_PAK, order_PAK, rounded_PAK, -1)
-    return result_PAK
+    return np.take_along_axis(rounded_PAK, np.argsort(order_PAK, axis=-1), -1)
 
 
 def compare(labels: Labels, rule: ComparisonRule, rows: int | None = None) -> Comparisons[np.ndarray]:

@@ -2,10 +2,10 @@
 
 import json
 import os
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from hashlib import blake2b
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 from datasets import Dataset
@@ -14,6 +14,10 @@ from .formats import convert_row
 from .length_stats import COLUMNS, answers_of, length_stats, rows_of
 
 _MAX_ANSWER_OVERLAP = 64  # bytes (16 tokens) of a row's common prefix that may follow the prompt
+
+
+RAW_BY_PREPARED: WeakKeyDictionary[Dataset, Dataset] = WeakKeyDictionary()
+"""Raw rows of prepared datasets that do not keep their text."""
 
 
 def prompt_groups(dataset: Dataset) -> np.ndarray:
@@ -56,7 +60,8 @@ def shared_prefixes(dataset: Dataset) -> Iterator[bytes]:
 
 def prompts_of(dataset: Dataset) -> Iterator[bytes]:
     """Yield the prompt of each row of a prepared dataset, see `prompt_of`; from tokens if rows have no text."""
-    raw = dataset.with_format(None).select_columns([name for name in dataset.column_names if name not in COLUMNS])
+    raw = RAW_BY_PREPARED.get(dataset, dataset).with_format(None)
+    raw = raw.select_columns([name for name in raw.column_names if name not in COLUMNS])
     has_text = raw.column_names and prompt_of(raw[0]) is not None
     return (prompt_of(row) or b"" for row in raw) if has_text else shared_prefixes(dataset)
 
@@ -78,8 +83,9 @@ def prompt_of(row: Mapping[str, Any]) -> bytes | None:
         prompt = os.path.commonprefix(messages)[: min(map(len, messages)) - 1]
     elif not prompt:
         shared = os.path.commonprefix([text for text in answers if isinstance(text, str)])
-        # the answers' first words may begin alike
-        return (shared if len(answers) == 1 else re.sub(r"\w+$", "", shared)).encode(errors="replace")
+        while len(answers) > 1 and shared[-1:].isalnum():  # the answers' first words may begin alike
+            shared = shared[:-1]
+        return shared.encode(errors="replace")
     return blake2b(json.dumps(prompt, default=str).encode(), digest_size=16).digest() if prompt else b""
 
 

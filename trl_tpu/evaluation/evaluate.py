@@ -2,7 +2,7 @@
 
 import logging
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
@@ -228,8 +228,7 @@ class Evaluation:
         self._sums = np.zeros(4)
         self._shares: list[np.ndarray] = []  # of each row with a comparison: row, share of right ones, top-1 accuracy
         self._groups: list[str | None] = []
-        self._prompts: list[bytes] | None = []
-        self._distinct: dict[bytes, bytes] = {}  # prompts that are held once
+        self._prompts: list[bytes] = []
         self._sample: list[np.ndarray] = []
         self._chooser, self._thinner = np.random.default_rng(0), np.random.default_rng(1)
 
@@ -239,7 +238,7 @@ class Evaluation:
         labels: Labels,
         lengths_NK: np.ndarray | None = None,
         groups: Sequence[str] | None = None,
-        prompts: Iterable[bytes] | None = None,
+        prompts: Sequence[bytes] | None = None,
     ) -> None:
         """Add rows; rows with a reward that is not finite are left out and counted.
 
@@ -248,13 +247,10 @@ class Evaluation:
             labels: Labels of the rows, for one attribute.
             lengths_NK: Tokens of each answer; NaN if unknown.
             groups: Group label of each row. If there are more than `MOST_GROUPS` labels, groups are dropped.
-            prompts: Prompt of each row, see `group_prompts`. If it is missing for any rows, no prompts are used.
+            prompts: Prompt of each row, see `group_prompts`.
         """
         self._groups += [None] * len(rewards_NK) if groups is None else groups
-        if prompts is None or self._prompts is None:
-            self._prompts = None
-        else:
-            self._prompts += [self._distinct.setdefault(prompt, prompt) for prompt in prompts]
+        self._prompts += [b""] * len(rewards_NK) if prompts is None else prompts
         grade_NK = labels.grade_PAK[:, 0]
         finite_rows = np.flatnonzero(_is_finite(rewards_NK, grade_NK))
         self._left_out += int((~np.isnan(grade_NK)).any(axis=1).sum()) - len(finite_rows)
@@ -312,7 +308,7 @@ class Evaluation:
         row_J, right_J, top1_J = np.concatenate(self._shares).T
         row_M, better_M, worse_M, longer_M, weight_M, _ = np.concatenate(self._sample).T
         margin_M, rankings = better_M - worse_M, len(row_J)
-        prompt_N = np.arange(self._rows) if self._prompts is None else group_prompts(self._prompts)
+        prompt_N = group_prompts(self._prompts)
         units_2J, units_2M = (np.stack([rows, prompt_N[rows]]) for rows in (row_J.astype(int), row_M.astype(int)))
 
         def share(values_J: np.ndarray, mask_J: Any = slice(None)) -> Proportion:
@@ -343,20 +339,14 @@ class Evaluation:
             top1_accuracy=share(top1_J) if self._kind == "rankings" else None,
             kendall_tau=tau / rankings if self._kind == "rankings" else None,
             of=of,
-            prompts=None if self._prompts is None else len(np.unique(units_2J[1])),
+            prompts=len(np.unique(units_2J[1])) if any(self._prompts) else None,
         )
 
 
-def evaluate_rows(
-    rewards_NK: np.ndarray,
-    labels: Labels,
-    lengths_NK: np.ndarray | None = None,
-    groups: Sequence[str] | None = None,
-    prompts: Iterable[bytes] | None = None,
-) -> Verdict:
+def evaluate_rows(rewards_NK: np.ndarray, labels: Labels, *more: Any, **named: Any) -> Verdict:
     """Return the verdict on rows in memory; see `Evaluation.add` for arguments, `Evaluation.verdict` for errors."""
     evaluation = Evaluation()
-    evaluation.add(rewards_NK, labels, lengths_NK, groups, prompts)
+    evaluation.add(rewards_NK, labels, *more, **named)
     return evaluation.verdict()
 
 
@@ -365,7 +355,7 @@ def evaluate_best_of_n(
     grade_NK: np.ndarray,
     ids: Sequence[str],
     groups: Sequence[str] | None = None,
-    prompts: Iterable[bytes] | None = None,
+    prompts: Sequence[bytes] | None = None,
 ) -> BestOfN:
     """Evaluate rows that have right and wrong answers. Right answers have the row's highest grade.
 
@@ -387,8 +377,7 @@ def evaluate_best_of_n(
     right_NK, wrong_NK = (np.where(mask_NK, rewards_NK[finite], np.nan) for mask_NK in (is_right_NK, ~is_right_NK))
     gap_N = np.nanmax(right_NK, axis=1) - np.nanmax(wrong_NK, axis=1)
     names_N = np.array([] if groups is None else [groups[row] for row in finite.tolist()], dtype=object)
-    prompt_N = np.arange(len(ids)) if prompts is None else group_prompts(prompts)
-    units_2N = np.stack([finite, prompt_N[finite]])
+    units_2N = np.stack([finite, group_prompts(prompts or [b""] * len(ids))[finite]])
     scores = {}
     for name in sorted(set(names_N)):
         here = np.flatnonzero(names_N == name)

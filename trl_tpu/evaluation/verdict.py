@@ -291,7 +291,7 @@ class Verdict:
         prompts_in_training: Number of evaluation prompts that are also in the training data, and number of evaluation
             prompts; empty if unknown.
         prompts: Number of different prompts of the evaluated rows. Intervals allow for pairs that share one. None if
-            unknown; all pairs then count as independent.
+            no prompt is known; all pairs then count as independent.
     """
 
     pairs: int

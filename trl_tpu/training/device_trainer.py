@@ -310,8 +310,8 @@ class DeviceTrainer(SavingTrainer):
         *accumulated, last = micro_batches_of(inputs)
         runtime, batches = self.trl_tpu.runtime, self.current_gradient_accumulation_steps
         if self._accumulates and runtime.plans_shapes and isinstance(batches, int):
-            # the loss is divided by this: as a number, it would be part of the program, and an update with fewer
-            # batches, at the end of an epoch, would compile another one
+            # the loss is divided by this: a number would be part of the program, and an update with fewer batches, at
+            # the end of an epoch, would compile another one
             divisor: Any = runtime.to_device(torch.tensor(float(batches)), self.args.device)
             self.current_gradient_accumulation_steps = divisor
         for part in accumulated:
