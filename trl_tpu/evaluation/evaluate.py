@@ -212,7 +212,7 @@ class NoComparisons(UserError):
 
 
 class Evaluation:
-    """Computes a verdict on rows that are added part by part. It keeps their prompts, and two numbers per row.
+    """Computes a verdict on rows that are added part by part. It keeps the result and the prompt of each.
 
     The comparisons of a ranking are not independent: in all means they count once together, and intervals use the
     number of rankings. Rows with the same prompt are not independent either: see `share_of`. Kendall's tau is the

@@ -49,6 +49,8 @@ def sentences_of(verdict: Verdict | BestOfN) -> list[str]:
         if verdict.top1_accuracy is not None:
             count = f"comparisons, averaged over {accuracy.count:,} rankings ({verdict.pairs:,} comparisons)"
         sentences = [f"The model {does} in {share} of {count}."]
+        if verdict.prompts is None:
+            sentences.append(f"Prompts are unknown: the intervals assume that all {of} are independent.")
         if accuracy.high < 0.5:
             sentences.append(f"This is worse than chance: check whether {swapped} are swapped.")
         elif accuracy.low <= 0.5:
