@@ -11,7 +11,7 @@ import numpy as np
 from datasets import Dataset
 
 from .formats import convert_row
-from .length_stats import COLUMNS, answers_of, length_stats, rows_of
+from .length_stats import COLUMNS, answers_of, is_prepared, length_stats, rows_of
 
 _MAX_ANSWER_OVERLAP = 64  # bytes (16 tokens) of a row's common prefix that may follow the prompt
 
@@ -63,7 +63,8 @@ def prompts_of(dataset: Dataset) -> Iterator[bytes]:
     raw = RAW_BY_PREPARED.get(dataset, dataset).with_format(None)
     raw = raw.select_columns([name for name in raw.column_names if name not in COLUMNS])
     has_text = raw.column_names and prompt_of(raw[0]) is not None
-    return (prompt_of(row) or b"" for row in raw) if has_text else shared_prefixes(dataset)
+    has_tokens = is_prepared(dataset) and not has_text
+    return shared_prefixes(dataset) if has_tokens else (prompt_of(row) or b"" for row in raw)
 
 
 def prompt_of(row: Mapping[str, Any]) -> bytes | None:

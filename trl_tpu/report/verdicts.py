@@ -41,13 +41,16 @@ def sentences_of(verdict: Verdict | BestOfN) -> list[str]:
             sentences.append(f"The mean over {len(verdict.groups)} groups is {verdict.mean_over_groups:.1%}.")
     else:
         of, lacks = verdict.of, "a reward that is not finite"
-        does, swapped, count = "prefers the chosen answer", "chosen and rejected", f"{verdict.pairs:,} {of}"
+        shares_prompts = (verdict.prompts or accuracy.count) < accuracy.count
+        of_prompts = f" of {verdict.prompts:,} prompts" if shares_prompts else ""
+        does, swapped = "prefers the chosen answer", "chosen and rejected"
+        count = f"{verdict.pairs:,} {of}{of_prompts}"
         if of in POINTWISE_KINDS:
             does, swapped, lacks = "tells right from wrong", "the labels", "no finite reward, or no label"
-        if verdict.prompts is not None and verdict.prompts < accuracy.count:
-            count += f" of {verdict.prompts:,} prompts"
         if verdict.top1_accuracy is not None:
-            count = f"comparisons, averaged over {accuracy.count:,} rankings ({verdict.pairs:,} comparisons)"
+            count = (
+                f"comparisons, averaged over {accuracy.count:,} rankings{of_prompts} ({verdict.pairs:,} comparisons)"
+            )
         sentences = [f"The model {does} in {share} of {count}."]
         if verdict.prompts is None:
             sentences.append(f"Prompts are unknown: the intervals assume that all {of} are independent.")
