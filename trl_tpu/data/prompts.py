@@ -3,7 +3,6 @@
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
-from hashlib import blake2b
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -68,11 +67,11 @@ def prompts_of(dataset: Dataset) -> Iterator[bytes]:
 
 
 def prompt_of(row: Mapping[str, Any]) -> bytes | None:
-    """Return bytes that identify the prompt of a raw or scored row: equal for rows with equal prompts.
+    """Return bytes that identify the prompt of a raw or scored row, in this process.
 
-    The prompt is a hash of the column `prompt`; of all messages before the last that the row's conversations share;
-    or the common prefix of texts, to be compared by `group_prompts`. It is empty if the row's answers share nothing,
-    and None if the row has neither a prompt nor answers in text.
+    They are a hash of the column `prompt`, or of all messages that come before the last one and that the row's
+    conversations share. If the row has only texts, they are the texts' common prefix, for `group_prompts`. They are
+    empty if the row's answers share nothing. None if the row has neither a prompt nor answers in text.
     """
     row = convert_row(row)[0]
     prompt = row.get("prompt") or ""
@@ -87,7 +86,7 @@ def prompt_of(row: Mapping[str, Any]) -> bytes | None:
         while len(answers) > 1 and shared[-1:].isalnum():  # the answers' first words may begin alike
             shared = shared[:-1]
         return shared.encode(errors="replace")
-    return blake2b(json.dumps(prompt, default=str).encode(), digest_size=16).digest() if prompt else b""
+    return hash(json.dumps(prompt, default=str)).to_bytes(8, "big", signed=True) if prompt else b""
 
 
 def _dialogues(value: Any) -> list[Any]:

@@ -225,8 +225,7 @@ class Evaluation:
     def __init__(self) -> None:
         self._rows = self._left_out = 0
         self._kind: Kind = "pairs"
-        self._sums = np.zeros(4)
-        self._shares: list[np.ndarray] = []  # of each row with a comparison: row, share of right ones, top-1 accuracy
+        self._results: list[np.ndarray] = []  # of rows with comparisons: row, `comparison_stats`, and top-1 accuracy
         self._groups: list[str | None] = []
         self._prompts: list[bytes] = []
         self._sample: list[np.ndarray] = []
@@ -260,11 +259,8 @@ class Evaluation:
             rewards_S1 = torch.from_numpy(np.nan_to_num(rewards_NK[row_J])).double().reshape(-1, 1)
             stats_J4 = comparison_stats(rewards_S1, table, torch.ones(len(row_J), dtype=torch.bool)).numpy()
             has_any_J = stats_J4[:, 3] > 0
-            right_J, tied_J, margin_J, count_J = stats_J4[has_any_J].T
-            top1_J = _top1_of(rewards_NK[row_J], grade_NK[row_J])[has_any_J]
-            summands = (tied_J * count_J, margin_J, count_J, 2 * right_J + tied_J - 1)
-            self._sums += [summand_J.sum() for summand_J in summands]
-            self._shares.append(np.column_stack([row_J[has_any_J] + self._rows, right_J, top1_J]))
+            top1_J = _top1_of(rewards_NK[row_J], grade_NK[row_J])
+            self._results.append(np.column_stack([row_J + self._rows, stats_J4, top1_J])[has_any_J])
             self._add_to_sample(rewards_S1, table, row_J, lengths_NK)
         self._rows += len(rewards_NK)
 
@@ -298,21 +294,20 @@ class Evaluation:
         Raises:
             NoComparisons: No row has two finite rewards with a label that says which one should be higher.
         """
-        ties, margin, pairs, tau = self._sums.tolist()
         of = self._kind if self._kind in POINTWISE_KINDS else "pairs"
-        if not pairs:
+        if not any(map(len, self._results)):
             raise NoComparisons(
                 f"None of {self._rows} {of} has two finite rewards with one labeled as better: there is nothing to "
                 "evaluate."
             )
-        row_J, right_J, top1_J = np.concatenate(self._shares).T
+        row_J, right_J, tied_J, margin_J, count_J, top1_J = np.concatenate(self._results).T
         row_M, better_M, worse_M, longer_M, weight_M, _ = np.concatenate(self._sample).T
-        margin_M, rankings = better_M - worse_M, len(row_J)
+        margin_M = better_M - worse_M
         prompt_N = group_prompts(self._prompts)
         units_2J, units_2M = (np.stack([rows, prompt_N[rows]]) for rows in (row_J.astype(int), row_M.astype(int)))
 
         def share(values_J: np.ndarray, mask_J: Any = slice(None)) -> Proportion:
-            return share_of(values_J[mask_J], np.ones(rankings)[mask_J], units_2J[:, mask_J])
+            return share_of(values_J[mask_J], np.ones(len(row_J))[mask_J], units_2J[:, mask_J])
 
         rewards = np.stack([better_M, worse_M], axis=-1).ravel()
         if of in POINTWISE_KINDS:
@@ -324,12 +319,12 @@ class Evaluation:
         groups = {name: share(right_J, rows_by_name[name]) for name in names if len(names) <= MOST_GROUPS}
         worst_first = [at for at in np.argsort(margin_M, kind="stable") if margin_M[at] <= 0][:_MAX_WORST_ROWS]
         return Verdict(
-            pairs=round(pairs),
+            pairs=round(count_J.sum()),
             left_out=self._left_out,
             accuracy=share(right_J),
-            ties=round(ties),
+            ties=round(tied_J @ count_J),
             pairwise_loss=float(np.average(np.logaddexp(0.0, -margin_M), weights=weight_M)),
-            margins=replace(distribution_of(margin_M, weight_M), mean=margin / rankings),
+            margins=replace(distribution_of(margin_M, weight_M), mean=float(margin_J.mean())),
             rewards=distribution_of(rewards, weight_M.repeat(len(rewards) // len(weight_M))),
             calibration=calibration_of(margin_M, weight_M),
             length=None if np.isnan(longer_M).any() else length_bias_of(margin_M > 0, longer_M, weight_M, units_2M),
@@ -337,7 +332,7 @@ class Evaluation:
             mean_over_groups=mean_of(groups),
             worst=tuple(dict.fromkeys(units_2M[0, worst_first].tolist())),
             top1_accuracy=share(top1_J) if self._kind == "rankings" else None,
-            kendall_tau=tau / rankings if self._kind == "rankings" else None,
+            kendall_tau=float((2 * right_J + tied_J - 1).mean()) if self._kind == "rankings" else None,
             of=of,
             prompts=len(np.unique(units_2J[1])) if any(self._prompts) else None,
         )

@@ -63,13 +63,12 @@ def share_of(right_N: np.ndarray, weights_N: np.ndarray, units_2N: np.ndarray) -
     if (prompts := prompt_N.max() + 1) == (rows := row_N.max() + 1):
         return proportion(right, total)
     off_N = weights_N * (right_N - right / total)
-    over_rows, over_prompts = ((np.bincount(unit_N, off_N) ** 2).sum() for unit_N in (row_N, prompt_N))
-    if prompts > 1 and over_rows > 1e-18 * rows:
-        effect = over_prompts * prompts / (prompts - 1) / (over_rows * rows / (rows - 1))
-    else:
-        over_rows, over_prompts = ((np.bincount(unit_N, weights_N) ** 2).sum() for unit_N in (row_N, prompt_N))
-        effect = over_prompts / over_rows
-    return proportion(right, total, max(effect, 1.0))
+    is_known = prompts > 1 and np.abs(off_N).max() > 1e-9
+    over_rows, over_prompts = (
+        (np.bincount(unit_N, off_N if is_known else weights_N) ** 2).sum() for unit_N in (row_N, prompt_N)
+    )
+    correction = prompts / (prompts - 1) / (rows / (rows - 1)) if is_known else 1.0
+    return proportion(right, total, max(correction * over_prompts / over_rows, 1.0))
 
 
 def check_groups(groups_N: Sequence[str]) -> None:
