@@ -98,7 +98,8 @@ def test_rows_with_the_same_prompt_are_found_in_every_form(form: str) -> None:
 def test_rows_without_a_prompt_have_groups_of_their_own() -> None:
     rows: list[dict[str, Any]] = [{"chosen": "a b", "rejected": "c"}, {"chosen": "d", "rejected": "e"}]
     rows += [{"reward_chosen": None, "not_scored": "line 3"}, {"prompt": None, "chosen": [], "rejected": "b"}]
-    assert group_prompts([prompt_of(row) or b"" for row in rows]).tolist() == [0, 1, 2, 3]
+    rows += [{"prompt": 5, "chosen": [user("a")], "rejected": [user("b")]}, {"prompt": {}, "chosen": [None, 1]}]
+    assert group_prompts([prompt_of(row) or b"" for row in rows]).tolist() == [0, 1, 2, 3, 4, 5]
 
 
 def test_order_permutes_pairs_and_keeps_groups_together() -> None:

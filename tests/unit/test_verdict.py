@@ -89,6 +89,8 @@ def test_twenty_prompts_do_not_tell_a_model_from_chance_or_from_length() -> None
     words = [" ".join(sentences_of(evaluate_pairs(rewards_N2, lengths_N2, None, each))) for each in (few, many)]
     assert ["chance" in said for said in words] == [True, False]
     assert ["not clearly" in said for said in words] == [True, False]
+    words += [" ".join(sentences_of(evaluate_pairs(rewards_N2, lengths_N2)))]
+    assert ["Prompts are unknown" in said for said in words] == [False, False, True]
 
 
 def test_verdict_equals_manual_computation() -> None:

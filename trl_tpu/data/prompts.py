@@ -78,9 +78,9 @@ def prompt_of(row: Mapping[str, Any]) -> bytes | None:
     answers = [each for name in ("chosen", "rejected", "completions") for each in _dialogues(row.get(name))]
     if not answers and not prompt:
         return None
-    if answers and not any(isinstance(text, str) for text in (prompt or [], *answers)):
-        messages = [[json.dumps(turn, default=str) for turn in (*prompt, *answer)] for answer in answers]
-        prompt = os.path.commonprefix(messages)[: min(map(len, messages)) - 1]
+    if answers and all(isinstance(messages, list) for messages in (prompt or [], *answers)):
+        wholes = [[json.dumps(turn, default=str) for turn in (*prompt, *answer)] for answer in answers]
+        prompt = os.path.commonprefix(wholes)[: min(map(len, wholes)) - 1]
     elif not prompt:
         shared = os.path.commonprefix([text for text in answers if isinstance(text, str)])
         while len(answers) > 1 and shared[-1:].isalnum():  # the answers' first words may begin alike
