@@ -92,7 +92,8 @@ def test_rows_with_the_same_prompt_are_found_in_every_form(form: str) -> None:
     assert group_prompts(prompts_of(dataset)).tolist() == [0, 0, 0, 1, 1, 1]
     if form != "tokens":
         assert group_prompts([prompt_of(row) or b"" for row in rows]).tolist() == [0, 0, 0, 1, 1, 1]
-        assert len(set(group_prompts([prompt_of(row) or b"" for row in rows[:3]]))) == 3  # all rows share it
+        shared = set(group_prompts([prompt_of(row) or b"" for row in rows[:3]]))
+        assert len(shared) == (3 if form == "texts" else 1)  # a text that all rows begin with may be a system prompt
 
 
 def test_rows_without_a_prompt_have_groups_of_their_own() -> None:

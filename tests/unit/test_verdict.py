@@ -80,7 +80,7 @@ def test_interval_counts_dependent_pairs_of_a_prompt_less(right_by_prompt: list[
     if groups == count:
         assert dataclasses.replace(found, prompts=None) == alone
     said = " ".join(sentences_of(found))
-    assert (f"{count:,} pairs of {groups} prompts" in said) is (groups < count)
+    assert (f"{count:,} pairs of {groups} prompt" in said) is (groups < count)
 
 
 def test_twenty_prompts_do_not_tell_a_model_from_chance_or_from_length() -> None:

@@ -12,6 +12,9 @@ from datasets import Dataset
 from .formats import convert_row
 from .length_stats import COLUMNS, answers_of, is_prepared, length_stats, rows_of
 
+#: A hash of the prompt, or the common prefix of a row's answers; empty if the row's prompt is unknown.
+Prompt = int | bytes
+
 _MAX_ANSWER_OVERLAP = 64  # bytes (16 tokens) of a row's common prefix that may follow the prompt
 
 
@@ -24,30 +27,31 @@ def prompt_groups(dataset: Dataset) -> np.ndarray:
     return group_prompts(shared_prefixes(dataset))
 
 
-def group_prompts(prompts: Iterable[bytes]) -> np.ndarray:
+def group_prompts(prompts: Iterable[Prompt]) -> np.ndarray:
     """Return a group number for each row, [N]; rows with the same prompt have the same number.
 
     If only the common prefix of a row's answers is known, it is the prompt, plus a few tokens if the answers begin
     alike. So a common prefix that extends another row's prompt by at most 64 bytes (16 tokens) has the same prompt.
     Any other common prefix is a new prompt. A prefix that all rows share, such as a system prompt, does not count. A
     row without a prompt has a group of its own.
-
-    Args:
-        prompts: For each row the result of `prompt_of`, or the common prefix of its answers; empty if unknown.
     """
-    interned: dict[bytes, bytes] = {}
-    prefix_N = [interned.setdefault(prefix, prefix) for prefix in prompts]
-    skip = len(os.path.commonprefix([*interned]))
+    interned: dict[Prompt, Prompt] = {}
+    prompt_N = [interned.setdefault(prompt, prompt) for prompt in prompts]
+    prefixes = sorted(prompt for prompt in interned if isinstance(prompt, bytes))
+    skip = len(os.path.commonprefix(prefixes))
     prompt_by_prefix: dict[bytes, bytes] = {}
     nested_prompts = [b""]  # the prompts that begin the current prefix; prefixes come in lexicographic order
-    for prefix in sorted(prefix[skip:] for prefix in interned):
+    for prefix in (prefix[skip:] for prefix in prefixes):
         while not prefix.startswith(nested_prompts[-1]):
             nested_prompts.pop()
         if not nested_prompts[-1] or len(prefix) - len(nested_prompts[-1]) > _MAX_ANSWER_OVERLAP:
             nested_prompts.append(prefix)
         prompt_by_prefix[prefix] = nested_prompts[-1]
-    numbers: dict[bytes | int, int] = {}
-    keys = (prompt_by_prefix[prefix[skip:]] or row for row, prefix in enumerate(prefix_N))
+    numbers: dict[Prompt | tuple[int], int] = {}
+    keys = (
+        prompt if isinstance(prompt, int) else prompt_by_prefix[prompt[skip:]] or (row,)
+        for row, prompt in enumerate(prompt_N)
+    )
     return np.array([numbers.setdefault(key, len(numbers)) for key in keys])
 
 
@@ -57,7 +61,7 @@ def shared_prefixes(dataset: Dataset) -> Iterator[bytes]:
         yield answers_of(row)[0][:prefix].tobytes()
 
 
-def prompts_of(dataset: Dataset) -> Iterator[bytes]:
+def prompts_of(dataset: Dataset) -> Iterator[Prompt]:
     """Yield the prompt of each row of a prepared dataset, see `prompt_of`; from tokens if rows have no text."""
     raw = RAW_BY_PREPARED.get(dataset, dataset).with_format(None)
     raw = raw.select_columns([name for name in raw.column_names if name not in COLUMNS])
@@ -66,12 +70,11 @@ def prompts_of(dataset: Dataset) -> Iterator[bytes]:
     return shared_prefixes(dataset) if has_tokens else (prompt_of(row) or b"" for row in raw)
 
 
-def prompt_of(row: Mapping[str, Any]) -> bytes | None:
-    """Return bytes that identify the prompt of a raw or scored row, in this process.
+def prompt_of(row: Mapping[str, Any]) -> Prompt | None:
+    """Return the prompt of a raw or scored row; None if the row has neither a prompt nor answers in text.
 
-    They are a hash of the column `prompt`, or of all messages that come before the last one and that the row's
-    conversations share. If the row has only texts, they are the texts' common prefix, for `group_prompts`. They are
-    empty if the row's answers share nothing. None if the row has neither a prompt nor answers in text.
+    The prompt is the column `prompt`; or all messages that come before the last one and that the row's conversations
+    share; or the common prefix of the row's texts.
     """
     row = convert_row(row)[0]
     prompt = row.get("prompt") or ""
@@ -86,7 +89,7 @@ def prompt_of(row: Mapping[str, Any]) -> bytes | None:
         while len(answers) > 1 and shared[-1:].isalnum():  # the answers' first words may begin alike
             shared = shared[:-1]
         return shared.encode(errors="replace")
-    return hash(json.dumps(prompt, default=str)).to_bytes(8, "big", signed=True) if prompt else b""
+    return hash(json.dumps(prompt, default=str)) if prompt else b""
 
 
 def _dialogues(value: Any) -> list[Any]:

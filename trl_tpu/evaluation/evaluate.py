@@ -13,7 +13,7 @@ from datasets import Dataset
 
 from ..data.collate import ComparisonRule, Labels, compare, pairs_of
 from ..data.length_stats import is_prepared, length_stats, rows_of
-from ..data.prompts import group_prompts, prompts_of
+from ..data.prompts import Prompt, group_prompts, prompts_of
 from ..errors import UserError
 from ..packing.batch import POINTWISE_KINDS, Comparisons, Kind
 from .verdict import (
@@ -227,7 +227,7 @@ class Evaluation:
         self._kind: Kind = "pairs"
         self._results: list[np.ndarray] = []  # of rows with comparisons: row, `comparison_stats`, and top-1 accuracy
         self._groups: list[str | None] = []
-        self._prompts: list[bytes] = []
+        self._prompts: list[Prompt] = []
         self._sample: list[np.ndarray] = []
         self._chooser, self._thinner = np.random.default_rng(0), np.random.default_rng(1)
 
@@ -237,7 +237,7 @@ class Evaluation:
         labels: Labels,
         lengths_NK: np.ndarray | None = None,
         groups: Sequence[str] | None = None,
-        prompts: Sequence[bytes] | None = None,
+        prompts: Sequence[Prompt] | None = None,
     ) -> None:
         """Add rows; rows with a reward that is not finite are left out and counted.
 
@@ -350,7 +350,7 @@ def evaluate_best_of_n(
     grade_NK: np.ndarray,
     ids: Sequence[str],
     groups: Sequence[str] | None = None,
-    prompts: Sequence[bytes] | None = None,
+    prompts: Sequence[Prompt] | None = None,
 ) -> BestOfN:
     """Evaluate rows that have right and wrong answers. Right answers have the row's highest grade.
 

@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 from ..data.checks import check_one_form
 from ..data.collate import Labels
 from ..data.formats import convert_row
-from ..data.prompts import prompt_of
+from ..data.prompts import Prompt, prompt_of
 from ..data.rankings import grades_of
 from ..data.solutions import NEUTRAL, is_label_list
 from ..errors import UserError
@@ -42,7 +42,7 @@ def sentences_of(verdict: Verdict | BestOfN) -> list[str]:
     else:
         of, lacks = verdict.of, "a reward that is not finite"
         shares_prompts = (verdict.prompts or accuracy.count) < accuracy.count
-        of_prompts = f" of {verdict.prompts:,} prompts" if shares_prompts else ""
+        of_prompts = f" of {verdict.prompts:,} prompt{'s' * (verdict.prompts != 1)}" if shares_prompts else ""
         does, swapped = "prefers the chosen answer", "chosen and rejected"
         count = f"{verdict.pairs:,} {of}{of_prompts}"
         if of in POINTWISE_KINDS:
@@ -284,7 +284,7 @@ class LabeledRewards:
         )
 
     @property
-    def prompts(self) -> list[bytes]:
+    def prompts(self) -> list[Prompt]:
         """Each item's prompt, see `group_prompts`."""
         return [prompt_of(row) or b"" for row in self.rows]
 
