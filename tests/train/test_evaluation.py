@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -11,14 +12,18 @@ import pytest
 import tiny
 import torch
 from datasets import Dataset
+from label_formats import LABEL_FORMATS, format_in
+from preference_rows import assistant, score_command, user, write_jsonl
 from torch.nn.functional import logsigmoid
 from training import QUIET, trained
-from transformers import EvalPrediction
+from transformers import AutoTokenizer, EvalPrediction
 
-from trl_tpu import RewardConfig, RewardTrainer
+from trl_tpu import RewardConfig, RewardTrainer, cli
 from trl_tpu.config.reward_config import METRICS
 from trl_tpu.errors import UserError
+from trl_tpu.evaluation.verdict import proportion
 from trl_tpu.report.pages import read_run
+from trl_tpu.scripts.report import write_report
 from trl_tpu.trainer.evaluation import EvaluatedPairs
 
 HALVES = ("chosen", "rejected")
@@ -259,6 +264,47 @@ def test_verdict_and_pictures_are_saved_with_the_model_and_its_card(model_folder
     assert "<b>" not in card and "&lt;b>" in card and "pypi" not in card
     for name in ("verdict_margins.png", "verdict_reliability.png"):
         assert f"]({name})" in card and (tmp_path / name).read_bytes().startswith(b"\x89PNG")
+
+
+PROMPT_FORMS: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
+    "pairs": lambda row: row,
+    "messages": lambda row: {half: [assistant(row[half])] for half in HALVES} | {"prompt": [user(row["prompt"])]},
+    "whole messages": lambda row: {half: [user(row["prompt"]), assistant(row[half])] for half in HALVES},
+    "whole texts": lambda row: {half: row["prompt"] + row[half] for half in HALVES},
+}
+
+
+@pytest.mark.parametrize("form", [*PROMPT_FORMS, *LABEL_FORMATS])
+def test_evaluation_card_score_and_report_agree_on_intervals(
+    model_folder: str, tmp_path: Path, form: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own, convert = format_in(form), PROMPT_FORMS.get(form, lambda row: row)
+    rows = [convert({**row, "prompt": f"Count on from {n % 9}:"}) for n, row in enumerate(own.rows(45).to_list())]
+    args = own.config(str(tmp_path / "run"), **QUIET | own.settings | {"per_device_eval_batch_size": 4})
+    tokenizer = AutoTokenizer.from_pretrained(model_folder)
+    data = Dataset.from_list(rows)
+    trainer = own.trainer(
+        own.model(model_folder), args, train_dataset=data, eval_dataset=data, processing_class=tokenizer
+    )
+    metrics = trainer.evaluate()
+    trainer.save_model()
+    trainer.create_model_card()
+    scored = tmp_path / "scored.jsonl"
+    assert cli.main(score_command(tmp_path / "run", write_jsonl(tmp_path / "rows.jsonl", rows), scored)) == 0
+    _, verdicts = write_report([scored], tmp_path / "report")
+    said = [json.loads((tmp_path / folder / "verdict.json").read_text()) for folder in ("run", "report")]
+    shown = "{value:.4f} ({low:.3f} to {high:.3f})".format(**said[0]["accuracy"])
+    assert shown in capsys.readouterr().out and shown in (tmp_path / "run" / "README.md").read_text()
+    assert said[0]["accuracy"]["low"] == metrics["eval_accuracy_low"]
+    assert [each["prompts"] for each in said] == [9, 9]
+    assert said[0]["pairwise_loss"] == pytest.approx(said[1]["pairwise_loss"], abs=1e-5)
+    for key in ("pairs", "accuracy", "top1_accuracy", "groups"):  # counts of answers
+        assert said[0][key] == said[1][key], key
+    if form in PROMPT_FORMS:
+        assert said[0]["length"] == said[1]["length"]
+    (found,) = verdicts.values()
+    unclustered = proportion(found.accuracy.value * found.accuracy.count, found.accuracy.count)
+    assert found.accuracy.low <= unclustered.low and found.accuracy.high >= unclustered.high
 
 
 def test_checkpoint_has_the_verdict_of_each_dataset(model_folder: str, tmp_path: Path) -> None:

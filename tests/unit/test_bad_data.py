@@ -78,7 +78,7 @@ PAIRS = [
 ]
 RANKINGS = [  # rankings are not read as streams
     BadRows([{**TWO, "scores": [1.0, 1.0]}], "Row 0 .*`scores`"),
-    BadRows([{**TWO, "scores": [1.0, 1.0 + 1e-12]}], "Row 0 .*`scores`"),  # equal in float32
+    BadRows([{**TWO, "scores": [2**53, 2**53 + 1]}], "Row 0 .*`scores`"),  # equal in float64
     BadRows([{**TWO, "completions": ["b", "c", "d"], "ranks": [1, 2, 2]}], "Row 0 .*`ranks` .*ties"),
     BadRows([{**TWO, "scores": [1.0, math.nan]}], "Row 0 .*`scores`"),
     BadRows([{**TWO, "scores": [1.0, 0.0]}, {**TWO, "completions": ["b"], "scores": [1.0]}], "Row 1 .*1 answers"),

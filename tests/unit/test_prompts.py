@@ -1,16 +1,19 @@
 """Pairs of one prompt are found by their tokens, stay together in an epoch, and get row shapes that fit them."""
 
+import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from datasets import Dataset
-from preference_rows import dataset_of
+from preference_rows import assistant, dataset_of, user
 
 from trl_tpu import RewardConfig
 from trl_tpu.data.collate import ComparisonRule, sequences_of
-from trl_tpu.data.loader import PromptGroupSampler, prompt_groups, prompts_in_training, sizes_by_prompt
+from trl_tpu.data.loader import PromptGroupSampler, prompts_in_training, sizes_by_prompt
+from trl_tpu.data.prompts import group_prompts, prompt_groups, prompt_of, prompts_of
 from trl_tpu.packing.planned import pack
 from trl_tpu.packing.shapes import RowPlan
 from trl_tpu.training.planned_shapes import plan_rows_of
@@ -50,6 +53,54 @@ def test_system_prompts_and_short_shared_prompts_form_no_group() -> None:
     group_N = prompt_groups(dataset_of(both))
     assert len(set(group_N[:4].tolist())) == 4 and len(set(group_N.tolist())) == 6
     assert group_N[4] == group_N[6] != group_N[5] == group_N[7]
+
+
+def words(text: str) -> list[int]:
+    return [sum(word.encode()) for word in text.split()]
+
+
+ASK, OTHER = "Is it?", "Is it not?"
+ANSWERS = [("Yes, it is.", "Yes."), ("No.", "Never."), ("Yet it is.", "Yes")]
+PROMPT_FORMS: dict[str, Callable[[str, str, str], dict[str, Any]]] = {
+    "prompt": lambda ask, a, b: {"prompt": ask, "chosen": a, "rejected": b},
+    "texts": lambda ask, a, b: {"chosen": f"User: {ask}\nBot: {a}", "rejected": f"User: {ask}\nBot: {b}"},
+    "messages": lambda ask, a, b: {"prompt": [user(ask)], "chosen": [assistant(a)], "rejected": [assistant(b)]},
+    "whole": lambda ask, a, b: {half: [user(ask), assistant(c)] for half, c in (("chosen", a), ("rejected", b))},
+    "system": lambda ask, a, b: {
+        "prompt": [{"role": "system", "content": "Be brief."}],
+        **{half: [user(ask), assistant(c)] for half, c in (("chosen", a), ("rejected", b))},
+    },
+    "json": lambda ask, a, b: {
+        half: json.dumps([user(ask), assistant(c)]) for half, c in (("chosen", a), ("rejected", b))
+    },
+    "sharegpt": lambda ask, a, b: {
+        "conversations": [{"from": "human", "value": ask}],
+        **{half: {"from": "gpt", "value": c} for half, c in (("chosen", a), ("rejected", b))},
+    },
+    "ranking": lambda ask, a, b: {"prompt": ask, "completions": [a, b], "scores": [1, 0]},
+    "lists": lambda ask, a, b: {"prompt": ask, "chosen": [a], "rejected": [b, b]},
+    "answer": lambda ask, a, b: {"prompt": ask, "completion": a, "label": True},
+    "whole answer": lambda ask, a, b: {"completion": [user(ask), assistant(a)], "label": True},
+    "tokens": lambda ask, a, b: {f"{half}_ids": words(ask + " " + c) for half, c in (("chosen", a), ("rejected", b))},
+}
+
+
+@pytest.mark.parametrize("form", PROMPT_FORMS)
+def test_rows_with_the_same_prompt_are_found_in_every_form(form: str) -> None:
+    rows = [PROMPT_FORMS[form](ask, *answers) for ask in (ASK, OTHER) for answers in ANSWERS]
+    dataset = Dataset.from_list(rows).add_column("id", list(range(6)))
+    assert group_prompts(prompts_of(dataset)).tolist() == [0, 0, 0, 1, 1, 1]
+    if form != "tokens":
+        assert group_prompts([prompt_of(row) or b"" for row in rows]).tolist() == [0, 0, 0, 1, 1, 1]
+        shared = set(group_prompts([prompt_of(row) or b"" for row in rows[:3]]))
+        assert len(shared) == (3 if form == "texts" else 1)  # a text that all rows begin with may be a system prompt
+
+
+def test_rows_without_a_prompt_have_groups_of_their_own() -> None:
+    rows: list[dict[str, Any]] = [{"chosen": "a b", "rejected": "c"}, {"chosen": "d", "rejected": "e"}]
+    rows += [{"reward_chosen": None, "not_scored": "line 3"}, {"prompt": None, "chosen": [], "rejected": "b"}]
+    rows += [{"prompt": 5, "chosen": [user("a")], "rejected": [user("b")]}, {"prompt": {}, "chosen": [None, 1]}]
+    assert group_prompts([prompt_of(row) or b"" for row in rows]).tolist() == [0, 1, 2, 3, 4, 5]
 
 
 def test_order_permutes_pairs_and_keeps_groups_together() -> None:

@@ -69,7 +69,7 @@ def test_verdict_memory_grows_with_answers_not_comparisons() -> None:
     sums = sums_on_host(torch.from_numpy(rewards_NK)[:, None], labels_of(grade_NK)).metrics()
     assert (verdict.accuracy.value, verdict.margins.mean) == pytest.approx((sums["accuracy"], sums["margin"]))
     margins_M = (rewards_NK[:, :, None] - rewards_NK[:, None])[grade_NK[:, :, None] > grade_NK[:, None]]
-    assert verdict.loss == pytest.approx(np.logaddexp(0, -margins_M).mean(), rel=0.02)
+    assert verdict.pairwise_loss == pytest.approx(np.logaddexp(0, -margins_M).mean(), rel=0.02)
 
 
 def test_prompt_is_computed_once_for_all_its_answers() -> None:
@@ -102,6 +102,41 @@ def test_scores_that_do_not_grade_answers_are_ignored() -> None:
 @pytest.mark.parametrize("other", [{"completions": ["b", "c"], "labels": [1, 0]}, {"scores": [1.0, 2.0]}])
 def test_pair_with_only_answers_or_only_grades_stays_a_pair(other: dict[str, Any]) -> None:
     assert row_format_of(prepare([{"prompt": "a", "chosen": "b", "rejected": "c"} | other]).column_names) == PAIR
+
+
+CLOSE: list[dict[str, Any]] = [  # grades that are equal in float32
+    {"scores": [1764100000.0, 1764100010.0]},
+    {"scores": [1764100010, 1764100000, 1764100010, 1764100020]},
+    {"scores": [3e-50, 0.0, 2e-50, 3e-50]},
+    {"ranks": [2**24 + 1, 2**24, 2**24 + 2]},
+    {"scores": [1.0 + 1e-12, -1.0, 1.0 - 1e-12]},
+]
+
+
+@pytest.mark.parametrize("graded", CLOSE)
+def test_grades_are_ordered_in_float64(graded: dict[str, Any]) -> None:
+    (values,) = graded.values()
+    row = {"prompt": "a", "completions": [*"bcde"[: len(values)]], **graded}
+    grade_K = np.array(values, float) * (-1 if "ranks" in graded else 1)
+    (prepared,) = prepare([row], rankings=RankingKind(may_tie=True))
+    assert prepared["grades"] == grade_K.tolist()
+    table = ComparisonRule(answers=len(values), margin_scale=0.1).table([prepared])
+    compared = {
+        (better, worse): margin
+        for better, worse, margin, weight in zip(
+            table.better_C.tolist(), table.worse_C.tolist(), table.margin_C, table.weight_C, strict=True
+        )
+        if weight
+    }
+    margins = {(a, b): 0.1 * (x - y) for (a, x), (b, y) in permutations(enumerate(grade_K), 2) if x > y}
+    assert compared == {key: np.float32(margin) for key, margin in margins.items()}
+    rounded_K = table.grade_SA[:, 0]  # of listwise losses and evaluations: on the device, so float32
+    differences = [np.sign(np.subtract.outer(each_K, each_K)) for each_K in (grade_K, rounded_K)]
+    assert rounded_K.dtype == np.float32 and (differences[0] == differences[1]).all()
+    assert rounded_K == pytest.approx(grade_K, rel=1e-6, abs=1e-37)
+    found = LabeledRewards.of([row | {"rewards": np.argsort(np.argsort(grade_K)).tolist()}], ["rewards"])
+    verdict = evaluate_rows(found.rewards_NK, found.labels)
+    assert (verdict.pairs, verdict.accuracy.value) == (len(margins), 1)
 
 
 EXTRA: dict[str, Any] = {

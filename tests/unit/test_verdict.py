@@ -1,5 +1,6 @@
 """Numbers of the verdict, checked manually, by brute force and by other libraries; as text and as JSON."""
 
+import dataclasses
 import json
 import math
 from pathlib import Path
@@ -45,6 +46,53 @@ def test_confidence_interval_equals_scipys(case: tuple[int, int]) -> None:
     assert 0 <= ours.low <= ours.value <= ours.high <= 1
 
 
+@pytest.mark.parametrize(
+    ("right_by_prompt", "items"),
+    [
+        ([[1] * 50, [0] * 50] * 10, 20 * 19 / 20 * 1000 / 999),  # each prompt is one item
+        ([[1], [0], [1], [1]], 4),
+        ([[1, 0]] * 9, 18),  # pairs of a prompt differ more than others: they count as independent
+        ([[1] * 3, [1] * 3, [1] * 3, [1] * 3], 4),  # nothing is known about dependence
+        ([[1, 1, 0, 1]], 1),
+        ([[1, 1, 0], [1], [0, 0], [1, 0, 1, 1, 1]], None),
+    ],
+)
+def test_interval_counts_dependent_pairs_of_a_prompt_less(right_by_prompt: list[list[int]], items: Any) -> None:
+    """Compare with the sums of the formulas in `share_of`."""
+    flat = [right for prompt in right_by_prompt for right in prompt]
+    prompts = [bytes([65 + number]) for number, prompt in enumerate(right_by_prompt) for _ in prompt] + [b"other"]
+    mean, count, groups = np.mean(flat), len(flat), len(right_by_prompt)
+    if items is None:
+        sums = [sum(right - mean for right in each) for each in right_by_prompt]
+        over_prompts = groups / (groups - 1) * sum(each**2 for each in sums)
+        over_pairs = count / (count - 1) * sum((right - mean) ** 2 for right in flat)
+        assert over_prompts > 1.1 * over_pairs
+        items = count * over_pairs / over_prompts
+    rewards_N2 = [(1.0, 0.0) if right else (0.0, 1.0) for right in flat] + [(math.nan, 0.0)]
+    lengths_N2 = np.array([(2, 1)] * len(rewards_N2))
+    found = evaluate_pairs(rewards_N2, lengths_N2, ["x"] * len(rewards_N2), prompts)
+    expected = proportion(mean * items, items)
+    assert found.length is not None and found.prompts == groups
+    for share in (found.accuracy, found.groups["x"], found.length.chosen_is_longer, found.length.bins[0].accuracy):
+        assert share is not None and (share.value, share.count) == (pytest.approx(mean), count)
+        assert (share.low, share.high) == pytest.approx((expected.low, expected.high), abs=1e-12)
+    alone = evaluate_pairs(rewards_N2, lengths_N2, ["x"] * len(rewards_N2))
+    if groups == count:
+        assert dataclasses.replace(found, prompts=None) == alone
+    said = " ".join(sentences_of(found))
+    assert (f"{count:,} pairs of {groups} prompt" in said) is (groups < count)
+
+
+def test_twenty_prompts_do_not_tell_a_model_from_chance_or_from_length() -> None:
+    rewards_N2, lengths_N2 = [(1.0, 0.0)] * 700 + [(0.0, 1.0)] * 300, np.array([(2, 1)] * 550 + [(1, 2)] * 450)
+    few, many = ([f"{number // pairs:04}".encode() for number in range(1000)] for pairs in (50, 1))
+    words = [" ".join(sentences_of(evaluate_pairs(rewards_N2, lengths_N2, None, each))) for each in (few, many)]
+    assert ["chance" in said for said in words] == [True, False]
+    assert ["not clearly" in said for said in words] == [True, False]
+    words += [" ".join(sentences_of(evaluate_pairs(rewards_N2, lengths_N2)))]
+    assert ["Prompts are unknown" in said for said in words] == [False, False, True]
+
+
 def test_verdict_equals_manual_computation() -> None:
     log3 = math.log(3)  # sigmoid(log 3) = 3/4
     pairs = [(log3, 0), (0, log3), (1, 1), (2 + log3, 2), (math.nan, 0), (0, math.inf)]
@@ -52,7 +100,7 @@ def test_verdict_equals_manual_computation() -> None:
     assert (found.pairs, found.left_out, found.ties) == (4, 2, 1)
     assert (found.accuracy.value, found.accuracy.count) == (0.5, 4)
     assert (found.accuracy.low, found.accuracy.high) == pytest.approx((0.15004, 0.84996), abs=1e-5)
-    assert found.loss == pytest.approx((2 * math.log(4 / 3) + math.log(4) + math.log(2)) / 4)
+    assert found.pairwise_loss == pytest.approx((2 * math.log(4 / 3) + math.log(4) + math.log(2)) / 4)
     # three picks with confidence 3/4, two of them right; a tie with confidence 1/2, half right
     assert found.calibration.ece == pytest.approx(3 / 4 * (3 / 4 - 2 / 3))
     bins = [(each.high - each.low, each.count, each.accuracy) for each in found.calibration.bins]
@@ -110,7 +158,10 @@ def test_rows_added_in_parts_have_the_verdict_of_all(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(evaluate, "_SAMPLE", 500)
     sampled = by_parts()
     assert (sampled.pairs, sampled.accuracy, sampled.groups) == (whole.pairs, whole.accuracy, whole.groups)
-    assert sampled.loss == pytest.approx(whole.loss, rel=0.1) and sampled.loss != whole.loss
+    assert (
+        sampled.pairwise_loss == pytest.approx(whole.pairwise_loss, rel=0.1)
+        and sampled.pairwise_loss != whole.pairwise_loss
+    )
     assert 0 < sum(sampled.margins.counts) <= 1000
 
 
@@ -162,6 +213,9 @@ def test_json_holds_the_whole_verdict_with_null_for_unknowns(verdict: Verdict, t
     assert content()["kind"] == "pairs" and content()["left_out"] == 1
     assert content()["groups"]["math"]["count"] == verdict.groups["math"].count
     assert read_verdict(path) == verdict
+    earlier = content() | {"loss": content()["pairwise_loss"]}
+    path.write_text(json.dumps({key: earlier[key] for key in earlier.keys() - {"pairwise_loss", "prompts"}}))
+    assert read_verdict(path) == verdict, "a file of an earlier version"
     rewards, grades = padded([[3, 1], [4, 3, 1], [0, 1]]), padded([[1, 0], [1, 1, 0], [1, 0]])
     best = evaluate_best_of_n(rewards, grades, ["ref:1", "tied:1", ""], ["Ties", "Ties", "Math"])
     path.write_text(verdict_json(best))

@@ -84,7 +84,7 @@ class Labels:
             answers: K, the maximum number of answers or steps; rows may have fewer.
             attributes: A, the number of attributes; 0 if `grades` has no attributes.
         """
-        grade_PAK = np.full((len(rows), attributes or 1, answers), np.nan, np.float32)
+        grade_PAK = np.full((len(rows), attributes or 1, answers), np.nan)
         labels_P = list(map(labels_of, rows))
         if "grades" not in labels_P[0]:
             if answers == 1:
@@ -107,7 +107,20 @@ class Labels:
 
 def pairs_of(count: int) -> Labels:
     """Return the labels of ``count`` pairs, chosen first."""
-    return Labels(np.tile(np.array([1.0, 0.0], np.float32), (count, 1, 1)))
+    return Labels(np.tile([1.0, 0.0], (count, 1, 1)))
+
+
+def _in_float32(grade_PAK: np.ndarray) -> np.ndarray:
+    """Round grades to float32, but keep the order of each ranking: grades that round to one number stay different."""
+    order_PAK = np.argsort(grade_PAK, axis=-1)  # NaN comes last
+    sorted_PAK = np.take_along_axis(grade_PAK, order_PAK, -1)
+    rounded_PAK = sorted_PAK.astype(np.float32)
+    for at in range(1, grade_PAK.shape[-1]):
+        below_PA, tiny = rounded_PAK[..., at - 1], np.finfo(np.float32).tiny  # devices read smaller numbers as 0
+        above_PA = np.maximum(np.nextafter(below_PA, np.float32(np.inf)), below_PA + tiny)
+        is_tied_PA = sorted_PAK[..., at] == sorted_PAK[..., at - 1]
+        rounded_PAK[..., at] = np.where(is_tied_PA, below_PA, np.maximum(rounded_PAK[..., at], above_PA))
+    return np.take_along_axis(rounded_PAK, np.argsort(order_PAK, axis=-1), -1)
 
 
 def compare(labels: Labels, rule: ComparisonRule, rows: int | None = None) -> Comparisons[np.ndarray]:
@@ -166,7 +179,7 @@ def compare(labels: Labels, rule: ComparisonRule, rows: int | None = None) -> Co
         probability_C=values(probability_GM),
         margin_C=values(margin_GM),
         weight_C=values(weight_GM),
-        grade_SA=grade_PAK.swapaxes(1, 2).reshape(-1, attributes),
+        grade_SA=_in_float32(grade_PAK).swapaxes(1, 2).reshape(-1, attributes),
         ranking_weight_G=ranking_weight_G.ravel().astype(np.float32),
         row_weight_P=row_weight_P,
         weight_sum_1=np.where(total > 0, total, 1),

@@ -17,7 +17,6 @@ import torch.distributed
 import transformers.trainer
 from accelerate import PartialState
 from accelerate.data_loader import SeedableRandomSampler, SkipBatchSampler, SkipDataLoader
-from datasets import Dataset
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler
 from torch.utils.data import Dataset as TorchDataset
 from transformers import TrainingArguments
@@ -25,40 +24,12 @@ from transformers.trainer_utils import seed_worker
 
 from ..errors import UserError
 from ..packing.pack import in_order
-from .length_stats import PAIR, answers_of, has_row_format, is_prepared, length_stats, rows_of
+from .length_stats import PAIR, answers_of, has_row_format, is_prepared, length_stats
+from .prompts import prompt_groups, shared_prefixes
 
 logger = logging.getLogger(__name__)
 
 _MIN_PROMPT = 8  # fewest tokens of a common prefix that count as a prompt, for data without the column `prompt`
-
-_MAX_ANSWER_OVERLAP = 16  # a pair's common prefix may contain up to this many tokens after the prompt
-
-
-def prompt_groups(dataset: Dataset) -> np.ndarray:
-    """Return a group number for each pair of token ids, [N]; pairs with the same prompt have the same number.
-
-    The common prefix of a pair's sequences is the prompt, plus a few tokens if the answers begin alike. So a common
-    prefix that extends another pair's prompt by at most 16 tokens has the same prompt. Any other common prefix is a
-    new prompt. A prefix that all sequences of the dataset share, such as a system prompt, does not count.
-    """
-    prompt_of: dict[bytes, bytes] = {}  # common prefix of a pair -> its prompt
-    nested_prompts = [b""]  # the prompts that begin the current prefix; prefixes come in lexicographic order
-    skip = length_stats(dataset).shared_prefix
-    for shared in sorted(set(_shared_prompts(dataset, skip))):
-        while not shared.startswith(nested_prompts[-1]):
-            nested_prompts.pop()
-        if not nested_prompts[-1] or len(shared) - len(nested_prompts[-1]) > 4 * _MAX_ANSWER_OVERLAP:
-            nested_prompts.append(shared)
-        prompt_of[shared] = nested_prompts[-1]
-    numbers: dict[bytes | int, int] = {}
-    keys = (prompt_of[shared] or pair for pair, shared in enumerate(_shared_prompts(dataset, skip)))
-    return np.array([numbers.setdefault(key, len(numbers)) for key in keys])
-
-
-def _shared_prompts(dataset: Dataset, skip: int) -> Iterator[bytes]:
-    """Yield the common prefix of each row's answers, 4 bytes per token, without the first ``skip`` tokens."""
-    for row, prefix in zip(rows_of(dataset), length_stats(dataset).lengths.prefix_P.tolist(), strict=True):
-        yield answers_of(row)[0][skip:prefix].tobytes()
 
 
 def prompts_in_training(train: Any, evaluation: Any, name: str = "") -> tuple[int, ...]:
@@ -79,7 +50,7 @@ def prompts_in_training(train: Any, evaluation: Any, name: str = "") -> tuple[in
     else:
         min_bytes = [4 * (length_stats(data).shared_prefix + _MIN_PROMPT) for data in both]
         train_prompts, prompts = (
-            {hash(ids) for ids in _shared_prompts(data, 0) if len(ids) >= size}
+            {hash(ids) for ids in shared_prefixes(data) if len(ids) >= size}
             for data, size in zip(both, min_bytes, strict=True)
         )
     # a single prompt in all rows does not count

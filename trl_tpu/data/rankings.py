@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
 from datasets import Dataset, IterableDataset
 
 from ..errors import UserError, UserTypeError
@@ -112,7 +111,7 @@ class RankingKind(PairKind):
                         f"{place} holds {value!r}; for a single answer it must be the probability that the answer is "
                         "right, from 0 to 1. For grades in another range set loss_type='regression'."
                     )
-            counts.add(distinct := len(set(map(np.float32, values))))
+            counts.add(distinct := len(set(map(float, values))))
             if 1 < distinct < answers and not self.may_tie:
                 raise UserError(
                     f"{place} is {values!r:.80}: some answers are equal, but ties=None does not allow ties. Set "
@@ -136,14 +135,10 @@ class RankingKind(PairKind):
 
 
 def grades_of(row: Row) -> list[float]:
-    """Return the grades of a raw row's answers (higher is better), from scores, ranks, or `chosen` and `rejected`.
-
-    Grades are rounded to float32, the type of labels in a batch.
-    """
+    """Return the grades of a raw row's answers (higher is better), from scores, ranks, or `chosen` and `rejected`."""
     if set(RAW_COLUMNS) <= set(row):
         return [1.0] + [0.0] * len(row["rejected"])
-    grades = row["scores"] if "scores" in row else [-rank for rank in row["ranks"]]
-    return [float(np.float32(grade)) for grade in grades]
+    return [*map(float, row["scores"])] if "scores" in row else [-float(rank) for rank in row["ranks"]]
 
 
 def is_ranking(row: Row) -> bool:

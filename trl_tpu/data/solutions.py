@@ -11,6 +11,7 @@ from ..errors import UserError
 from . import checks
 from .checks import Row
 from .length_stats import NO_LABEL, SOLUTION, STEP_ENDS, labels_of, rows_of
+from .prompts import RAW_BY_PREPARED
 from .tokenize import keep_fitting, map_rows
 from .traps import TRAPS, find_traps
 
@@ -111,7 +112,9 @@ def prepare_solutions(
         features["labels"] = Sequence(Value("float64" if is_soft else "int64"))
         arguments = {"name": name, "tokenize": tokenize, "settings": settings, "neutral": neutral}
         options: dict[str, Any] = {"fn_kwargs": arguments, "with_indices": True, "remove_columns": columns}
-        dataset = map_rows(dataset, _tokenize_raw_solution, num_proc, name, **options, features=Features(features))
+        options["features"] = Features(features)
+        raw, dataset = dataset, map_rows(dataset, _tokenize_raw_solution, num_proc, name, **options)
+        RAW_BY_PREPARED[dataset] = raw
     else:
         dataset = dataset.select_columns([*SOLUTION])
         for index, row in enumerate(dataset):

@@ -1,9 +1,10 @@
 """Evaluate rewards by comparisons: sums on the device and on the host, verdicts, and checks of settings."""
 
 import logging
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from datasets import Dataset
 
 from ..data.collate import ComparisonRule, Labels, compare, pairs_of
 from ..data.length_stats import is_prepared, length_stats, rows_of
+from ..data.prompts import Prompt, group_prompts, prompts_of
 from ..errors import UserError
 from ..packing.batch import POINTWISE_KINDS, Comparisons, Kind
 from .verdict import (
@@ -25,7 +27,7 @@ from .verdict import (
     label_of,
     length_bias_of,
     mean_of,
-    proportion,
+    share_of,
 )
 
 logger = logging.getLogger(__name__)
@@ -210,21 +212,22 @@ class NoComparisons(UserError):
 
 
 class Evaluation:
-    """Computes a verdict on rows that are added part by part, in memory that does not grow with their number.
+    """Computes a verdict on rows that are added part by part. It keeps the result and the prompt of each.
 
     The comparisons of a ranking are not independent: in all means they count once together, and intervals use the
-    number of rankings. Kendall's tau is the number of right minus wrong comparisons, divided by the number of all
-    (tau-a if no grades are equal, https://doi.org/10.1093/biomet/30.1-2.81). Counts, accuracies, the mean margin and
-    tau use all comparisons. Distributions, loss, calibration, length bias and the worst rows use a random sample: at
-    most 128 comparisons of each ranking (all of them, up to 16 answers), and one million if there are more than two
-    million.
+    number of rankings. Rows with the same prompt are not independent either: see `share_of`. Kendall's tau is the
+    number of right minus wrong comparisons, divided by the number of all (tau-a if no grades are equal,
+    https://doi.org/10.1093/biomet/30.1-2.81). Counts, accuracies, the mean margin and tau use all comparisons.
+    Distributions, loss, calibration, length bias and the worst rows use a random sample: at most 128 comparisons of
+    each ranking (all of them, up to 16 answers), and one million if there are more than two million.
     """
 
     def __init__(self) -> None:
         self._rows = self._left_out = 0
         self._kind: Kind = "pairs"
-        self._sums = np.zeros(7)
-        self._group_sums, self._group_counts = Counter[str](), Counter[str]()
+        self._results: list[np.ndarray] = []  # of rows with comparisons: row, `comparison_stats`, and top-1 accuracy
+        self._groups: list[str | None] = []
+        self._prompts: list[Prompt] = []
         self._sample: list[np.ndarray] = []
         self._chooser, self._thinner = np.random.default_rng(0), np.random.default_rng(1)
 
@@ -234,6 +237,7 @@ class Evaluation:
         labels: Labels,
         lengths_NK: np.ndarray | None = None,
         groups: Sequence[str] | None = None,
+        prompts: Sequence[Prompt] | None = None,
     ) -> None:
         """Add rows; rows with a reward that is not finite are left out and counted.
 
@@ -242,7 +246,10 @@ class Evaluation:
             labels: Labels of the rows, for one attribute.
             lengths_NK: Tokens of each answer; NaN if unknown.
             groups: Group label of each row. If there are more than `MOST_GROUPS` labels, groups are dropped.
+            prompts: Prompt of each row, see `group_prompts`.
         """
+        self._groups += [None] * len(rewards_NK) if groups is None else groups
+        self._prompts += [b""] * len(rewards_NK) if prompts is None else prompts
         grade_NK = labels.grade_PAK[:, 0]
         finite_rows = np.flatnonzero(_is_finite(rewards_NK, grade_NK))
         self._left_out += int((~np.isnan(grade_NK)).any(axis=1).sum()) - len(finite_rows)
@@ -252,15 +259,8 @@ class Evaluation:
             rewards_S1 = torch.from_numpy(np.nan_to_num(rewards_NK[row_J])).double().reshape(-1, 1)
             stats_J4 = comparison_stats(rewards_S1, table, torch.ones(len(row_J), dtype=torch.bool)).numpy()
             has_any_J = stats_J4[:, 3] > 0
-            right_J, tied_J, margin_J, count_J = stats_J4[has_any_J].T
-            top1_J = _top1_of(rewards_NK[row_J], grade_NK[row_J])[has_any_J]
-            summands = (right_J, tied_J * count_J, margin_J, count_J, top1_J, 2 * right_J + tied_J - 1)
-            self._sums += [len(right_J), *(summand_J.sum() for summand_J in summands)]
-            if groups is not None and len(self._group_counts) <= MOST_GROUPS:
-                names = [groups[row] for row in row_J[has_any_J].tolist()]
-                self._group_counts.update(names)
-                for name, right in zip(names, right_J.tolist(), strict=True):
-                    self._group_sums[name] += right
+            top1_J = _top1_of(rewards_NK[row_J], grade_NK[row_J])
+            self._results.append(np.column_stack([row_J + self._rows, stats_J4, top1_J])[has_any_J])
             self._add_to_sample(rewards_S1, table, row_J, lengths_NK)
         self._rows += len(rewards_NK)
 
@@ -294,49 +294,54 @@ class Evaluation:
         Raises:
             NoComparisons: No row has two finite rewards with a label that says which one should be higher.
         """
-        rankings, right, ties, margin, pairs, top1, tau = self._sums.tolist()
         of = self._kind if self._kind in POINTWISE_KINDS else "pairs"
-        if not pairs:
+        if not any(map(len, self._results)):
             raise NoComparisons(
                 f"None of {self._rows} {of} has two finite rewards with one labeled as better: there is nothing to "
                 "evaluate."
             )
+        row_J, right_J, tied_J, margin_J, count_J, top1_J = np.concatenate(self._results).T
         row_M, better_M, worse_M, longer_M, weight_M, _ = np.concatenate(self._sample).T
         margin_M = better_M - worse_M
+        prompt_N = group_prompts(self._prompts)
+        units_2J, units_2M = (np.stack([rows, prompt_N[rows]]) for rows in (row_J.astype(int), row_M.astype(int)))
+
+        def share(values_J: np.ndarray, mask_J: Any = slice(None)) -> Proportion:
+            return share_of(values_J[mask_J], np.ones(len(row_J))[mask_J], units_2J[:, mask_J])
+
         rewards = np.stack([better_M, worse_M], axis=-1).ravel()
         if of in POINTWISE_KINDS:
             rewards = better_M + worse_M  # one of the two is always 0
-        names = sorted(self._group_counts) if len(self._group_counts) <= MOST_GROUPS else []
-        groups = {name: proportion(self._group_sums[name], self._group_counts[name]) for name in names}
+        rows_by_name = defaultdict[str | None, list[int]](list)
+        for place, row in enumerate(units_2J[0]):
+            rows_by_name[self._groups[row]].append(place)
+        names = sorted(name for name in rows_by_name if name is not None)
+        groups = {name: share(right_J, rows_by_name[name]) for name in names if len(names) <= MOST_GROUPS}
         worst_first = [at for at in np.argsort(margin_M, kind="stable") if margin_M[at] <= 0][:_MAX_WORST_ROWS]
         return Verdict(
-            pairs=round(pairs),
+            pairs=round(count_J.sum()),
             left_out=self._left_out,
-            accuracy=proportion(right, rankings),
-            ties=round(ties),
-            loss=float(np.average(np.logaddexp(0.0, -margin_M), weights=weight_M)),
-            margins=replace(distribution_of(margin_M, weight_M), mean=margin / rankings),
+            accuracy=share(right_J),
+            ties=round(tied_J @ count_J),
+            pairwise_loss=float(np.average(np.logaddexp(0.0, -margin_M), weights=weight_M)),
+            margins=replace(distribution_of(margin_M, weight_M), mean=float(margin_J.mean())),
             rewards=distribution_of(rewards, weight_M.repeat(len(rewards) // len(weight_M))),
             calibration=calibration_of(margin_M, weight_M),
-            length=None if np.isnan(longer_M).any() else length_bias_of(margin_M > 0, longer_M, weight_M),
+            length=None if np.isnan(longer_M).any() else length_bias_of(margin_M > 0, longer_M, weight_M, units_2M),
             groups=groups,
             mean_over_groups=mean_of(groups),
-            worst=tuple(dict.fromkeys(int(row_M[at]) for at in worst_first)),
-            top1_accuracy=proportion(top1, rankings) if self._kind == "rankings" else None,
-            kendall_tau=tau / rankings if self._kind == "rankings" else None,
+            worst=tuple(dict.fromkeys(units_2M[0, worst_first].tolist())),
+            top1_accuracy=share(top1_J) if self._kind == "rankings" else None,
+            kendall_tau=float((2 * right_J + tied_J - 1).mean()) if self._kind == "rankings" else None,
             of=of,
+            prompts=len(np.unique(units_2J[1])) if any(self._prompts) else None,
         )
 
 
-def evaluate_rows(
-    rewards_NK: np.ndarray,
-    labels: Labels,
-    lengths_NK: np.ndarray | None = None,
-    groups: Sequence[str] | None = None,
-) -> Verdict:
+def evaluate_rows(rewards_NK: np.ndarray, labels: Labels, *more: Any, **named: Any) -> Verdict:
     """Return the verdict on rows in memory; see `Evaluation.add` for arguments, `Evaluation.verdict` for errors."""
     evaluation = Evaluation()
-    evaluation.add(rewards_NK, labels, lengths_NK, groups)
+    evaluation.add(rewards_NK, labels, *more, **named)
     return evaluation.verdict()
 
 
@@ -345,6 +350,7 @@ def evaluate_best_of_n(
     grade_NK: np.ndarray,
     ids: Sequence[str],
     groups: Sequence[str] | None = None,
+    prompts: Sequence[Prompt] | None = None,
 ) -> BestOfN:
     """Evaluate rows that have right and wrong answers. Right answers have the row's highest grade.
 
@@ -353,6 +359,7 @@ def evaluate_best_of_n(
         grade_NK: Grade of each answer; NaN after the last answer of a row.
         ids: Id of each row; in RewardBench 2's subset Ties ``ref:NUMBER`` or ``tied:NUMBER``.
         groups: The subset of each row.
+        prompts: The prompt of each row, see `group_prompts`.
 
     Raises:
         UserError: No row has only finite rewards, or rows of the subset Ties do not fit its rule.
@@ -365,17 +372,18 @@ def evaluate_best_of_n(
     right_NK, wrong_NK = (np.where(mask_NK, rewards_NK[finite], np.nan) for mask_NK in (is_right_NK, ~is_right_NK))
     gap_N = np.nanmax(right_NK, axis=1) - np.nanmax(wrong_NK, axis=1)
     names_N = np.array([] if groups is None else [groups[row] for row in finite.tolist()], dtype=object)
+    units_2N = np.stack([finite, group_prompts(prompts or [b""] * len(ids))[finite]])
     scores = {}
     for name in sorted(set(names_N)):
         here = np.flatnonzero(names_N == name)
-        scores[name] = proportion(float(credit_N[here].sum()), len(here))
+        scores[name] = share_of(credit_N[here], np.ones(len(here)), units_2N[:, here])
         if name.lower() == _TIES_SUBSET:
             score = ties_score(right_NK[here], wrong_NK[here], [ids[row] for row in finite[here].tolist()])
             scores[name] = Proportion(score, float("nan"), float("nan"), len(here))
     return BestOfN(
         rows=len(finite),
         left_out=len(ids) - len(finite),
-        accuracy=proportion(float(credit_N.sum()), len(finite)),
+        accuracy=share_of(credit_N, np.ones(len(finite)), units_2N),
         groups=scores,
         mean_over_groups=mean_of(scores),
         worst=tuple([int(finite[at]) for at in np.argsort(gap_N, kind="stable") if gap_N[at] <= 0][:_MAX_WORST_ROWS]),
@@ -441,7 +449,10 @@ def evaluate_rewards(
     rows, attributes, answers = rewards_NAK.shape
     shape = (-1, 1) if labels.kind == "steps" else (-1, answers)  # each step becomes one row
     rewards_NK, grade_NK = (np.asarray(values).reshape(shape) for values in (rewards_NAK.double(), labels.grade_PAK))
-    groups, lengths_NK = list(names) * rows or None, None
+    groups, lengths_NK, prompts = list(names) * rows or None, None, None
+    if isinstance(dataset, Dataset):
+        per_row = len(rewards_NK) // rows  # attributes, or steps
+        prompts = [prompt for prompt in islice(prompts_of(dataset), rows) for _ in range(per_row)]
     if isinstance(dataset, Dataset) and labels.kind != "steps":
         if is_prepared(dataset) and labels.kind != "answers":
             lengths = length_stats(dataset).lengths
@@ -456,7 +467,7 @@ def evaluate_rewards(
     elif eval_by is not None and labels.kind != "steps":
         logger.warning("eval_by=%r is ignored: the order of the rows is unknown.", eval_by)
     try:
-        return evaluate_rows(rewards_NK, replace(labels, grade_PAK=grade_NK[:, None]), lengths_NK, groups)
+        return evaluate_rows(rewards_NK, replace(labels, grade_PAK=grade_NK[:, None]), lengths_NK, groups, prompts)
     except NoComparisons:
         logger.warning(
             "The evaluation has no accuracy: no row has two answers with finite rewards and one labeled as better, or "

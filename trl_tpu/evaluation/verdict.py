@@ -27,19 +27,48 @@ class Proportion:
     count: int
 
 
-def proportion(right: float, count: float) -> Proportion:
+def proportion(right: float, count: float, design_effect: float = 1.0) -> Proportion:
     """Return the share ``right / count`` with its 95 % confidence interval, by Wilson's score method.
 
     The formula is from Wilson (1927), "Probable Inference, the Law of Succession, and Statistical Inference".
     ``right`` may be fractional if answers are partly right; the interval is then slightly too wide. ``count`` may be
     fractional if only some of a prompt's comparisons are counted, since all comparisons of a prompt count as one item.
+    ``design_effect`` is the number of dependent items with the information of one independent item, see `share_of`.
     """
-    value = right / count
-    middle = (value + _Z**2 / (2 * count)) / (1 + _Z**2 / count)
-    half = _Z / (1 + _Z**2 / count) * (value * (1 - value) / count + _Z**2 / (4 * count**2)) ** 0.5
+    value, items = right / count, count / design_effect
+    middle = (value + _Z**2 / (2 * items)) / (1 + _Z**2 / items)
+    half = _Z / (1 + _Z**2 / items) * (value * (1 - value) / items + _Z**2 / (4 * items**2)) ** 0.5
     # near 0 and 1, rounding could put the value itself outside of the interval
     low, high = max(min(middle - half, value), 0.0), min(max(middle + half, value), 1.0)
     return Proportion(float(value), float(low), float(high), round(count))
+
+
+def share_of(right_N: np.ndarray, weights_N: np.ndarray, units_2N: np.ndarray) -> Proportion:
+    """Return the weighted share of right items, with an interval for items that are not independent.
+
+    Items of one prompt are right or wrong together more often than others. The variance of the share over prompts
+    (Liang and Zeger 1986, with the factor G / (G - 1) for G prompts as in Cameron and Miller 2015, "A Practitioner's
+    Guide to Cluster-Robust Inference"), divided by its variance over rows, is the design effect. Wilson's interval
+    for the number of items divided by it is the interval for clustered data of Korn and Graubard (1998) and Franco
+    et al. (2019). The effect is at least 1, and exactly 1 if every row has another prompt. If the variance over
+    prompts cannot be estimated (a single prompt, or only right or only wrong items), a prompt counts as one item.
+
+    Args:
+        right_N: Whether each item is right, or how far, 0 to 1.
+        weights_N: Weight of each item.
+        units_2N: Number of each item's row, and of its prompt.
+    """
+    right, total = float(right_N @ weights_N), float(weights_N.sum())
+    row_N, prompt_N = (np.unique(number_N, return_inverse=True)[1] for number_N in units_2N)
+    if (prompts := prompt_N.max() + 1) == (rows := row_N.max() + 1):
+        return proportion(right, total)
+    off_N = weights_N * (right_N - right / total)
+    is_known = prompts > 1 and np.abs(off_N).max() > 1e-9
+    over_rows, over_prompts = (
+        (np.bincount(unit_N, off_N if is_known else weights_N) ** 2).sum() for unit_N in (row_N, prompt_N)
+    )
+    correction = prompts / (prompts - 1) / (rows / (rows - 1)) if is_known else 1.0
+    return proportion(right, total, max(correction * over_prompts / over_rows, 1.0))
 
 
 def check_groups(groups_N: Sequence[str]) -> None:
@@ -195,18 +224,21 @@ class LengthBias:
         return self.chosen_is_longer is not None or self.rejected_is_longer is not None
 
 
-def length_bias_of(right_N: np.ndarray, longer_N: np.ndarray, weights_N: np.ndarray) -> LengthBias:
+def length_bias_of(
+    right_N: np.ndarray, longer_N: np.ndarray, weights_N: np.ndarray, units_2N: np.ndarray | None = None
+) -> LengthBias:
     """Return the length bias of N > 0 pairs.
 
     Args:
         right_N: Whether the chosen answer has the higher reward.
         longer_N: Length difference in tokens: chosen minus rejected answer.
         weights_N: Weight of each pair.
+        units_2N: See `share_of`; by default all pairs are independent.
     """
+    units_2N = np.tile(np.arange(len(right_N)), (2, 1)) if units_2N is None else units_2N
 
     def accuracy(mask_N: np.ndarray) -> Proportion | None:
-        weight = weights_N[mask_N].sum()
-        return proportion(float(right_N[mask_N] @ weights_N[mask_N]), weight) if weight else None
+        return share_of(right_N[mask_N], weights_N[mask_N], units_2N[:, mask_N]) if weights_N[mask_N].any() else None
 
     bins = []
     for side_N in (longer_N < 0, longer_N == 0, longer_N > 0):
@@ -242,7 +274,8 @@ class Verdict:
         left_out: Number of rows with a reward that is not finite.
         accuracy: Share of pairs with a higher reward for the chosen answer; ties count as wrong.
         ties: Number of pairs with equal rewards.
-        loss: Mean Bradley-Terry loss, ``-log(sigmoid(margin))``, without target margins of the data.
+        pairwise_loss: Mean Bradley-Terry loss, ``-log(sigmoid(margin))``. `eval_loss` is another number if training
+            minimizes another loss: with target margins, label probabilities or centering.
         margins: Distribution of chosen minus rejected rewards.
         rewards: Distribution of the rewards of all answers, or of steps.
         length: Length bias; None if lengths are unknown.
@@ -256,13 +289,15 @@ class Verdict:
         of: Unit of the evaluation: "pairs"; or "answers" or "steps", each compared with 0.
         prompts_in_training: Number of evaluation prompts that are also in the training data, and number of evaluation
             prompts; empty if unknown.
+        prompts: Number of different prompts of the evaluated rows. Intervals allow for pairs that share one. None if
+            no prompt is known; all pairs then count as independent.
     """
 
     pairs: int
     left_out: int
     accuracy: Proportion
     ties: int
-    loss: float
+    pairwise_loss: float
     margins: Distribution
     rewards: Distribution
     calibration: Calibration
@@ -274,6 +309,7 @@ class Verdict:
     kendall_tau: float | None = None
     of: str = "pairs"
     prompts_in_training: tuple[int, ...] = ()
+    prompts: int | None = None
 
     def metrics(self) -> dict[str, float]:
         """Return the metrics to log, by name without the prefix of the evaluation."""

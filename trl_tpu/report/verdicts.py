@@ -14,6 +14,8 @@ import pyarrow.parquet as pq
 
 from ..data.checks import check_one_form
 from ..data.collate import Labels
+from ..data.formats import convert_row
+from ..data.prompts import Prompt, prompt_of
 from ..data.rankings import grades_of
 from ..data.solutions import NEUTRAL, is_label_list
 from ..errors import UserError
@@ -39,12 +41,19 @@ def sentences_of(verdict: Verdict | BestOfN) -> list[str]:
             sentences.append(f"The mean over {len(verdict.groups)} groups is {verdict.mean_over_groups:.1%}.")
     else:
         of, lacks = verdict.of, "a reward that is not finite"
-        does, swapped, count = "prefers the chosen answer", "chosen and rejected", f"{verdict.pairs:,} {of}"
+        shares_prompts = (verdict.prompts or accuracy.count) < accuracy.count
+        of_prompts = f" of {verdict.prompts:,} prompt{'s' * (verdict.prompts != 1)}" if shares_prompts else ""
+        does, swapped = "prefers the chosen answer", "chosen and rejected"
+        count = f"{verdict.pairs:,} {of}{of_prompts}"
         if of in POINTWISE_KINDS:
             does, swapped, lacks = "tells right from wrong", "the labels", "no finite reward, or no label"
         if verdict.top1_accuracy is not None:
-            count = f"comparisons, averaged over {accuracy.count:,} rankings ({verdict.pairs:,} comparisons)"
+            count = (
+                f"comparisons, averaged over {accuracy.count:,} rankings{of_prompts} ({verdict.pairs:,} comparisons)"
+            )
         sentences = [f"The model {does} in {share} of {count}."]
+        if verdict.prompts is None:
+            sentences.append(f"Prompts are unknown: the intervals assume that all {of} are independent.")
         if accuracy.high < 0.5:
             sentences.append(f"This is worse than chance: check whether {swapped} are swapped.")
         elif accuracy.low <= 0.5:
@@ -145,12 +154,13 @@ def _length(verdict: Verdict, name: str) -> float | None:
 # name, value and meaning of each measure
 _PAIR_MEASURES: Any = (
     ("pairs", lambda verdict: verdict.pairs, "pairs, comparisons or steps with finite rewards"),
+    ("prompts", lambda verdict: verdict.prompts, "intervals allow for pairs that share a prompt"),
     ("accuracy", lambda verdict: verdict.accuracy, "chosen above rejected; 95 % interval"),
     ("mean over groups", lambda verdict: verdict.mean_over_groups, "mean accuracy, with equal weight per group"),
     ("top-1 accuracy", lambda verdict: verdict.top1_accuracy, "highest reward goes to a best-graded answer"),
     ("Kendall's tau", lambda verdict: verdict.kendall_tau, "order of a prompt's answers; 1 is best, 0 is chance"),
     ("ties", lambda verdict: verdict.ties, "equal rewards, counted as wrong"),
-    ("loss", lambda verdict: verdict.loss, "-log sigmoid(margin); 0.6931 without any knowledge"),
+    ("pairwise loss", lambda verdict: verdict.pairwise_loss, "-log sigmoid(margin); 0.6931 without any knowledge"),
     ("mean margin", lambda verdict: verdict.margins.mean, "chosen minus rejected reward"),
     ("median margin", lambda verdict: verdict.margins.quantiles["0.5"], ""),
     ("std of margins", lambda verdict: verdict.margins.std, ""),
@@ -201,6 +211,8 @@ def read_verdict(path: Path) -> Verdict | BestOfN:
     """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
+        if "loss" in content:  # its name in earlier files
+            content["pairwise_loss"] = content.pop("loss")
         verdict: Verdict | BestOfN = _from_json(_KINDS[content.pop("kind")], content)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         reason = f"{type(error).__name__}: {error}"
@@ -266,10 +278,15 @@ class LabeledRewards:
             tokens_N2 = np.array(tokens, dtype=np.float64).reshape(-1, 2)
         grade_NK = padded([grades for _, _, grades in parts])
         kind = "answers" if kind == "rankings" and grade_NK.shape[1] == 1 else kind
-        labels = Labels(grade_NK[:, None].astype(np.float32), kind=kind)
+        labels = Labels(grade_NK[:, None], kind=kind)
         return cls(
             [row for row, *_ in parts], padded([part[1] for part in parts]), labels, tokens_N2, has_answer_lists
         )
+
+    @property
+    def prompts(self) -> list[Prompt]:
+        """Each item's prompt, see `group_prompts`."""
+        return [prompt_of(row) or b"" for row in self.rows]
 
     def groups(self, column: str | None) -> list[str] | None:
         """Return each row's group in ``column``, by default in ``attribute`` or ``subset`` if rows have it."""
@@ -310,6 +327,7 @@ def _steps(row: Row) -> Iterator[_Part]:
 
 
 def _ranking(row: Row) -> Iterator[_Part]:
+    row = row if "completions" in row else convert_row(row)[0]  # a single `completion` with a label
     scores, by_attribute = row.get("scores"), row.get("rewards_by_attribute") or [None]
     graded = scores if isinstance(scores, dict) and None not in by_attribute else {}
     if names := [name for name in graded if name in by_attribute[0]]:
@@ -398,10 +416,11 @@ def read_scored(path: Path, eval_by: str | None = None) -> ScoredRows:
         check_groups(groups)
     if scored.has_answer_lists:
         ids = [str(row.get("id", "")) for row in scored.rows]
-        return ScoredRows(
-            scored.rows, evaluate_best_of_n(scored.rewards_NK, scored.labels.grade_PAK[:, 0], ids, groups)
-        )
-    return ScoredRows(scored.rows, evaluate_rows(scored.rewards_NK, scored.labels, scored.tokens_N2, groups))
+        grade_NK = scored.labels.grade_PAK[:, 0]
+        best = evaluate_best_of_n(scored.rewards_NK, grade_NK, ids, groups, scored.prompts)
+        return ScoredRows(scored.rows, best)
+    verdict = evaluate_rows(scored.rewards_NK, scored.labels, scored.tokens_N2, groups, scored.prompts)
+    return ScoredRows(scored.rows, verdict)
 
 
 def text_of(dialogue: Any) -> str:

@@ -119,8 +119,8 @@ def main(args: ScoreArguments) -> int:
             values = [row[column] if isinstance(row[column], list) else [row[column]] for row in scored]
             if rewards := [reward for row_values in values for reward in row_values if reward is not None]:
                 ranges[column].append((len(rewards), sum(rewards), min(rewards), max(rewards)))
-        if columns != ["reward"] and not (labeled := LabeledRewards.of(scored, columns)).has_answer_lists:
-            evaluation.add(labeled.rewards_NK, labeled.labels, labeled.tokens_N2, labeled.groups(None))
+        if columns != ["reward"] and not (found := LabeledRewards.of(scored, columns)).has_answer_lists:
+            evaluation.add(found.rewards_NK, found.labels, found.tokens_N2, found.groups(None), found.prompts)
         for row in scored if args.text else ():
             print(f"{math.nan if row['reward'] is None else row['reward']:10.4f}  {row['text']}")
     if not args.text:

@@ -308,9 +308,15 @@ class DeviceTrainer(SavingTrainer):
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> torch.Tensor:
         """Run a batch in one or several micro-batches, and accumulate their gradients and losses."""
         *accumulated, last = micro_batches_of(inputs)
+        runtime, batches = self.trl_tpu.runtime, self.current_gradient_accumulation_steps
+        if self._accumulates and runtime.plans_shapes and isinstance(batches, int):
+            # the loss is divided by this: a number would be part of the program, and an update with fewer batches, at
+            # the end of an epoch, would compile another one
+            divisor: Any = runtime.to_device(torch.tensor(float(batches)), self.args.device)
+            self.current_gradient_accumulation_steps = divisor
         for part in accumulated:
             self._tr_loss += self._micro_batch(model, part, num_items_in_batch, updates=self._accumulates)
-            self.trl_tpu.runtime.step_boundary()
+            runtime.step_boundary()
         return self._micro_batch(model, last, num_items_in_batch)
 
     def _micro_batch(self, model: nn.Module, part: Any, num_items_in_batch: Any, updates: bool = True) -> torch.Tensor:
