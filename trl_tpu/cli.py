@@ -5,6 +5,7 @@ import importlib
 import platform
 import signal
 import sys
+import traceback
 
 from trl_tpu.errors import UserError
 from trl_tpu.plan.compile import pretend_devices
@@ -62,10 +63,22 @@ def main(argv: list[str] | None = None) -> int:
         # errors of data loader workers begin with a traceback; keep only the text after the error's name
         message = str(error).rpartition(f"{type(error).__name__}: ")[2].strip()
         parser.exit(2, f"\ntrl-tpu {command}: error: {message}\n")  # the first newline ends a progress bar's line
+    except (ValueError, ImportError) as error:
+        if not _rejects_arguments(error):
+            raise
+        parser.exit(2, f"\ntrl-tpu {command}: error: {' '.join(str(error).split())}\n")
     except FloatingPointError as error:  # training stopped itself; the message says where and why
         parser.exit(1, f"\ntrl-tpu {command}: error: {error}\n")
     finally:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+
+
+def _rejects_arguments(error: Exception) -> bool:
+    """Return whether a library's code for arguments has raised an error, and not the code of a model."""
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    name = frame.f_globals.get("__name__", "")
+    libraries = ("transformers.", "accelerate.", "torch.optim.", "torch.utils.data.")
+    return name.startswith(libraries) and not name.startswith("transformers.models.")
 
 
 def print_env() -> None:

@@ -30,6 +30,10 @@ class UserFileError(UserError, FileNotFoundError):
     """A `UserError` for a missing file, model or dataset; also an OSError, as in TRL."""
 
 
+class UserAttributeError(UserError, AttributeError):
+    """A `UserError` for a missing attribute; also an AttributeError, so that `hasattr` returns False."""
+
+
 class UserKeyError(UserError, KeyError):
     """A `UserError` for a missing column or split; also a KeyError, as in TRL."""
 

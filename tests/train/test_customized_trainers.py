@@ -63,6 +63,7 @@ def as_messages(row: dict[str, str]) -> dict[str, list[dict[str, str]]]:
 def test_subclass_that_skips_the_constructor_is_rejected(tmp_path: Path) -> None:
     class Own(trl_tpu.RewardTrainer):
         def __init__(self, **settings: Any) -> None:
+            assert not hasattr(self, "trl_tpu")
             super(trl_tpu.RewardTrainer, self).__init__(**settings)
 
     with pytest.raises(UserError, match=r"Own .*super\(\).__init__"):

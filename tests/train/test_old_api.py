@@ -138,7 +138,7 @@ def test_plain_training_arguments_keep_all_settings(old: OldScript, tmp_path: Pa
     assert isinstance(trainer.args, RewardConfig) and trainer.args.their_own == "mine"
     after = trainer.args.to_dict()
     changed = {name for name in before if after.get(name, before[name]) != before[name]}
-    assert changed <= {"optim", "dataloader_pin_memory"}
+    assert changed <= {"optim", "dataloader_pin_memory", "hub_token"}  # transformers writes a placeholder for a token
     assert (trainer.args.optim, trainer.args.max_length) == ("adamw_torch", None)
 
 
@@ -239,6 +239,16 @@ def test_model_init_may_be_passed_at_its_old_position(old: OldScript, tmp_path: 
     lora = LoraConfig(task_type="SEQ_CLS", r=2)
     adapted = RewardTrainer(*arguments, model_init=lambda: old.model, peft_config=lora)
     assert adapted.model.get_base_model() is old.model
+
+
+@pytest.mark.parametrize("count", [7, 8, 9, 10, 11, 12, 13])
+def test_old_positions_may_hold_none(count: int, old: OldScript, tmp_path: Path) -> None:
+    """TRL 0.7: model, ..., tokenizer, model_init, compute_metrics, callbacks, optimizers, ..., peft_config."""
+    first = (old.model, config(tmp_path, max_steps=1), None, old.pairs, None, old.tokenizer)
+    last = (None, compute_accuracy if count == 8 else None, None, (None, None), None, 512, None)
+    trainer = trained(RewardTrainer(*(*first, *last)[:count]))  # type: ignore[arg-type]
+    assert trainer.compute_metrics is last[1] and trainer.state.global_step == 1
+    assert trainer.args.max_length == (512 if count >= 12 else config(tmp_path).max_length)
 
 
 def test_bad_arguments_and_data_are_rejected_before_training(old: OldScript, tmp_path: Path) -> None:

@@ -97,6 +97,20 @@ def test_packed_evaluation_equals_padded_evaluation(
         np.testing.assert_allclose(alone_2, packed_N2[7], atol=1e-6)
 
 
+def test_compiled_training_pads_with_the_reason_and_equals_other_training(
+    tokenizer: PreTrainedTokenizerFast,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    expected = losses(trained(make_trainer(tokenizer, tmp_path, packing=False)))
+    for name in ("BACKEND", "MODE"):  # transformers sets them for the whole process
+        monkeypatch.setenv(f"ACCELERATE_DYNAMO_{name}", "")
+    compiled = make_trainer(tokenizer, tmp_path, torch_compile=True, torch_compile_backend="aot_eager")
+    assert "padded, not packed: torch_compile" in caplog.text
+    assert losses(trained(compiled)) == pytest.approx(expected, abs=1e-5)  # float32; compiled sums have another order
+
+
 @pytest.mark.parametrize(("layout", "grouped"), [("tight", True), ("micro-batches", False)])
 def test_resumed_run_packs_the_same_batches(
     layout: str, grouped: bool, tokenizer: PreTrainedTokenizerFast, tmp_path: Path

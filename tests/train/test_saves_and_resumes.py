@@ -144,7 +144,9 @@ def test_optimizer_with_object_state_saves_only_the_model(runs: Runs) -> None:
     assert alone.checkpointer.failed == [] and find_faults(runs.folder / "alone" / "checkpoint-2") == []
 
 
-def test_finished_run_takes_no_step_when_resumed(run: RewardTrainer, runs: Runs) -> None:
+def test_finished_run_takes_no_step_when_resumed(
+    run: RewardTrainer, runs: Runs, caplog: pytest.LogCaptureFixture
+) -> None:
     """transformers would take and save a seventh step of six."""
     shutil.copytree(f"{run.args.output_dir}/checkpoint-6", runs.folder / "checkpoint-6")
     for resume, settings in ((True, {}), (None, {"resume_from_checkpoint": "auto"})):
@@ -153,6 +155,8 @@ def test_finished_run_takes_no_step_when_resumed(run: RewardTrainer, runs: Runs)
         assert resumed.state.global_step == result.global_step == 6
         assert [path.name for path in runs.folder.glob("checkpoint-*")] == ["checkpoint-6"]
         assert_same(run, resumed)
+        assert f"Resuming from {runs.folder}/checkpoint-6, at step 6: the run is finished already" in caplog.text
+        caplog.clear()
 
 
 # ---- the run that owns a folder

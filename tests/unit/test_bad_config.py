@@ -98,6 +98,9 @@ BAD_SETTINGS: list[tuple[str, dict[str, Any]]] = [
     ("attribute_weights", {"attributes": NAMES, "attribute_weights": [1.0, math.nan]}),
     ("attribute_loss_weights", {"attributes": NAMES, "attribute_loss_weights": [1.0, 0.0]}),
     ("attribute_weights", {"attribute_weights": [1.0, 1.0]}),
+    ("optim_args", {"optim_args": "betas"}),
+    ("seed", {"seed": -1}),
+    ("dataloader_num_workers", {"dataloader_num_workers": -1}),
     ("average_over", {"attributes": NAMES, "average_over": "comparisons"}),
     ("remat", {"remat": "dot"}),
     ("gradient_checkpointing=False", {"remat": "dots", "gradient_checkpointing": False}),
@@ -116,6 +119,19 @@ BAD_SETTINGS: list[tuple[str, dict[str, Any]]] = [
 def test_bad_settings_are_rejected_by_name(name: str, settings: dict[str, Any]) -> None:
     with pytest.raises(UserError, match=name):
         RewardConfig("out", bf16=False, report_to="none", **settings)
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"eos_token": "<eos>", "own_pad_token": True, "total_batch_size": 32, "remat": "none", "report_to": None}],
+    ids=["defaults", "others"],
+)
+def test_configs_made_from_a_configs_fields_are_equal_and_do_not_warn(settings: dict[str, Any]) -> None:
+    config = RewardConfig("out", bf16=False, **{"report_to": "none", **settings})
+    for copied in (RewardConfig(**config.to_dict()), dataclasses.replace(config)):
+        assert copied.to_dict() == config.to_dict()
+    assert config.report_to == []
 
 
 BEST = {"eval_strategy": "epoch", "metric_for_best_model": "f1"}

@@ -143,7 +143,20 @@ CASES: dict[str, tuple[Any, ...]] = {
     "no dataset": (lambda job: job.flags.pop("dataset_name"), "`datasets`", "`dataset_name`"),
     "evaluation without a split": (flags(do_eval="true"), "split 'test'", "'train'"),
     "adapters for nothing": (flags(use_peft="true", lora_target_modules="x"), "No modules", "--lo"),
+    # flags that only transformers, accelerate or torch reject
+    "FSDP in one process": (flags(fsdp="full_shard"), "fsdp", "distributed"),
+    "lengths that no row has, in training": (flags(group_by_length="true"), "lengths", "input_ids"),
+    "a schedule without its rate, in training": (
+        flags(lr_scheduler_type="cosine_with_min_lr"),
+        "min_lr",
+        "lr_scheduler_kwargs",
+    ),
+    "a best model by no metric": (flags(save_strategy="best"), "metric_for_best_model"),
+    "an optimizer that is not installed, in training": (flags(optim="galore_adamw"), "galore_torch"),
     # data
+    "an empty file": (file("e.jsonl", b""), "DIR/e.jsonl is empty"),
+    "an empty table": (file("e.csv", b"chosen,rejected\n"), "DIR/e.csv is empty"),
+    "an empty list": (file("e.json", b"[]"), "DIR/e.json is empty"),
     "no such file": (flags(dataset_name="{folder}/no.jsonl"), "DIR/no.jsonl"),
     "an empty folder of data": (empty_folder("dataset_name"), "DIR/empty", ".jsonl"),
     "a file of another kind": (file("d.xyz", b"a"), "DIR/d.xyz", ".jsonl"),
@@ -210,7 +223,7 @@ def test_bad_input_is_rejected_in_one_line_and_nothing_is_written(
     told = error_of("reward", *job.words()).replace(str(job.folder), "DIR")
     assert [word for word in words if word not in told] == [], told
     written = files(job.folder)
-    if "stream" in case:  # a stream is read during training, after the run has begun
+    if "stream" in case or "in training" in case:  # a stream is read during training, after the run has begun
         written.pop(str(job.folder / "out" / RUN_FILE), None)
     assert written == before
 

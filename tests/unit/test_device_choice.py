@@ -2,13 +2,15 @@
 
 import importlib.util
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import subprocesses
 from environment import ROOT
 
-from trl_tpu.runtime.device_choice import SET_BY_TORCH_XLA, Facts, choose
+from trl_tpu.runtime.device_choice import Facts, choose
 
 needs_torch_xla = pytest.mark.skipif(
     importlib.util.find_spec("torch_xla") is None, reason="torch_xla, which other libraries prefer, is not installed"
@@ -17,7 +19,7 @@ BOTH = {"has_torch_xla": True, "has_libtpu": True}
 XLA_ONLY = {"has_torch_xla": True, "has_libtpu": False}
 NEITHER = {"has_torch_xla": False, "has_libtpu": False}
 TORCHTPU = {"tpu_chips": 4, "has_torch_tpu": True, "accelerator": "tpu"}
-DEVICES = ("USE_TORCH_XLA", "PJRT_DEVICE", "CPU_NUM_DEVICES", *SET_BY_TORCH_XLA)
+DEVICES = ("USE_TORCH_XLA", "PJRT_DEVICE", "CPU_NUM_DEVICES")
 
 
 @pytest.mark.parametrize(
@@ -87,6 +89,16 @@ def test_other_libraries_choose_the_same_device() -> None:
     assert run(f"{first}\n{SAY}").splitlines()[-1] == "native False"
     named = "import os; assert os.environ['PJRT_DEVICE'] == 'CPU'"
     assert run(f"{BEFORE}\n{named}\n{SAY}", transformers_first=True).splitlines()[-1] == "native False"
+
+
+@needs_torch_xla
+def test_requested_device_counts_though_torch_xla_is_imported_first() -> None:
+    """The process is started with the variable. A later assignment cannot be told from torch_xla's own."""
+    plain = {name: value for name, value in os.environ.items() if name not in DEVICES}
+    words = [sys.executable, "-c", f"{BEFORE}\n{SAY}"]
+    asked = {"PJRT_DEVICE": "CPU", "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(words, env=plain | asked, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "xla True"
 
 
 @needs_torch_xla

@@ -302,6 +302,11 @@ def test_errors_have_trls_types(kind: type[Exception], told: str, changed: dict[
     assert isinstance(raised.value, UserError) and str(raised.value)[0] != "'"
 
 
+def test_two_gpus_in_one_process_are_rejected_before_anything_is_loaded(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="nn.DataParallel"):
+        trainer_of(trl_tpu, tmp_path, n_gpu=2, model="no-such-model")
+
+
 def test_models_need_one_label_and_a_config(tmp_path: Path) -> None:
     for model, what in ((tiny_model(num_labels=2), "num_labels"), (torch.nn.Linear(1, 1), "Linear without a config")):
         with pytest.raises(UserError, match=what):

@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import functools
 import inspect
 import json
 import logging
@@ -9,9 +10,9 @@ import math
 import os
 import re
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields, make_dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import transformers
 from transformers.integrations.integration_utils import get_available_reporting_integrations, is_flytekit_available
@@ -21,6 +22,8 @@ from ..errors import UserError, UserTypeError, explaining
 from ..runtime import Remat
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 _NO_EFFECT = "leave it out, it changes nothing"  # the argument never affected results, or is automatic now
 _FEATURE_REMOVED = "gone"  # no replacement exists; sharding of weights is now set by `mesh` and `sharding_plan`
@@ -89,11 +92,12 @@ OLD_NAMES = {
     "log_with|report_metrics": "report_to",
     "wandb_entity": "set WANDB_ENTITY in the environment",
     "log_steps|report_steps": "logging_steps",
-    "progress_bar_type|metrics_to_show_in_rich_pbar": "disable_tqdm",
+    "progress_bar_type": "progress",
+    "metrics_to_show_in_rich_pbar": "disable_tqdm",
     "verbose": "log_level",
     "batch_size": "per_device_train_batch_size",
     "eval_batch_size": "per_device_eval_batch_size",
-    "scheduler": "lr_scheduler_type",
+    "scheduler|learning_rate_fn": "lr_scheduler_type",
     "custom_scheduler": "lr_scheduler_kwargs",
     "optimizer": "optim",
     "extra_optimizer_kwargs": "optimizer_cls_and_kwargs of the trainer",
@@ -113,7 +117,7 @@ OLD_NAMES = {
     "remove_ckpt_after_load": "leave it out, since the checkpoint that a run started from is kept",
     "shuffle_train_dataset": "train_sampling_strategy",
     "shuffle_seed_train": "data_seed",
-    "step_partition_spec|auto_shard_states|sharding_axis": "mesh",
+    "(step_)?partition_spec|auto_shard_states|sharding_axis": "mesh",
     "attn_mechanism": "attn_implementation",
     "param_dtype": "dtype",
     "attn_(softmax_)?dtype": "leave it out, since bf16 decides the type of attention",
@@ -154,14 +158,30 @@ def advice_on_old_names(names: Iterable[str]) -> str:
     return "; ".join(advice)
 
 
+def suggests_new_names(function: Callable[..., T]) -> Callable[..., T]:
+    """Let a function or class reject unknown keyword arguments with advice from `OLD_NAMES`."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> T:
+        reject_old_names(function, kwargs)
+        return function(*args, **kwargs)
+
+    return call
+
+
+def reject_old_names(function: Callable[..., Any], names: Iterable[str]) -> None:
+    """Raise UserTypeError with the advice of `OLD_NAMES` on names that are no parameters of a function or class."""
+    parameters = inspect.signature(function).parameters
+    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    if not takes_all and (advice := advice_on_old_names(name for name in names if name not in parameters)):
+        raise UserTypeError(f"{function.__name__} got unknown arguments. {advice}.")
+
+
 class SuggestsNewNames:
     """Base class that rejects unknown constructor arguments with advice from `OLD_NAMES`."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        parameters = inspect.signature(cls).parameters
-        takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
-        if not takes_all and (advice := advice_on_old_names(name for name in kwargs if name not in parameters)):
-            raise UserTypeError(f"{cls.__name__} got unknown arguments. {advice}.")
+        reject_old_names(cls, kwargs)
         return super().__new__(cls)
 
 
@@ -193,6 +213,8 @@ def apply_removed_arguments(args: Any) -> None:
             raise UserError(f"`{name}={old_value}` asks for a feature that only transformers 4 has. Leave it out.")
         value = values[0] if values else old_value
         value = value(args) if callable(value) else value
+        if getattr(args, current, None) == value:  # a copy of a config whose value is already applied
+            continue
         advice = f"use `{current}={value!r}`"
         if current.startswith("leave it out"):
             advice = current
@@ -223,6 +245,7 @@ LIMITS = {
     "include_for_metrics=inputs": "leave it out, and take inputs from the evaluation data: predictions have its order",
     "save_steps=None": "leave it out, or set save_strategy='no'",
     "eval_do_concat_batches=False": "leave it out: compute_metrics receives one array of all pairs",
+    r"optim_args=^(?!None$|[^=,]+=[^=,]+(,[^=,]+=[^=,]+)*$)": "write name=value, with commas between several",
 }
 #: Settings that XLA does not support, in the form of `LIMITS`.
 XLA_LIMITS = {
@@ -290,7 +313,8 @@ AT_LEAST = {
     **dict.fromkeys(("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"), 1),
     **dict.fromkeys(("max_length", "row_length", "max_shapes", "pad_to_multiple_of"), 1),
     **dict.fromkeys(("total_batch_size", "max_eval_steps", "ranking_top_k"), 1),
-    **dict.fromkeys(("nonfinite_limit", "num_train_epochs", "save_interval_minutes"), 0),
+    **dict.fromkeys(("nonfinite_limit", "num_train_epochs", "save_interval_minutes", "seed"), 0),
+    "dataloader_num_workers": 0,
 }
 #: Allowed values of settings with a fixed set of values. None means that the setting may be left out.
 CHOICES: dict[str, tuple[str | None, ...]] = {
@@ -443,6 +467,15 @@ def warn_of_unmet_needs(args: Any, needs: Mapping[str, str] = NEEDS) -> None:
                 # a pattern with ^ is not a value to set
                 change = f"change {other}" if "^" in pattern else f"set {need}"
                 logger.warning("%s=%r has no effect with %s=%r: %s.", setting, value, other, condition, change)
+
+
+def check_one_gpu(count: int) -> None:
+    """Raise UserError if a process would use several GPUs by `nn.DataParallel`, as transformers does."""
+    if count > 1:
+        raise UserError(
+            f"One process sees {count} GPUs, and nn.DataParallel is not supported. Launch one process per GPU "
+            "(torchrun --nproc_per_node=...), or make one GPU visible (CUDA_VISIBLE_DEVICES=0)."
+        )
 
 
 def check_trackers(args: Any) -> None:

@@ -408,6 +408,8 @@ class RewardConfig(RemovedArguments, TrainingArguments):
                 FutureWarning,
                 stacklevel=3,
             )
+        if self.report_to is None:  # an old spelling of its default
+            self.report_to = "none"
         self._fit_to_runtime()
         if isinstance(multiple := self.pad_to_multiple_of, str):
             with explaining("pad_to_multiple_of must be 'auto' or a whole number of at least 1", "Correct it."):
@@ -521,8 +523,15 @@ class RewardConfig(RemovedArguments, TrainingArguments):
         return vars(self) | {"hub_token": None, "model_init_kwargs": _without_token(self.model_init_kwargs)}
 
     def to_dict(self) -> dict[str, Any]:
-        """Return all fields in the form that trackers log, without Hub tokens."""
-        return super().to_dict() | {"model_init_kwargs": _without_token(self.model_init_kwargs)}
+        """Return all fields in the form that trackers log, without Hub tokens. ``RewardConfig(**fields)`` is equal."""
+        values = super().to_dict()
+        # transformers replaces each value of a name with "token" at its end by a placeholder
+        values |= {name: getattr(self, name) for name in ("eos_token", "own_pad_token", "pad_token")}
+        return (
+            values
+            | dict.fromkeys(("hub_token", "push_to_hub_token"))
+            | {"model_init_kwargs": _without_token(self.model_init_kwargs)}
+        )
 
     @property
     def process_index(self) -> int:

@@ -65,9 +65,6 @@ def with_flags(given: str, flags: Mapping[str, str]) -> str:
 PCI_VENDOR = "0x1ae0"
 PCI_DEVICES = frozenset({"0x0027", "0x005e", "0x0063", "0x006f", "0x0056", "0x0062", "0x0076"})
 
-#: Environment variables that torch_xla sets during its import, before it sets ``PJRT_DEVICE``.
-SET_BY_TORCH_XLA = ("XLA_FLAGS", "TF_CPP_MIN_LOG_LEVEL", "GRPC_VERBOSITY")
-
 _SWITCH = "USE_TORCH_XLA"
 CPU = "ACCELERATE_USE_CPU"
 _INSTALL = 'pip install -e ".[tpu]"'
@@ -222,16 +219,14 @@ def _is_tpu(device: str) -> bool:
 
 
 def _asked_device() -> str | None:
-    """Return ``PJRT_DEVICE``; None if torch_xla set it. Without a TPU, importing torch_xla sets it to "CPU".
+    """Return ``PJRT_DEVICE``; None if torch_xla may have set it. Without a TPU, importing torch_xla sets it to "CPU".
 
-    The environment keeps the order in which variables are set, and torch_xla sets this variable last.
+    Once torch_xla is imported, a value "CPU" counts only if this process was started with it.
     """
     device = os.environ.get("PJRT_DEVICE")
     if device != "CPU" or "torch_xla" not in sys.modules:
         return device
-    order = list(os.environ)
-    places = [order.index(name) for name in SET_BY_TORCH_XLA if name in order]
-    return device if order.index("PJRT_DEVICE") < max(places, default=0) else None
+    return device if b"PJRT_DEVICE=CPU" in Path("/proc/self/environ").read_bytes().split(b"\0") else None
 
 
 def _turn_xla_off() -> None:

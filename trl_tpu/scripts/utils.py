@@ -3,6 +3,7 @@
 import json
 import logging
 import math
+import re
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -213,6 +214,9 @@ def load(path: str, *, split: str | None = None, streaming: bool = False, **kwar
     except Exception as error:  # each format's library raises other errors, and none names the file
         cause = error.__cause__ if isinstance(error, datasets.exceptions.DatasetGenerationError) else error
         kind = UserFileError if isinstance(cause, OSError) else UserError
+        # the errors of the builders of JSON, CSV and all formats
+        if isinstance(cause, StopIteration) or re.search("No columns to parse|corresponds to no data", str(cause)):
+            raise UserError(f"{path} is empty: it has no rows. Give files with at least one row.") from error
         raise broken_line([path]) or kind(
             f"{path} cannot be loaded as a dataset: {' '.join(str(cause).split()) or type(cause).__name__} Correct "
             f"the name, or the file: its format must match its suffix ({', '.join(BUILDERS)}, compressed or not), and "

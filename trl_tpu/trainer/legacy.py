@@ -63,15 +63,19 @@ def upgrade_processing_class(
     return tokenizer
 
 
-def has_old_order(compute_metrics: Any, callbacks: Any, optimizers: Any) -> bool:
+def has_old_order(compute_metrics: Any, callbacks: Any, optimizers: Any, optimizer_cls_and_kwargs: Any) -> bool:
     """Return whether these arguments were passed in the order of TRL up to 0.23.
 
-    There `model_init`, `compute_metrics` and `callbacks` had the positions that `compute_metrics`, `callbacks` and
-    `optimizers` have today.
+    There `model_init`, `compute_metrics`, `callbacks` and `optimizers` had the positions that `compute_metrics`,
+    `callbacks`, `optimizers` and `optimizer_cls_and_kwargs` have today.
     """
-    takes_nothing = callable(compute_metrics) and not inspect.signature(compute_metrics).parameters
-    is_old = isinstance(optimizers, list) and all(isinstance(item, TrainerCallback | type) for item in optimizers)
-    return takes_nothing or callable(callbacks) or is_old
+    makes_model = callable(compute_metrics) and {*inspect.signature(compute_metrics).parameters} <= {"trial"}
+    are_callbacks = isinstance(optimizers, list) and all(
+        isinstance(each, TrainerCallback | type) for each in optimizers
+    )
+    are_optimizers = optimizer_cls_and_kwargs is not None and not isinstance(optimizer_cls_and_kwargs[0], type)
+    is_none = optimizers is None and optimizer_cls_and_kwargs is None
+    return makes_model or callable(callbacks) or are_callbacks or are_optimizers or is_none
 
 
 def uses_old_columns(train_dataset: Any, data_collator: Any) -> bool:

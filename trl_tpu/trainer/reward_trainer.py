@@ -123,8 +123,9 @@ class RewardTrainer(checks.SuggestsNewNames, EvaluatingTrainer):
         tokenizer: PreTrainedTokenizerBase | None = None,
         max_length: int | None = None,
     ) -> None:
-        if has_old_order(compute_metrics, callbacks, optimizers):  # `model_init` came first
-            model_init, compute_metrics, callbacks = compute_metrics, callbacks, optimizers  # type: ignore[assignment]
+        if has_old_order(compute_metrics, callbacks, optimizers, optimizer_cls_and_kwargs):  # `model_init` came first
+            before = optimizers if isinstance(optimizers, list) else None
+            model_init, compute_metrics, callbacks = compute_metrics, callbacks, before  # type: ignore[assignment]
             optimizers, optimizer_cls_and_kwargs = optimizer_cls_and_kwargs or (None, None), None  # type: ignore[assignment]
             max_length, quantization_config = quantization_config, None
         check_arguments(model, model_init, train_dataset, getattr(args, "max_steps", -1))
@@ -133,6 +134,8 @@ class RewardTrainer(checks.SuggestsNewNames, EvaluatingTrainer):
         args = upgrade_args(args or self._trl_tpu_config(default_folder(model)), max_length)
         if not isinstance(args, self._trl_tpu_config):
             raise UserTypeError(f"`args` must be a `{self._trl_tpu_config.__name__}`, got `{type(args).__name__}`.")
+        if not _may_be_split(model, args):
+            checks.check_one_gpu(args.n_gpu)  # before anything is loaded
         check_eval_by(args, eval_dataset)
         if args.label_smoothing_factor and self._is_original("compute_loss"):
             logger.warning("label_smoothing_factor has no effect: the loss compares rewards and has no class labels.")
@@ -302,6 +305,11 @@ _ORIGINAL_METHODS = {
     name: getattr(RewardTrainer, name)
     for name in (*_BATCH_METHODS, *ORDER_METHODS, *_METRIC_METHODS, "_prepare_dataset")
 }
+
+
+def _may_be_split(model: Any, args: RewardConfig) -> bool:
+    """Return whether the model may have layers on several GPUs, which transformers supports in one process."""
+    return model is None or hasattr(model, "hf_device_map") or "device_map" in (args.model_init_kwargs or {})
 
 
 def _is_transformers(callback: Any) -> bool:

@@ -19,6 +19,7 @@ from datasets import Dataset, IterableDataset
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from ..config.checks import SuggestsNewNames, suggests_new_names
 from ..config.reward_config import RewardConfig
 from ..errors import UserError
 from ..modeling.losses import StepResult
@@ -32,7 +33,7 @@ _LOOP_SETTINGS = (
 )
 
 
-class TrainState:
+class TrainState(SuggestsNewNames):
     """A model, its optimizer and learning rate schedule, on the devices and ready for the first step.
 
     `training_step` updates the state in place. If several processes train together, each of them makes a state and
@@ -148,6 +149,7 @@ class TrainState:
             self._trainer.save_model(folder)
 
 
+@suggests_new_names
 def training_step(state: TrainState, batch: Any) -> dict[str, torch.Tensor]:
     """Update the model: forward and backward of each batch, gradient clipping, optimizer step and schedule step.
 
@@ -185,6 +187,7 @@ def training_step(state: TrainState, batch: Any) -> dict[str, torch.Tensor]:
     return logs
 
 
+@suggests_new_names
 def evaluation_step(state: TrainState, batch: Any) -> dict[str, torch.Tensor]:
     """Compute the loss and the rewards of a batch without dropout and gradients.
 
@@ -238,6 +241,8 @@ class _StepTrainer(RewardTrainer):
         components = self.trl_tpu
         components.recompiles.pause()
         components.statistics.pause()
-        yield
-        components.recompiles.resume()
-        components.statistics.resume()
+        try:
+            yield
+        finally:
+            components.recompiles.resume()
+            components.statistics.resume()

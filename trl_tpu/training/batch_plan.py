@@ -152,6 +152,9 @@ class BatchPlan:
         shards = args.fsdp or args.deepspeed_plugin or args.parallelism_config
         obstacles = {
             "packing is turned off": args.packing == "false",
+            "torch_compile would compile the model again for each new shape of a row": (
+                args.torch_compile and self._is_unpadded
+            ),
             "neftune_noise_alpha scales its noise by the length of rows": args.neftune_noise_alpha,
             "long sequences change the positions of shorter ones in a batch (see max_length)": (
                 outgrows_positions(model, args.max_length)

@@ -34,12 +34,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import PrinterCallback, get_scheduler, trainer
+from transformers import PrinterCallback, trainer
 from transformers.trainer_utils import has_length
 
 from ..checkpoint.folders import RunFolder
 from ..checkpoint.state_dict import gather_weights_on_save
-from ..config.checks import check_learning_rate_end
 from ..data.loader import (
     UnsplitStream,
     collate_marked,
@@ -57,7 +56,7 @@ from ..parallel import shard
 from ..parallel.mesh import BATCH_AXES
 from ..runtime import choice, current
 from .batch_plan import BatchPlan
-from .optimizer import skip_unless, store_first_moments, unwrap
+from .optimizer import create_schedule, skip_unless, store_first_moments, unwrap
 from .progress import JsonLines, Progress
 from .saving import Components, SavingTrainer
 from .statistics import StepCounts, StepStatistics
@@ -297,11 +296,8 @@ class DeviceTrainer(SavingTrainer):
                 skip_unless(lambda: ours.statistics.is_finite_1, torch_optimizer, ours.runtime)
         store_first_moments(unwrap(self.optimizer), self.args.optim_state_dtype)
         ours.runtime.fuse(unwrap(self.optimizer))
-        if self.lr_scheduler is None and self.args.learning_rate_end is not None:
-            (name, arguments), warmup = self.args.schedule, self.args.get_warmup_steps(num_training_steps)
-            scheduled: Any = optimizer or self.optimizer
-            check_learning_rate_end(self.args, scheduled)
-            self.lr_scheduler = get_scheduler(name, scheduled, warmup, num_training_steps, arguments)
+        if self.lr_scheduler is None:
+            self.lr_scheduler = create_schedule(self.args, optimizer or self.optimizer, num_training_steps)
             self._created_lr_scheduler = True
         return super().create_scheduler(num_training_steps, optimizer)
 

@@ -9,8 +9,11 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import Adam, Adamax, NAdam, Optimizer, RAdam
+from transformers import SchedulerType, get_scheduler
 
-from ..errors import UserError
+from ..config.checks import check_learning_rate_end
+from ..config.reward_config import RewardConfig
+from ..errors import UserError, explaining
 from ..modeling.layers import LayerStack, by_layer
 from ..parallel.shard import full_tensor, zeros_sharded_like
 from ..parallel.sharding_plan import Placement
@@ -305,6 +308,25 @@ def _replace_rates(optimizer: Optimizer, replacement: Callable[[Any], Any]) -> N
 
     optimizer.register_step_pre_hook(replace)
     optimizer.register_step_post_hook(restore)
+
+
+def create_schedule(args: RewardConfig, optimizer: Any, num_training_steps: int) -> Any:
+    """Create the learning rate schedule of the settings, and try its first and last step, and the end of its warm-up.
+
+    Raises:
+        UserError: The settings make no schedule, or one that cannot compute a rate.
+    """
+    (name, arguments), warmup = args.schedule, args.get_warmup_steps(num_training_steps)
+    if args.learning_rate_end is not None:
+        check_learning_rate_end(args, optimizer)
+    if name == SchedulerType.POLYNOMIAL:  # it divides by the number of steps after the warm-up
+        num_training_steps = max(num_training_steps, warmup + 1)
+    what = f"lr_scheduler_type={name.value!r} with lr_scheduler_kwargs={arguments}"
+    with explaining(f"{what} cannot compute learning rates", "Correct lr_scheduler_kwargs."):
+        schedule = get_scheduler(name, optimizer, warmup, num_training_steps, arguments)
+        for factor_at in getattr(schedule, "lr_lambdas", ()):
+            _ = [factor_at(step) for step in (0, warmup, num_training_steps)]
+    return schedule
 
 
 def unwrap(optimizer: Any) -> Optimizer:

@@ -34,8 +34,9 @@ from ..checkpoint.checkpointer import CheckpointContents, Checkpointer, Checkpoi
 from ..checkpoint.folders import RemoteRun, RunFolder, atomic_folder, files_in, has_own_format
 from ..checkpoint.identity import LAYOUT, identity_of
 from ..checkpoint.state_dict import PROGRESS_FILE, gather_full_weights, older_weights, optimizer_numbers
+from ..config.checks import check_one_gpu
 from ..config.reward_config import RewardConfig, is_url, private_folder
-from ..errors import UserError
+from ..errors import UserAttributeError, UserError
 from ..modeling.adapters import complete_config, save_adapter_config
 from ..modeling.head_spec import saved_scale, set_reward_normalization
 from ..modeling.heads import CODE_FILE
@@ -95,10 +96,7 @@ class Components:
                 f"FSDP and DeepSpeed of accelerate write a part of a checkpoint in every process, but only one writes "
                 f"to a URL ({args.output_url}). Set output_dir to a folder that all processes share."
             )
-        if args.n_gpu > 1:  # transformers sets 1 for a model that is split across GPUs
-            raise UserError(
-                "nn.DataParallel is not supported. Launch one process per GPU (torchrun), or make one GPU visible."
-            )
+        check_one_gpu(args.n_gpu)  # transformers sets 1 for a model that is split across GPUs
         shares_disk = self.remote is None and not args.save_on_each_node
         self.agreement = HostAgreement(runtime, accelerator)
         self.preemption = Preemption(args.time_limit, args.save_interval)
@@ -151,7 +149,8 @@ class SavingTrainer(Trainer):
 
     def __getattr__(self, name: str) -> Any:
         if name == "trl_tpu":
-            raise UserError(f"{type(self).__name__} skips RewardTrainer's constructor. Call `super().__init__(...)`.")
+            name = type(self).__name__
+            raise UserAttributeError(f"{name} skips RewardTrainer's constructor. Call `super().__init__(...)`.")
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     @property
@@ -216,6 +215,10 @@ class SavingTrainer(Trainer):
             self._total_loss_scalar = -open_loss  # `train_loss` covers only the steps since the resume
             self._globalstep_last_logged = progress["logged_step"]
         ours.agreement.start(self.state.global_step)
+        if ours.checkpoints.place is not None:
+            step, last = self.state.global_step, self.state.max_steps
+            outcome = "the run is finished already, and no step is taken" if step >= last else f"of {last} steps"
+            logger.warning("Resuming from %s, at step %s: %s.", ours.checkpoints.place, step, outcome)
         # transformers looks for the best checkpoint only where it was saved
         if (best := ours.checkpoints.best_so_far(ours.run_folder)) is not None:
             self.state.best_model_checkpoint = best
