@@ -87,7 +87,7 @@ def reason_in_short(reason: str) -> str:
     for pattern, short in {
         "has no `score` head": "no score head",
         "transformers' attention interface": "attention is the model's own code",
-        "has no attribute|must match|TreeMasks": "the model builds its own masks",
+        "has no attribute|must match|TreeByTree": "the model builds its own masks",
         "window": "the mask does not show the window",
         "go on from the state": "the scan accepts no initial state",
         "differ by": "packed rewards differ",

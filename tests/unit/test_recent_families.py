@@ -79,7 +79,7 @@ def exact_model(family: str, way: str = "plain") -> Any:
 def test_rewards_and_gradients_equal_the_padded_forward(
     family: str, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(forward, "attends_jointly", lambda _: "together" in way)  # as on a GPU
+    monkeypatch.setattr(forward, "few_kernels", lambda _: "together" in way)  # as on a GPU
     model = exact_model(family, way)
     pack_rows = partial(pack, plan=RowPlan((RowShape(2, 1600),), chunk=CHUNK)) if "planned" in way else pack_unpadded
     (rows,) = pack_rows(rows_of(PAIRS))

@@ -85,7 +85,7 @@ def packed_in(layout: str, name: str, pairs: Pairs) -> torch.Tensor:
     some = pack_unpadded(rows, attention_crossover_length=20) if plan is None else pack(rows, plan, expands=expands)
     parts = (each.map_tensors(torch.from_numpy) for each in some)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(forward, "attends_jointly", lambda _: "together" in layout)  # as on a GPU
+        patch.setattr(forward, "few_kernels", lambda _: "together" in layout)  # as on a GPU
         return packed(model_of(name, expands), *parts, expand=expands)
 
 

@@ -8,7 +8,7 @@ import torch_xla
 from decoders import KNOWN_PAIRS, gradients, in_rows, packed, random_decoder
 
 from trl_tpu import runtime
-from trl_tpu.modeling.static_shapes import ExpandedMask, ExpandedRows, expanded_attention, use_expanded_attention
+from trl_tpu.modeling.static_shapes import ExpandedAttention, ExpandedRows, use_expanded_attention
 from trl_tpu.packing.shapes import RowShape
 from trl_tpu.parallel.mesh import MeshShape
 
@@ -53,7 +53,7 @@ def test_devices_gather_only_from_their_own_rows(devices: int) -> None:
 
     def attend(places: ExpandedRows, *qkv: torch.Tensor) -> list[torch.Tensor]:
         leaves = [tensor.detach().requires_grad_() for tensor in qkv]
-        output, _ = expanded_attention(torch.nn.Identity(), *leaves, ExpandedMask(places, 7))
+        output, _ = ExpandedAttention(places, 7).attend(None, torch.nn.Identity(), *leaves)
         return [output, *torch.autograd.grad(output.square().sum(), leaves)]
 
     results = attend(ExpandedRows(*map(on_device, places)), *map(on_device, (q, k, v)))

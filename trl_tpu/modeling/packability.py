@@ -21,8 +21,9 @@ from ..packing.planned import pack
 from ..packing.shapes import CHUNK, RowPlan, RowShape
 from .adapters import without_adapters
 from .chunk_states import States
-from .forward import OURS, MaskRule, PackingImpossible, record_scores, register_attention, run_packed
+from .forward import OURS, PackingImpossible, record_scores, register_attention, run_packed
 from .head_spec import find_score_head
+from .row_attention import MaskRule
 from .tree_states import call_with_states, carries_states, restore_layer_forwards, use_tree_states
 
 # largest relative difference between float32 sums of the same numbers in two orders

@@ -20,8 +20,9 @@ from ..parallel.mesh import BATCH_AXES
 from ..runtime import PartitionSpec
 from ..runtime.native import einsum, masked_attention
 from .adapters import without_adapters
-from .forward import MaskRule, register_attention, tree_masks
+from .forward import register_attention, tree_masks
 from .head_spec import keep_heads_in_float32, wrap_forward
+from .row_attention import MaskRule, RowAttention
 from .tree_states import carries_states
 
 
@@ -210,8 +211,8 @@ class ExpansionImpossible(UserError):
 
 
 @dataclass(frozen=True)
-class ExpandedMask:
-    """Takes the place of a layer's mask when the layer attends in expanded rows.
+class ExpandedAttention(RowAttention):
+    """Attention in expanded rows, by the runtime's kernel.
 
     Args:
         rows: The places of the tokens in expanded rows.
@@ -221,14 +222,38 @@ class ExpandedMask:
     rows: ExpandedRows
     window: int | None
 
+    def attend(self, plain: Any, module: nn.Module, *states_BNLD: Any, **kwargs: Any) -> tuple[torch.Tensor, Any]:
+        """See `RowAttention.attend`.
+
+        Raises:
+            ExpansionImpossible: For dropout, attention sinks, position biases and bidirectional attention.
+        """
+        _check_kernel(module, **kwargs)
+        query, key, value = states_BNLD
+        scale = query.shape[-1] ** -0.5 if (given := kwargs.get("scaling")) is None else given
+
+        def in_expanded_rows(query: Any, key: Any, value: Any, *places: torch.Tensor) -> torch.Tensor:
+            rows = ExpandedRows(*places)
+            # Only one query copy of each token is read back: its gradient needs no sum over copies.
+            copies = rows.copies(query, rows.inverse_RL), rows.copies(key), rows.copies(value)
+            segments, cap = rows.segment_R2L.flatten(0, 1), kwargs.get("softcap")
+            return rows.outputs(runtime.current().segment_attention(*copies, segments, scale, self.window, cap))
+
+        # Rows are independent, but the compiler cannot see that: it would send every row to every device for the
+        # gather. Rotary embeddings give float32 under autocast.
+        tensors = (query.to(value.dtype), key.to(value.dtype), value, *self.rows)
+        axes: list[PartitionSpec] = [(BATCH_AXES, _HEADS, None, None)] * 3
+        axes += [(BATCH_AXES, *(None,) * (place.dim() - 1)) for place in self.rows]
+        return runtime.current().shard_map(in_expanded_rows, tensors, axes, (BATCH_AXES, None, _HEADS, None)), None
+
 
 def expanded_masks(plain: Any, batch: Batch[torch.Tensor], rule: MaskRule, *args: Any, **kwargs: Any) -> Any:
-    """Return an `ExpandedMask` if packed rows have an expansion, else the masks of `tree_masks`."""
+    """Return an `ExpandedAttention` if packed rows have an expansion, else the masks of `tree_masks`."""
     if batch.expansion is None:
         return tree_masks(plain, batch, rule, *args, **kwargs)
     if kwargs.get("use_vmap"):
         raise ExpansionImpossible("A layer's mask is the model's own rule; the attention kernels do not support it.")
-    return ExpandedMask(ExpandedRows(*batch.expansion), window_of(rule, batch.input_ids_RL.shape[1]))
+    return ExpandedAttention(ExpandedRows(*batch.expansion), window_of(rule, batch.input_ids_RL.shape[1]))
 
 
 @torch.compiler.assume_constant_result  # otherwise TorchTPU would compile it
@@ -256,7 +281,7 @@ def window_of(rule: MaskRule, length: int) -> int | None:
     return None if window == length else window
 
 
-def expanded_attention(
+def attention_with_softcap(
     module: nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -267,17 +292,22 @@ def expanded_attention(
     softcap: float | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attend as one of transformers' attention functions: packed rows in expanded rows, other batches as sdpa does.
+    """Attend with a mask tensor as sdpa does, or with soft caps, which sdpa lacks.
 
     Raises:
-        ExpansionImpossible: For dropout, attention sinks, position biases and bidirectional attention: the kernels
-            cannot compute them.
+        ExpansionImpossible: Soft caps with dropout, attention sinks, position biases or bidirectional attention.
     """
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     query, key = query.to(value.dtype), key.to(value.dtype)  # rotary embeddings give float32 under autocast
-    if softcap is None and not isinstance(attention_mask, ExpandedMask):
+    if softcap is None:
         settings = {"dropout": dropout, "scaling": scale, **kwargs}
         return static_sdpa_attention(module, query, key, value, attention_mask, **settings)
+    _check_kernel(module, dropout=dropout, **kwargs)
+    return masked_attention(query, key, value, attention_mask, scale, softcap).transpose(1, 2).contiguous(), None
+
+
+def _check_kernel(module: nn.Module, dropout: float = 0.0, **kwargs: Any) -> None:
+    """Raise ExpansionImpossible for a layer's arguments that the attention kernels do not support."""
     obstacles = {
         "its attention dropout is not 0": dropout > 0,
         "its attention is bidirectional": kwargs.get("is_causal", getattr(module, "is_causal", True)) is False,
@@ -285,21 +315,6 @@ def expanded_attention(
         "it has position biases": kwargs.get("position_bias") is not None,
     }
     _raise_obstacle(module, obstacles)
-    if not isinstance(attention_mask, ExpandedMask):
-        return masked_attention(query, key, value, attention_mask, scale, softcap).transpose(1, 2).contiguous(), None
-
-    def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *places: torch.Tensor) -> torch.Tensor:
-        rows = ExpandedRows(*places)
-        # Only one query copy of each token is read back: its gradient needs no sum over copies.
-        copies = rows.copies(query, rows.inverse_RL), rows.copies(key), rows.copies(value)
-        segments, window = rows.segment_R2L.flatten(0, 1), attention_mask.window
-        return rows.outputs(runtime.current().segment_attention(*copies, segments, scale, window, softcap))
-
-    # Rows are independent, but the compiler cannot see that: it would send every row to every device for the gather.
-    tensors = (query, key, value, *attention_mask.rows)
-    axes: list[PartitionSpec] = [(BATCH_AXES, _HEADS, None, None)] * 3
-    axes += [(BATCH_AXES, *(None,) * (place.dim() - 1)) for place in attention_mask.rows]
-    return runtime.current().shard_map(attend, tensors, axes, (BATCH_AXES, None, _HEADS, None)), None
 
 
 def _raise_obstacle(module: nn.Module, obstacles: dict[str, bool]) -> None:
@@ -325,4 +340,4 @@ def use_expanded_attention(model: PreTrainedModel) -> None:
         "it has attention sinks": any(name.endswith(".sinks") for name, _ in model.named_parameters()),
     }
     _raise_obstacle(model, obstacles)
-    register_attention(model, "expanded", static_sdpa_mask, expanded_attention, expanded_masks)
+    register_attention(model, "expanded", static_sdpa_mask, attention_with_softcap, expanded_masks)
