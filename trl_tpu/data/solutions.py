@@ -101,7 +101,7 @@ def prepare_solutions(
     """
     if not isinstance(dataset, Dataset):
         raise UserError(f"The {name} dataset is not a `Dataset` with a length: load it without streaming.")
-    columns, first, counts_N = checks.column_names(dataset, name), dataset[0], np.zeros(1, np.int64)
+    raw, columns, first, counts_N = dataset, checks.column_names(dataset, name), dataset[0], np.zeros(1, np.int64)
     is_labeled = "completions" in columns and is_label_list(first.get("labels"), len(first["completions"] or ()))
     if is_labeled or "input_ids" not in columns:  # otherwise `completions` is an extra column
         labels_N = [labels or [] for labels in (dataset["labels"] if "labels" in columns else ())]
@@ -113,8 +113,7 @@ def prepare_solutions(
         arguments = {"name": name, "tokenize": tokenize, "settings": settings, "neutral": neutral}
         options: dict[str, Any] = {"fn_kwargs": arguments, "with_indices": True, "remove_columns": columns}
         options["features"] = Features(features)
-        raw, dataset = dataset, map_rows(dataset, _tokenize_raw_solution, num_proc, name, **options)
-        RAW_BY_PREPARED[dataset] = raw
+        dataset = map_rows(dataset, _tokenize_raw_solution, num_proc, name, **options)
     else:
         dataset = dataset.select_columns([*SOLUTION])
         for index, row in enumerate(dataset):
@@ -123,6 +122,7 @@ def prepare_solutions(
                 where = checks.row_of(index, name, "labels")
                 raise UserError(f"{where} must be as long as `input_ids`, each from 0 to 1, or {NO_LABEL}.")
     fitting: Any = keep_fitting(dataset, num_embeddings=num_embeddings, max_length=None, name=name)
+    RAW_BY_PREPARED[fitting] = raw  # without a maximum length, all rows fit
     remaining_N = np.array([len(labels_of(row)[STEP_ENDS]) for row in rows_of(fitting)])
     is_eval, fix = settings["is_eval"], "Raise `max_length` and `max_completion_length`, or remove such rows."
     if settings["train_on_last_step_only"] and not is_eval:
