@@ -88,10 +88,10 @@ def identity_of(args: RewardConfig, model: Any, tokenizer: Any) -> dict[str, Any
 
 def optimizer_identity(groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the settings of an optimizer's parameter groups, which a script may set without `args`."""
-    names = [{name for name in group if name not in _GROUP_SETTINGS_OF_NO_RUN} for group in groups]
-    values = {name: [group.get(name) for group in groups] for name in set().union(*names)}
-    described = {f"optimizer.{name}": values if len(groups) > 1 else values[0] for name, values in values.items()}
-    return json.loads(json.dumps(described, default=_plain))
+    names = sorted({name for group in groups for name in group} - _GROUP_SETTINGS_OF_NO_RUN)
+    # sorted different values, since transformers splits groups by the mesh of their parameters
+    values = {name: sorted({json.dumps(group.get(name), default=_plain) for group in groups}) for name in names}
+    return {f"optimizer.{name}": " or ".join(values[name]) for name in names}
 
 
 def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[Change]:
