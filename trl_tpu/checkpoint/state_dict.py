@@ -335,7 +335,7 @@ def read_optimizer(
         if kind not in state and tensor.shape == parameter.shape:
             # torch's optimizers compute in the dtype of the weights, but the checkpoint has `optim_state_dtype`
             is_torchs = type(optimizer).__module__.startswith("torch.optim.")
-            state[kind] = zeros_sharded_like(parameter).to(parameter.dtype if is_torchs else tensor.dtype)
+            state[kind] = zeros_sharded_like(parameter).to(state_dtype(parameter) if is_torchs else tensor.dtype)
         elif kind not in state:
             state[kind] = torch.zeros_like(tensor, device="cpu")
             groups = optimizer.param_groups
@@ -348,6 +348,11 @@ def read_optimizer(
         key, kind = _parameter_and_kind(name)
         optimizer.state[parameters[key]][kind] = value
     _update_groups(optimizer, numbers["groups"])
+
+
+def state_dtype(parameter: torch.Tensor) -> torch.dtype:
+    """Return the dtype of torch's optimizer state: that of the parameter, but float32 for float16."""
+    return torch.float32 if parameter.dtype == torch.float16 else parameter.dtype
 
 
 def read_torch_optimizer(optimizer: Optimizer, scheduler: Any, checkpoint: str | Path, runtime: Runtime) -> None:

@@ -56,7 +56,7 @@ from ..parallel import shard
 from ..parallel.mesh import BATCH_AXES
 from ..runtime import choice, current
 from .batch_plan import BatchPlan
-from .optimizer import create_schedule, skip_unless, store_first_moments, unwrap
+from .optimizer import create_schedule, skip_unless, store_first_moments, unwrap, update_in_float32
 from .progress import JsonLines, Progress
 from .saving import Components, SavingTrainer
 from .statistics import StepCounts, StepStatistics
@@ -294,6 +294,7 @@ class DeviceTrainer(SavingTrainer):
             is_new = ours.step_state.prepare(self.model, self.shard_report.placements, torch_optimizer, accumulates)
             if is_new and ours.statistics.skips_nonfinite:
                 skip_unless(lambda: ours.statistics.is_finite_1, torch_optimizer, ours.runtime)
+        update_in_float32(unwrap(self.optimizer))
         store_first_moments(unwrap(self.optimizer), self.args.optim_state_dtype)
         ours.runtime.fuse(unwrap(self.optimizer))
         if self.lr_scheduler is None:

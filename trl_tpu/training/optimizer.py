@@ -8,9 +8,11 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Adam, Adamax, NAdam, Optimizer, RAdam
 from transformers import SchedulerType, get_scheduler
 
+from ..checkpoint.state_dict import state_dtype
 from ..config.checks import check_learning_rate_end
 from ..config.reward_config import RewardConfig
 from ..errors import UserError, explaining
@@ -167,7 +169,7 @@ def prepare_optimizer(optimizer: Optimizer, runtime: Runtime, specs: Mapping[Any
         steps = runtime.to_device(torch.zeros(len(parameters)), device).unbind()
         for (parameter, group), step in zip(parameters, steps, strict=True):
             names = ["exp_avg", "exp_avg_sq", *["max_exp_avg_sq"] * group["amsgrad"]]
-            zeros = {name: zeros_sharded_like(parameter) for name in names}
+            zeros = {name: zeros_sharded_like(parameter).to(state_dtype(parameter)) for name in names}
             optimizer.state[parameter] = {"step": step.clone(), **zeros}
     else:
         _lay_out_new_state(optimizer, runtime, specs)
@@ -222,6 +224,29 @@ def store_first_moments(optimizer: Optimizer, dtype: str | None) -> None:
     narrow()
     optimizer.register_step_pre_hook(widen)
     optimizer.register_step_post_hook(narrow)
+
+
+def update_in_float32(optimizer: Optimizer) -> None:
+    """Compute the updates of float16 weights in float32, with state in float32; DTensors are left unchanged.
+
+    In float16, Adam's epsilon of 1e-8 and the squares of small gradients are 0, and 0 / 0 is NaN.
+    """
+    weights = dict[nn.Parameter, torch.Tensor]()
+
+    def widen(*_: object) -> None:
+        for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
+            if parameter.dtype == torch.float16 and not isinstance(parameter, DTensor):
+                gradient, weights[parameter] = parameter.grad, parameter.data
+                parameter.grad, parameter.data = None, parameter.data.float()
+                parameter.grad = None if gradient is None else gradient.float()
+
+    def narrow(*_: object) -> None:
+        for parameter, weight in weights.items():
+            parameter.grad, parameter.data = None, weight.copy_(parameter.data)
+        weights.clear()
+
+    optimizer.register_step_pre_hook(widen)
+    optimizer.register_step_post_hook(torch.no_grad()(narrow))
 
 
 def skip_unless(is_finite: Callable[[], torch.Tensor], optimizer: Optimizer, runtime: Runtime) -> None:
