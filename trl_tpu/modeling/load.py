@@ -8,13 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import (
-    AddedToken,
-    AutoTokenizer,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-    ProcessorMixin,
-)
+from transformers import AddedToken, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 from transformers.utils import find_adapter_config_file
 
 from .. import runtime
