@@ -516,13 +516,3 @@ def check_remat(args: Any) -> None:
         (policy == Remat.DOTS, {options.format("use_reentrant|context_fn"): _DOT_FIX}, "impossible with remat='dots'"),
         (on_xla, {options.format("offload|context_fn"): _OPTIONS_FIX}, "impossible on PyTorch/XLA"),
     )
-
-
-def check_learning_rate_end(args: Any, optimizer: Any) -> None:
-    """Raise UserError unless all initial learning rates of an optimizer are above `learning_rate_end`."""
-    rate = min(optimizer.defaults["lr"], *(group["lr"] for group in optimizer.param_groups))
-    if rate <= args.learning_rate_end:
-        raise UserError(
-            f"learning_rate_end={args.learning_rate_end} must be below every learning rate of the optimizer, but one "
-            f"is {rate}. Lower learning_rate_end, or raise that rate."
-        )
