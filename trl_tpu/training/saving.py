@@ -326,9 +326,8 @@ class SavingTrainer(Trainer):
         ours, best = self.trl_tpu, str(self.state.best_model_checkpoint)
         if ours.preemption.stopped_by == SIGTERM:
             return
-        if not saves_state(self.accelerator) or (
-            ours.remote is None and Path(best).is_dir() and not has_own_format(best)
-        ):
+        is_foreign = ours.remote is None and Path(best).is_dir() and not has_own_format(best)
+        if is_foreign or not saves_state(self.accelerator):
             super()._load_best_model()
             return
         folder, faults = ours.checkpoints.find_best(best, ours.run_folder)
@@ -349,10 +348,8 @@ class SavingTrainer(Trainer):
         if checkpoint is None:
             return
         with self.trl_tpu.step_state.unstacked():
-            is_loaded = saves_state(self.accelerator) and self.trl_tpu.checkpoints.load_optimizer(
-                self.model, unwrap(self.optimizer), self.lr_scheduler, checkpoint
-            )
-            if not is_loaded:
+            state = self.model, unwrap(self.optimizer), self.lr_scheduler
+            if not (saves_state(self.accelerator) and self.trl_tpu.checkpoints.load_optimizer(*state, checkpoint)):
                 super()._load_optimizer_and_scheduler(checkpoint)
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
