@@ -398,13 +398,11 @@ class CheckpointLoader:
 
         If not, transformers has to load them. It cannot load shards.
         """
-        has_state = Path(checkpoint, state_dict.STATE_FOLDER).is_dir()
-        has_own_format = (
-            has_state or Path(checkpoint, state_dict.PROGRESS_FILE).is_file() or mesh_of(model) is not None
-        )
-        if has_own_format:
+        own_files = Path(checkpoint, state_dict.STATE_FOLDER), Path(checkpoint, state_dict.PROGRESS_FILE)
+        reads = mesh_of(model) is not None or any(path.exists() for path in own_files)
+        if reads:
             state_dict.read_weights(model, checkpoint, self._runtime)
-        return has_own_format
+        return reads
 
     def load_optimizer(self, model: nn.Module, optimizer: Any, scheduler: Any, checkpoint: str) -> bool:
         """Load the states of the optimizer and scheduler; return False if transformers has to load them."""

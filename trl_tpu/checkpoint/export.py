@@ -105,10 +105,8 @@ def export_checkpoint(
             if has_adapters and not merge:
                 _write_adapters(folder, staging, base, dtype, trust_remote_code)
             else:
-                if has_adapters:
-                    model = _merged_model(folder, base, dtype, trust_remote_code)
-                else:
-                    model = _full_model(folder, dtype, trust_remote_code)
+                settings = dtype, trust_remote_code
+                model = _merged_model(folder, base, *settings) if merge else _full_model(folder, *settings)
                 set_inference_metadata(model.config)  # another trainer's config may lack fields that servers read
                 model.save_pretrained(staging, max_shard_size=max_shard_size)
             add_transformers4_names(staging)

@@ -71,9 +71,10 @@ def identity_of(args: RewardConfig, model: Any, tokenizer: Any) -> dict[str, Any
     if isinstance(kwargs := described["model_init_kwargs"], dict):
         kept = kwargs.keys() - {"cache_dir", "dtype", "force_download", "local_files_only", "torch_dtype"}
         described["model_init_kwargs"] = {name: kwargs[name] for name in kept} or None
-    config = getattr(without_adapters(model), "config", None) if isinstance(model, nn.Module) else None
-    described |= {f"config.{name}": value for name, value in _config_fields(config).items()}
     if isinstance(model, nn.Module):
+        config: Any = getattr(without_adapters(model), "config", None)
+        fields = config.to_dict() if hasattr(config, "to_dict") else {}
+        described |= {f"config.{name}": value for name, value in _deciding_fields(fields).items()}
         described["dtype of the weights"] = ", ".join(sorted({str(weight.dtype) for weight in model.parameters()}))
     if is_peft_model(model):
         described |= _adapters_of({name: config.to_dict() for name, config in model.peft_config.items()})
@@ -125,17 +126,13 @@ def base_checksum(model: Any) -> str:
     return f"{crc32(json.dumps(total).encode()):08x}"
 
 
-def _config_fields(config: Any) -> dict[str, Any]:
+def _deciding_fields(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of a model's config that decide its outputs, also in the configs of its parts."""
-
-    def without(fields: Mapping[str, Any]) -> dict[str, Any]:
-        return {
-            name: without(value) if isinstance(value, Mapping) else value
-            for name, value in fields.items()
-            if not str(name).startswith("_") and name not in _CONFIG_FIELDS_OF_NO_RUN
-        }
-
-    return without(config.to_dict()) if hasattr(config, "to_dict") else {}
+    return {
+        name: _deciding_fields(value) if isinstance(value, Mapping) else value
+        for name, value in config.items()
+        if not str(name).startswith("_") and name not in _CONFIG_FIELDS_OF_NO_RUN
+    }
 
 
 def _adapters_of(configs: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:

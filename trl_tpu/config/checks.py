@@ -297,6 +297,11 @@ RANK_LIMITS = {
 GROUPED_LIMITS = {
     "train_sampling_strategy=sequential|group_by_length|batch_rebalance": "leave it out: prompts have a random order",
 }
+#: Settings that `resume_from_checkpoint="auto"` does not support, in the form of `LIMITS`.
+AUTO_LIMITS = dict.fromkeys(("save_only_model", "fsdp", "deepspeed"), "leave it out, or name a checkpoint")
+_OTHER_FIX = "leave it out, or change the other setting"
+_SIGMOID_SETTINGS = dict.fromkeys(("ties=davidson|rao_kupper", "average_over=comparisons"), _OTHER_FIX)
+_SETTINGS_WITHOUT_TIES = dict.fromkeys(("margin_scale", "label_smoothing"), _OTHER_FIX)
 _ADAM_FIX = "choose optim='adamw_torch', or leave optim_state_dtype out"
 _GRAD_NORM_LIMITS = dict.fromkeys(("fsdp", "deepspeed", "fp16"), "leave log_grad_norms out: it needs full gradients")
 _REMAT_FIX = "leave gradient_checkpointing out, and set remat='full', or remat='dots' to keep matrix products"
@@ -394,31 +399,18 @@ def check_values(args: Any) -> None:
     with explaining(f"frozen_parameters={args.frozen_parameters!r} is not a valid regular expression", "Correct it."):
         re.compile(args.frozen_parameters or "")
     is_sigmoid, learns_ties = args.loss_type == "sigmoid", args.ties in ("davidson", "rao_kupper")
-    advice = "leave it out, or change the other setting"
     check_tables(
         args,
         (True, LIMITS, "not supported"),
         (args.group_by_prompt, GROUPED_LIMITS, "impossible with group_by_prompt=True"),
-        (
-            args.resume_from_checkpoint == "auto",
-            dict.fromkeys(("save_only_model", "fsdp", "deepspeed"), "leave it out, or name a checkpoint"),
-            "impossible with resume_from_checkpoint='auto'",
-        ),
+        (args.resume_from_checkpoint == "auto", AUTO_LIMITS, "impossible with resume_from_checkpoint='auto'"),
         (args.attributes, {"average_over=comparisons": "leave it out"}, "not supported with attributes"),
-        (
-            not is_sigmoid,
-            {"ties=davidson|rao_kupper": advice, "average_over=comparisons": advice},
-            "only for loss_type='sigmoid'",
-        ),
-        (
-            not is_sigmoid or learns_ties,
-            dict.fromkeys(("margin_scale", "label_smoothing"), advice),
-            "only for loss_type='sigmoid' without ties",
-        ),
-        (args.loss_type != "plackett_luce", {"ranking_top_k": advice}, "only for loss_type='plackett_luce'"),
+        (not is_sigmoid, _SIGMOID_SETTINGS, "only for loss_type='sigmoid'"),
+        (not is_sigmoid or learns_ties, _SETTINGS_WITHOUT_TIES, "only for loss_type='sigmoid' without ties"),
+        (args.loss_type != "plackett_luce", {"ranking_top_k": _OTHER_FIX}, "only for loss_type='plackett_luce'"),
         (args.optim_state_dtype, {"optim=^(?!adamw_torch(_fused)?$)": _ADAM_FIX}, "impossible with optim_state_dtype"),
         (args.log_grad_norms, _GRAD_NORM_LIMITS, "impossible with log_grad_norms"),
-        (not learns_ties, {r"tie_threshold=^(?!1(\.0)?$)": advice}, "only for ties='davidson' and 'rao_kupper'"),
+        (not learns_ties, {r"tie_threshold=^(?!1(\.0)?$)": _OTHER_FIX}, "only for ties='davidson' and 'rao_kupper'"),
     )
     _ = args.remat_policy, args.time_limit  # both raise UserError on invalid values
 
@@ -524,13 +516,3 @@ def check_remat(args: Any) -> None:
         (policy == Remat.DOTS, {options.format("use_reentrant|context_fn"): _DOT_FIX}, "impossible with remat='dots'"),
         (on_xla, {options.format("offload|context_fn"): _OPTIONS_FIX}, "impossible on PyTorch/XLA"),
     )
-
-
-def check_learning_rate_end(args: Any, optimizer: Any) -> None:
-    """Raise UserError unless all initial learning rates of an optimizer are above `learning_rate_end`."""
-    rate = min(optimizer.defaults["lr"], *(group["lr"] for group in optimizer.param_groups))
-    if rate <= args.learning_rate_end:
-        raise UserError(
-            f"learning_rate_end={args.learning_rate_end} must be below every learning rate of the optimizer, but one "
-            f"is {rate}. Lower learning_rate_end, or raise that rate."
-        )

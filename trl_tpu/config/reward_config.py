@@ -504,9 +504,8 @@ class RewardConfig(RemovedArguments, TrainingArguments):
 
     def identifying_settings(self) -> dict[str, Any]:
         """Return the settings that change the run: all fields except `may_change_on_resume`, without Hub tokens."""
-        values = {item.name: getattr(self, item.name) for item in dataclasses.fields(self)}
-        values["model_init_kwargs"] = _without_token(self.model_init_kwargs)
-        return {name: value for name, value in values.items() if name not in self.may_change_on_resume}
+        names = {item.name for item in dataclasses.fields(self)} - self.may_change_on_resume
+        return {name: value for name, value in self.__getstate__().items() if name in names}
 
     def __copy__(self) -> "RewardConfig":
         copied = object.__new__(type(self))
@@ -520,18 +519,17 @@ class RewardConfig(RemovedArguments, TrainingArguments):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state without Hub tokens: `training_args.bin`, a pickle of it, is pushed with the model."""
-        return vars(self) | {"hub_token": None, "model_init_kwargs": _without_token(self.model_init_kwargs)}
+        kwargs = self.model_init_kwargs
+        if isinstance(kwargs, dict):
+            kwargs = {name: value for name, value in kwargs.items() if name not in ("token", "use_auth_token")}
+        return vars(self) | {"hub_token": None, "push_to_hub_token": None, "model_init_kwargs": kwargs}
 
     def to_dict(self) -> dict[str, Any]:
         """Return all fields in the form that trackers log, without Hub tokens. ``RewardConfig(**fields)`` is equal."""
-        values = super().to_dict()
         # transformers replaces each value of a name with "token" at its end by a placeholder
-        values |= {name: getattr(self, name) for name in ("eos_token", "own_pad_token", "pad_token")}
-        return (
-            values
-            | dict.fromkeys(("hub_token", "push_to_hub_token"))
-            | {"model_init_kwargs": _without_token(self.model_init_kwargs)}
-        )
+        replaced = ("eos_token", "own_pad_token", "pad_token", "hub_token", "push_to_hub_token", "model_init_kwargs")
+        state = self.__getstate__()
+        return super().to_dict() | {name: state[name] for name in replaced}
 
     @property
     def process_index(self) -> int:
@@ -605,10 +603,3 @@ class RewardConfig(RemovedArguments, TrainingArguments):
                 f"{per_device + -per_device % shards} pairs."
             )
         return per_device
-
-
-def _without_token(model_init_kwargs: Any) -> Any:
-    """Return the arguments of `from_pretrained` without Hub tokens."""
-    if not isinstance(model_init_kwargs, dict):
-        return model_init_kwargs
-    return {name: value for name, value in model_init_kwargs.items() if name not in ("token", "use_auth_token")}

@@ -13,11 +13,10 @@ from accelerate import PartialState
 from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import AutoTokenizer, BitsAndBytesConfig, PreTrainedModel
-from transformers.utils import cached_file
 
 from ..errors import UserError, explaining
 from .classifier import load_classifier
-from .head_spec import BASE_CONFIG, HeadSpec, add_transformers4_names, hub_settings
+from .head_spec import BASE_CONFIG, HeadSpec, add_transformers4_names, find_file, hub_settings
 
 if TYPE_CHECKING:
     from peft import LoraConfig, PeftConfig, PeftModel
@@ -179,7 +178,7 @@ def load_adapted_model(folder: str, step_separator: str | None = None, **kwargs:
             )
         settings = kwargs | {"revision": config.revision}
         base, info = load_classifier(str(config.base_model_name_or_path), HeadSpec({}, step_separator), **settings)
-        if cached_file(folder, "tokenizer_config.json", _raise_exceptions_for_missing_entries=False, **where):
+        if find_file(folder, "tokenizer_config.json", **where):
             where["trust_remote_code"] = kwargs.get("trust_remote_code", False)
             tokens, embeddings = len(AutoTokenizer.from_pretrained(folder, **where)), base.get_input_embeddings()
             if tokens > cast(nn.Embedding, embeddings).num_embeddings:  # training added tokens

@@ -8,7 +8,6 @@ from typing import Any
 
 from datasets import Dataset, IterableDataset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
-from transformers.utils import cached_file
 
 from .. import runtime
 from ..config.reward_config import RewardConfig
@@ -31,7 +30,7 @@ from .adapters import (
     write_attribute_weights,
 )
 from .classifier import remove_offload_hooks
-from .head_spec import HeadSpec, hub_settings, set_inference_metadata, write_head_spec
+from .head_spec import HeadSpec, find_file, hub_settings, set_inference_metadata, write_head_spec
 from .layers import disable_dropout_in_model, freeze
 from .load import (
     check_num_labels,
@@ -114,8 +113,7 @@ def build_reward_model(
         model = load_model(name, outputs, in_files=in_files, **kwargs)
         if is_peft_model(model):  # `name` is a folder of saved adapters, possibly with a tokenizer
             in_files, attribute_weights = False, read_attribute_weights(model) or HeadSpec.saved(name).attributes
-            where = {**hub_settings(kwargs), "_raise_exceptions_for_missing_entries": False}
-            if processing_class is None and cached_file(name, "tokenizer_config.json", **where) is not None:
+            if processing_class is None and find_file(name, "tokenizer_config.json", **hub_settings(kwargs)):
                 processing_class = load_tokenizer(name, **files)
     else:
         ignored = {"model_init_kwargs": args.model_init_kwargs, "quantization_config": quantization_config}

@@ -16,11 +16,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import AutoConfig, PreTrainedModel
 from transformers.modeling_utils import load_state_dict
-from transformers.utils import CONFIG_NAME, cached_file
+from transformers.utils import CONFIG_NAME
 from transformers.utils.loading_report import LoadStateDictInfo, log_state_dict_report
 
 from ..errors import UserError, explaining
-from .head_spec import HeadSpec, find_heads, hub_settings, write_head_spec
+from .head_spec import HeadSpec, find_file, find_heads, hub_settings, write_head_spec
 from .heads import auto_class_of
 from .model_shape import model_without_weights
 
@@ -160,8 +160,8 @@ def _read_head(
     Returns:
         The stored heads, if they were not read.
     """
-    where = {**hub_settings(kwargs), "_raise_exceptions_for_missing_entries": False}
-    folder, *_ = [Path(str(cached_file(name, file, **where))).parent for file in (CONFIG_NAME, *_HEAD_FILES)]
+    files = [find_file(name, file, **hub_settings(kwargs)) for file in (CONFIG_NAME, *_HEAD_FILES)]
+    folder = Path(str(files[0])).parent
     prefix, labels = f"{model.base_model_prefix}.", int(model.config.num_labels or 0)
     unexpected = {key.removeprefix(prefix) for key in info["unexpected_keys"] if not _NO_HEAD.match(key)}
     tensors = dict[str, torch.Tensor]()

@@ -14,7 +14,7 @@ from transformers.utils.output_capturing import CompileableContextVar
 from ..errors import UserError
 from ..packing.batch import Batch
 from .head_spec import find_score_head
-from .row_attention import JointTrees, MaskRule, TreeByTree, attend_in_rows, tree_rule
+from .row_attention import Attention, JointTrees, MaskRule, Masks, TreeByTree, attend_in_rows, tree_rule
 
 
 class PackingImpossible(UserError):
@@ -55,7 +55,7 @@ def reading(batch: Batch[torch.Tensor] | None) -> Iterator[PackedOutputs | None]
         _READ.reset(outside)
 
 
-def masks_while_read(plain: Callable[..., Any], build: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def masks_while_read(plain: Masks, build: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Build masks with ``build`` while a model reads packed rows, and with ``plain`` for any other batch."""
     if (rows := _READ.get()) is None:
         return plain(*args, **kwargs)
@@ -64,7 +64,7 @@ def masks_while_read(plain: Callable[..., Any], build: Callable[..., Any], *args
     return build(plain, rows.batch, rule, *args, **kwargs)
 
 
-def tree_masks(plain: Callable[..., Any], batch: Batch[Any], rule: MaskRule, *args: Any, **kwargs: Any) -> Any:
+def tree_masks(plain: Masks, batch: Batch[Any], rule: MaskRule, *args: Any, **kwargs: Any) -> Any:
     """Build the masks of packed rows from a model's rule, in the format of its attention function."""
     if batch.trees is None:
         in_trees = tree_rule(batch.subtree_end_RL, batch.position_ids_RL, rule)
@@ -81,11 +81,7 @@ def few_kernels(batch: Batch[Any]) -> bool:
 
 
 def register_attention(
-    model: PreTrainedModel,
-    name: str,
-    masks: Callable[..., Any],
-    attention: Callable[..., Any],
-    build: Callable[..., Any] = tree_masks,
+    model: PreTrainedModel, name: str, masks: Masks, attention: Attention, build: Callable[..., Any] = tree_masks
 ) -> None:
     """Register an attention implementation, and select it in the config of ``model`` only.
 

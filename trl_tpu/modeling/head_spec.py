@@ -241,13 +241,24 @@ def hub_settings(kwargs: Mapping[str, Any]) -> dict[str, Any]:
     return {name: kwargs[name] for name in _HUB_ARGUMENTS & kwargs.keys()}
 
 
+def find_file(model: str | Path, name: str, **where: Any) -> str | None:
+    """Return the path of a file of a model, in a folder or on the Hub; None if the model has no such file.
+
+    Args:
+        model: Folder or Hub id.
+        name: The file's name.
+        **where: The result of `hub_settings`.
+    """
+    return cached_file(str(model), name, _raise_exceptions_for_missing_entries=False, **where)
+
+
 def saved_config(model: str | Path) -> dict[str, Any]:
     """Return the config of a saved model, or of the reward model of saved adapters, in a folder or on the Hub.
 
     For adapters of another program, return the adapters' config. Without any config, return an empty dict.
     """
     names = (BASE_CONFIG, CONFIG_NAME, ADAPTER_CONFIG_NAME)
-    files = (cached_file(str(model), name, _raise_exceptions_for_missing_entries=False) for name in names)
+    files = (find_file(model, name) for name in names)
     return next((json.loads(Path(file).read_text(encoding="utf-8")) for file in files if file), {})
 
 

@@ -5,6 +5,7 @@ A classifier combines transformers' `GenericForSequenceClassification` (for proc
 It is registered with transformers' auto class: all code that loads by the auto class finds it.
 """
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,6 @@ from ..errors import UserError
 from .head_spec import HeadSpec
 
 _CAUSAL_AUTO_CLASSES = (AutoModelForCausalLM, AutoModelForImageTextToText)
-_CAUSAL_ENDINGS = ("ForCausalLM", "ForConditionalGeneration", "LMHeadModel")
 _GENERIC = {
     "AutoModelForSequenceClassification": GenericForSequenceClassification,
     "AutoModelForTokenClassification": GenericForTokenClassification,
@@ -72,10 +72,8 @@ def classifier_of(config: PretrainedConfig, causal: Any, auto_class: Any) -> typ
     generic = _GENERIC[auto_class.__name__]
     parents = [base for base in causal.__mro__ if issubclass(base, PreTrainedModel)]
     family = parents[parents.index(PreTrainedModel) - 1]
-    name = causal.__name__
-    for ending in _CAUSAL_ENDINGS:
-        name = name.removesuffix(ending)
-    name = f"{name}{generic.__name__.removeprefix('Generic')}"
+    stem = re.sub("(ForCausalLM|ForConditionalGeneration|LMHeadModel)$", "", causal.__name__)
+    name = f"{stem}{generic.__name__.removeprefix('Generic')}"
     prefix, module = family.base_model_prefix or "model", family.__module__
     text_kind = config.sub_configs.get("text_config")  # the causal class of a multimodal model may take this config
     kind = text_kind if text_kind is causal.config_class else type(config)

@@ -8,13 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import (
-    AddedToken,
-    AutoTokenizer,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-    ProcessorMixin,
-)
+from transformers import AddedToken, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 from transformers.utils import find_adapter_config_file
 
 from .. import runtime
@@ -274,7 +268,7 @@ def check_num_labels(model: Any, outputs: HeadSpec = ONE_REWARD) -> None:
             "`PreTrainedModel` that takes `input_ids` and `attention_mask` and returns `logits` [rows, 1]."
         )
     is_process_reward, needed = outputs.step_separator is not None, len(outputs.weights)
-    num_labels, kind = getattr(getattr(model, "config", None), "num_labels", None), type(model).__name__
+    num_labels, kind = getattr(model.config, "num_labels", None), type(model).__name__
     if is_process_reward and (num_labels != 2 or "TokenClassification" not in kind):
         auto = "`AutoModelForTokenClassification.from_pretrained(..., num_labels=2)`"
         raise UserError(f"Process rewards need a token classifier with two labels, not a {kind}: load it with {auto}.")

@@ -14,6 +14,8 @@ from ..packing.shapes import round_up
 
 #: transformers' type of mask: a function of indices, ``(batch, head, query, key) -> bool``.
 MaskRule: TypeAlias = Callable[..., Any]
+#: one of transformers' mask functions, which makes a mask from a rule
+Masks: TypeAlias = Callable[..., Any]
 #: outputs [B, L, N, D] of attention, and its weights or None
 Outputs: TypeAlias = tuple[torch.Tensor, Any]
 #: one of transformers' attention functions
@@ -74,13 +76,10 @@ class TreeByTree(RowAttention):
     """Additive masks [1, 1, T, K] of later tails in trees without a mask: T tail tokens, K keys of path and tail."""
 
     @classmethod
-    def of(
-        cls, plain: Callable[..., Any], batch: Batch[Any], rule: MaskRule, *args: Any, **kwargs: Any
-    ) -> "TreeByTree":
+    def of(cls, plain: Masks, batch: Batch[Any], rule: MaskRule, *args: Any, **kwargs: Any) -> "TreeByTree":
         """Build the masks of a batch's trees by a model's mask function ``plain`` from its ``rule``."""
         in_trees = tree_rule(batch.subtree_end_RL, batch.position_ids_RL, rule)
         masks, tail_masks = [], dict[Tail, torch.Tensor]()
-        subtree_end_RL: Any = batch.subtree_end_RL
         for tree in batch.trees or ():
             length = tree.stop - tree.start
             alone = {"q_length": length, "kv_length": length, "q_offset": 0, "kv_offset": 0, "attention_mask": None}
@@ -92,7 +91,7 @@ class TreeByTree(RowAttention):
             for tail in tree.tails[1:] if mask is None else ():
                 before, size = sum(stop - start for start, stop in tail.path), tail.stop - tail.start
                 # additive: sdpa would convert a boolean mask in each layer
-                hidden = subtree_end_RL.new_full((1, 1, size, before + size), -torch.inf, dtype=kwargs["dtype"])
+                hidden = batch.input_ids_RL.new_full((1, 1, size, before + size), -torch.inf, dtype=kwargs["dtype"])
                 tail_masks[tail] = hidden.triu(before + 1)
         return cls(tuple(masks), tail_masks)
 
@@ -127,9 +126,7 @@ class JointTrees(RowAttention):
     """The mask [T, 1, L, L]."""
 
     @classmethod
-    def of(
-        cls, plain: Callable[..., Any], batch: Batch[Any], rule: MaskRule, *args: Any, **kwargs: Any
-    ) -> "JointTrees":
+    def of(cls, plain: Masks, batch: Batch[Any], rule: MaskRule, *args: Any, **kwargs: Any) -> "JointTrees":
         """Build the mask of a batch's trees by a model's mask function ``plain`` from its ``rule``."""
         end_RL: Any = batch.subtree_end_RL
         position_RL: Any = batch.position_ids_RL

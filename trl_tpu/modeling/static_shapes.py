@@ -58,7 +58,7 @@ def static_sdpa_attention(
     groups = key_BGKD.shape[1]
     query = query_BNQD.unflatten(1, (groups, -1))
     mask = attention_mask.unflatten(1, (groups, -1)) if attention_mask.shape[1] > 1 else attention_mask.unsqueeze(1)
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    scale = _scale_of(query, scaling)
     scores = einsum("bghqd,bgkd->bghqk", query * scale, key_BGKD)
     wide = scores.to(torch.promote_types(scores.dtype, torch.float32))
     is_boolean = mask.dtype == torch.bool
@@ -66,6 +66,11 @@ def static_sdpa_attention(
     weights = F.dropout(masked.softmax(-1), dropout).to(value_BGKD.dtype)
     outputs = einsum("bghqk,bgkd->bghqd", weights, value_BGKD)
     return outputs.flatten(1, 2).transpose(1, 2).contiguous(), None
+
+
+def _scale_of(query_BNQD: torch.Tensor, scaling: float | None) -> float:
+    """Return the factor of the scores: a layer's own, or else 1 / sqrt(D)."""
+    return query_BNQD.shape[-1] ** -0.5 if scaling is None else scaling
 
 
 STATIC_EXPERTS = "trl_tpu_static"
@@ -230,7 +235,7 @@ class ExpandedAttention(RowAttention):
         """
         _check_kernel(module, **kwargs)
         query, key, value = states_BNLD
-        scale = query.shape[-1] ** -0.5 if (given := kwargs.get("scaling")) is None else given
+        scale = _scale_of(query, kwargs.get("scaling"))
 
         def in_expanded_rows(query: Any, key: Any, value: Any, *places: torch.Tensor) -> torch.Tensor:
             rows = ExpandedRows(*places)
@@ -282,27 +287,18 @@ def window_of(rule: MaskRule, length: int) -> int | None:
 
 
 def attention_with_softcap(
-    module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: Any,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    softcap: float | None = None,
-    **kwargs: Any,
+    module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any, **kwargs: Any
 ) -> tuple[torch.Tensor, None]:
     """Attend with a mask tensor as sdpa does, or with soft caps, which sdpa lacks.
 
     Raises:
         ExpansionImpossible: Soft caps with dropout, attention sinks, position biases or bidirectional attention.
     """
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if (softcap := kwargs.get("softcap")) is None:
+        return static_sdpa_attention(module, query, key, value, attention_mask, **kwargs)
+    _check_kernel(module, **kwargs)
     query, key = query.to(value.dtype), key.to(value.dtype)  # rotary embeddings give float32 under autocast
-    if softcap is None:
-        settings = {"dropout": dropout, "scaling": scale, **kwargs}
-        return static_sdpa_attention(module, query, key, value, attention_mask, **settings)
-    _check_kernel(module, dropout=dropout, **kwargs)
+    scale = _scale_of(query, kwargs.get("scaling"))
     return masked_attention(query, key, value, attention_mask, scale, softcap).transpose(1, 2).contiguous(), None
 
 

@@ -326,11 +326,10 @@ class EvaluatingTrainer(DeviceTrainer):
         if result is None:
             rows = len(next(iter(columns.values()))) if columns else find_batch_size(inputs) or 1
             batch: Any = inputs.get(TABLE) if isinstance(inputs, Mapping) else None
-            is_real_P = torch.ones(rows, dtype=torch.bool, device=self.args.device)
-            if isinstance(batch, Batch):
-                is_real_P = batch.present_P()
             columns |= {} if loss is None else {"losses": loss.mean().expand(rows)}
-            return columns, is_real_P
+            if isinstance(batch, Batch):
+                return columns, batch.present_P()
+            return columns, torch.ones(rows, dtype=torch.bool, device=self.args.device)
         table = result.table
         self.trl_tpu.labels = Labels(np.zeros(0), kind=table.kind)
         columns |= {"rewards": result.rewards_by_row, "weight": table.row_weight_P}

@@ -146,28 +146,24 @@ class BatchPlan:
         self.padding_reason = obstacle
 
     def _obstacle_in_settings(self, model: PreTrainedModel) -> str | None:
-        args = self._args
-        counts_tokens = getattr(args.include_num_input_tokens_seen, "value", args.include_num_input_tokens_seen)
+        args, counted = self._args, self._args.include_num_input_tokens_seen
+        changes_positions = outgrows_positions(model, args.max_length)
+        recompiles = args.torch_compile and self._is_unpadded
         is_gpu = self._runtime.device.type == "cuda" and not args.use_cpu
+        prefers_padding = args.packing == "auto" and is_gpu and shared_chunk(model) > 1
         shards = args.fsdp or args.deepspeed_plugin or args.parallelism_config
         obstacles = {
             "packing is turned off": args.packing == "false",
-            "torch_compile would compile the model again for each new shape of a row": (
-                args.torch_compile and self._is_unpadded
-            ),
+            "torch_compile would compile the model again for each new shape of a row": recompiles,
             "neftune_noise_alpha scales its noise by the length of rows": args.neftune_noise_alpha,
-            "long sequences change the positions of shorter ones in a batch (see max_length)": (
-                outgrows_positions(model, args.max_length)
-            ),
+            "long sequences change the positions of shorter ones in a batch (see max_length)": changes_positions,
             "accelerate shards the model, and packed rows are not tested with that": (
                 shards or parse_flag_from_env("ACCELERATE_USE_FSDP")
             ),
             "include_num_input_tokens_seen counts padded rows (num_tokens in the logs does not)": (
-                counts_tokens not in (False, "no")
+                getattr(counted, "value", counted) not in (False, "no")
             ),
-            "on a GPU, recurrent layers are faster in padded rows: packed rows take many small steps": (
-                args.packing == "auto" and is_gpu and shared_chunk(model) > 1
-            ),
+            "on a GPU, recurrent layers are faster in padded rows: packed rows take many small steps": prefers_padding,
         }
         return next((obstacle for obstacle, is_present in obstacles.items() if is_present), None)
 

@@ -94,10 +94,8 @@ class DeviceTrainer(SavingTrainer):
                 self.add_callback(callback)
         self.batch_plan, self.checkpointer = plan, ours.checkpointer
         # TRL uses this attribute name
-        offloads = self.args.activation_offloading
-        self.maybe_activation_offload_context = (
-            current().activations_on_host() if offloads else contextlib.nullcontext()
-        )
+        offload: Any = current().activations_on_host if self.args.activation_offloading else contextlib.nullcontext
+        self.maybe_activation_offload_context = offload()
 
     @property
     def _accumulates(self) -> bool:
@@ -228,9 +226,8 @@ class DeviceTrainer(SavingTrainer):
         if not self._shards_model:
             if is_stream and parts > 1:
                 if not is_training:
-                    collate = partial(
-                        collate_marked, collate, self._get_collator_with_removed_columns(list, description)
-                    )
+                    as_list = self._get_collator_with_removed_columns(list, description)
+                    collate = partial(collate_marked, collate, as_list)
                 dataset = UnsplitStream(dataset, None if is_training else batch_size * parts)
             collator, self.data_collator = self.data_collator, collate  # transformers' method reads this attribute
             try:
@@ -246,14 +243,13 @@ class DeviceTrainer(SavingTrainer):
             inner = getattr(loader, "base_dataloader", loader)  # accelerate wraps torch's loader
             inner.worker_init_fn = partial(ignore_foreign_sigterm, inner.worker_init_fn)
             return loader
-        batch_size *= parts
         sampler = None
         if is_stream:
             collate = self._get_collator_with_removed_columns(collate, description=description)
         else:
             dataset = self._remove_unused_columns(dataset, description=description)
             sampler = None if sampler_fn is None else sampler_fn(dataset)
-        batches = host_batches(dataset, collate, batch_size, sampler, self.args)
+        batches = host_batches(dataset, collate, batch_size * parts, sampler, self.args)
         return runtime.loader(batches, BATCH_AXES)
 
     def _run_epoch(self, model: Any, epoch: int, train_dataloader: Any, *args: Any, **kwargs: Any) -> None:

@@ -13,7 +13,6 @@ from torch.optim import Adam, Adamax, NAdam, Optimizer, RAdam
 from transformers import SchedulerType, get_scheduler
 
 from ..checkpoint.state_dict import state_dtype
-from ..config.checks import check_learning_rate_end
 from ..config.reward_config import RewardConfig
 from ..errors import UserError, explaining
 from ..modeling.layers import LayerStack, by_layer
@@ -339,11 +338,16 @@ def create_schedule(args: RewardConfig, optimizer: Any, num_training_steps: int)
     """Create the learning rate schedule of the settings, and try its first and last step, and the end of its warm-up.
 
     Raises:
-        UserError: The settings make no schedule, or one that cannot compute a rate.
+        UserError: The settings make no schedule, or one that cannot compute a rate, or an initial learning rate of the
+            optimizer is not above `learning_rate_end`.
     """
     (name, arguments), warmup = args.schedule, args.get_warmup_steps(num_training_steps)
-    if args.learning_rate_end is not None:
-        check_learning_rate_end(args, optimizer)
+    groups, end = (optimizer.defaults, *optimizer.param_groups), args.learning_rate_end
+    if end is not None and (rate := min(group["lr"] for group in groups)) <= end:
+        raise UserError(
+            f"learning_rate_end={end} must be below every learning rate of the optimizer, but one is {rate}. Lower "
+            "learning_rate_end, or raise that rate."
+        )
     if name == SchedulerType.POLYNOMIAL:  # it divides by the number of steps after the warm-up
         num_training_steps = max(num_training_steps, warmup + 1)
     what = f"lr_scheduler_type={name.value!r} with lr_scheduler_kwargs={arguments}"

@@ -185,17 +185,15 @@ class SavingTrainer(Trainer):
             The checkpoint's folder; None for a new run.
         """
         ours, all_gather_object = self.trl_tpu, self.trl_tpu.agreement.all_gather_object
-        identity = identity_of(self.args, self.model, self.processing_class)
+        ours.identity = identity = identity_of(self.args, self.model, self.processing_class)
         identity["the batch"] = self.args.train_batch_size * self._batch_parts
         identity["training data"] = digest(self.train_dataset)
         if ours.agreement.count > self.accelerator.num_processes:  # accelerate does not count the hosts of a mesh
-            description = identity | describe_run(self.args, self.eval_dataset, resume)
-            description[LAYOUT] = ours.batch_plan.describe()  # data of streams is not compared
-            check_alike(all_gather_object(description))
+            layout = {LAYOUT: ours.batch_plan.describe()}  # data of streams is not compared
+            check_alike(all_gather_object(identity | describe_run(self.args, self.eval_dataset, resume) | layout))
         # the model's folder may differ between hosts: the name on the first host counts
         config = getattr(self.model, "config", None)  # a hyperparameter search makes the model later, per trial
         identity["the model"] = all_gather_object(Path(getattr(config, "name_or_path", None) or "").name)[0]
-        ours.identity = identity
         on_all_ranks(run.claim, all_gather_object)
         checkpoint = ours.checkpoints.find(resume, run, ours.batch_plan.layout, identity)
         step = ours.checkpoints.state().global_step
@@ -326,9 +324,8 @@ class SavingTrainer(Trainer):
         ours, best = self.trl_tpu, str(self.state.best_model_checkpoint)
         if ours.preemption.stopped_by == SIGTERM:
             return
-        if not saves_state(self.accelerator) or (
-            ours.remote is None and Path(best).is_dir() and not has_own_format(best)
-        ):
+        is_foreign = ours.remote is None and Path(best).is_dir() and not has_own_format(best)
+        if is_foreign or not saves_state(self.accelerator):
             super()._load_best_model()
             return
         folder, faults = ours.checkpoints.find_best(best, ours.run_folder)
@@ -349,10 +346,8 @@ class SavingTrainer(Trainer):
         if checkpoint is None:
             return
         with self.trl_tpu.step_state.unstacked():
-            is_loaded = saves_state(self.accelerator) and self.trl_tpu.checkpoints.load_optimizer(
-                self.model, unwrap(self.optimizer), self.lr_scheduler, checkpoint
-            )
-            if not is_loaded:
+            state = self.model, unwrap(self.optimizer), self.lr_scheduler
+            if not (saves_state(self.accelerator) and self.trl_tpu.checkpoints.load_optimizer(*state, checkpoint)):
                 super()._load_optimizer_and_scheduler(checkpoint)
 
     def _load_rng_state(self, checkpoint: str | None) -> None:

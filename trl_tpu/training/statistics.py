@@ -174,10 +174,8 @@ class StepStatistics:
         """
         if self._accelerator is None or self._runtime.counts_pairs():
             add, vectors = self._runtime.compiled(_add_batch), (self.device_counts, self.device_sums)
-            settings = self.limit > 0, self.attribute_weights
-            self.device_counts, self.device_sums = add(
-                *vectors, rewards_SA.detach().float(), tokens_S, table, *settings
-            )
+            batch = rewards_SA.detach().float(), tokens_S, table
+            self.device_counts, self.device_sums = add(*vectors, *batch, self.limit > 0, self.attribute_weights)
 
     def means(self) -> dict[str, torch.Tensor]:
         """Return means and extremes of the open sums by metric name, as scalars on the device."""
