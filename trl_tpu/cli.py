@@ -74,11 +74,12 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _rejects_arguments(error: Exception) -> bool:
-    """Return whether a library's code for arguments has raised an error, and not the code of a model."""
-    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
-    name = frame.f_globals.get("__name__", "")
-    libraries = ("transformers.", "accelerate.", "torch.optim.", "torch.utils.data.")
-    return name.startswith(libraries) and not name.startswith("transformers.models.")
+    """Return whether an error comes from a library that this package called with arguments, and not from a model."""
+    names = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)]
+    ours = max((place for place, name in enumerate(names) if name.startswith("trl_tpu.")), default=0)
+    called = names[ours + 1 :]
+    is_library = called[:1] and called[0].startswith(("transformers.", "accelerate.", "torch.optim."))
+    return bool(is_library) and not any(name.startswith(("transformers.models.", "torch.nn.")) for name in called)
 
 
 def print_env() -> None:

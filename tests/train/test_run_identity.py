@@ -82,6 +82,7 @@ CHANGED: dict[str, Any] = {
     "config.rms_norm_eps": {"model_init_kwargs": {"rms_norm_eps": 1e-3}},
     "tokenizer.pad_token": lambda model: other_tokenizer(model, lambda it: setattr(it, "pad_token", it.bos_token)),
     "tokenizer.chat_template": lambda model: other_tokenizer(model, set_template),
+    "the adapters was none and is default": lambda _: lora(),
     "optimizer.betas": lambda _: {"optimizer_cls_and_kwargs": (torch.optim.AdamW, {"betas": (0.5, 0.9)})},
     "Signed": lambda _: {"optimizer_cls_and_kwargs": (Signed, {})},
 }
@@ -139,6 +140,13 @@ def test_adapters_are_rejected_on_another_base_of_the_same_name(first: Any, mode
     folder = first(tmp_path / "run", has_adapters=True)
     with pytest.raises(UserError, match="base model"):
         make(str(other), folder, lora()).train(resume_from_checkpoint=True)
+
+
+@pytest.mark.parametrize("name", ["target_modules", "modules_to_save"])
+def test_other_adapted_modules_stop_auto_by_name(name: str, first: Any, model_folder: str, tmp_path: Path) -> None:
+    changed = lora(**{name: ["q_proj", "v_proj"] if name == "target_modules" else ["embed_tokens"]})
+    with pytest.raises(UserError, match=rf"{name} was .* and is \['(q_proj|embed_tokens|classifier)"):
+        make(model_folder, first(tmp_path / "run", has_adapters=True), changed, resume_from_checkpoint="auto").train()
 
 
 def test_other_dropout_of_adapters_stops_auto_and_warns_otherwise(

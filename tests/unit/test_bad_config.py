@@ -100,6 +100,8 @@ BAD_SETTINGS: list[tuple[str, dict[str, Any]]] = [
     ("attribute_weights", {"attribute_weights": [1.0, 1.0]}),
     ("optim_args", {"optim_args": "betas"}),
     ("seed", {"seed": -1}),
+    ("neftune_noise_alpha", {"neftune_noise_alpha": -1.0}),
+    ("dataset_num_proc", {"dataset_num_proc": -1}),
     ("dataloader_num_workers", {"dataloader_num_workers": -1}),
     ("average_over", {"attributes": NAMES, "average_over": "comparisons"}),
     ("remat", {"remat": "dot"}),
@@ -124,8 +126,12 @@ def test_bad_settings_are_rejected_by_name(name: str, settings: dict[str, Any]) 
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize(
     "settings",
-    [{}, {"eos_token": "<eos>", "own_pad_token": True, "total_batch_size": 32, "remat": "none", "report_to": None}],
-    ids=["defaults", "others"],
+    [
+        {},
+        {"eos_token": "<eos>", "own_pad_token": True, "total_batch_size": 32, "remat": "none", "report_to": None},
+        {"accelerator_config": {"split_batches": True}, "lr_scheduler_kwargs": {"num_cycles": 1}},
+    ],
+    ids=["defaults", "others", "mappings"],
 )
 def test_configs_made_from_a_configs_fields_are_equal_and_do_not_warn(settings: dict[str, Any]) -> None:
     config = RewardConfig("out", bf16=False, **{"report_to": "none", **settings})

@@ -19,14 +19,16 @@ from ..parallel.shard import full_tensor
 _CONFIG_FIELDS_OF_NO_RUN = {
     *("architectures", "auto_map", "distributed_config", "dtype", "mean", "std", "transformers_version", "use_cache"),
 }
-#: Fields of a peft config that say nothing about the adapters' outputs, or that show in the names of the weights.
+#: Fields of a peft config that say nothing about the adapters' outputs.
 _ADAPTER_FIELDS_OF_NO_RUN = {
     *("auto_mapping", "base_model_name_or_path", "inference_mode", "peft_version", "revision", "task_type"),
-    *("target_modules", "exclude_modules", "modules_to_save", "layers_to_transform", "layers_pattern"),
     *("init_lora_weights", "init_weights"),
 }
+#: Fields of a peft config that different weights do not depend on, or that show in the names of the weights.
+_HARMLESS_ADAPTER_FIELDS = re.compile(r".*(dropout|_modules|modules_to_save|layers_to_transform|layers_pattern)")
 #: Settings of an optimizer's groups that follow the schedule, or choose a kernel.
 _GROUP_SETTINGS_OF_NO_RUN = {"params", "lr", "initial_lr", "capturable", "foreach", "fused"}
+_NOTHING = ([None, {}], [{}, None])
 LAYOUT = "the layout of batches (`packing`)"
 _ADAPTERS, _BASE = "adapters ", "checksum of the base model's weights"
 
@@ -51,7 +53,7 @@ class Change(NamedTuple):
         The meaning of weights depends on the attributes of the outputs, on adapters' kind, rank and scale, and on
         their base model.
         """
-        is_adapters = self.name.startswith(_ADAPTERS) and not self.name.endswith("dropout")
+        is_adapters = self.name.startswith(_ADAPTERS) and not _HARMLESS_ADAPTER_FIELDS.fullmatch(self.name)
         return is_adapters or self.name in ("attributes", LAYOUT) or self.name.startswith(_BASE)
 
     def __str__(self) -> str:
@@ -76,11 +78,13 @@ def identity_of(args: RewardConfig, model: Any, tokenizer: Any) -> dict[str, Any
         fields = config.to_dict() if hasattr(config, "to_dict") else {}
         described |= {f"config.{name}": value for name, value in _deciding_fields(fields).items()}
         described["dtype of the weights"] = ", ".join(sorted({str(weight.dtype) for weight in model.parameters()}))
+    described["the adapters"] = ", ".join(sorted(getattr(model, "peft_config", {}))) or "none"
     if is_peft_model(model):
         described |= _adapters_of({name: config.to_dict() for name, config in model.peft_config.items()})
         described[f"{_BASE} in {described['dtype of the weights']}"] = base_checksum(model)
     if tokenizer is not None:
-        described |= {f"tokenizer.{kind}": token for kind, token in tokenizer.special_tokens_map.items()}
+        kinds = tokenizer.SPECIAL_TOKENS_ATTRIBUTES
+        described |= {f"tokenizer.{kind}": tokenizer.special_tokens_map.get(kind) for kind in kinds}
         vocabulary = json.dumps(sorted(tokenizer.get_vocab().items()))
         for name, text in (("vocabulary", vocabulary), ("chat_template", json.dumps(tokenizer.chat_template))):
             described[f"tokenizer.{name}"] = f"the one with checksum {crc32(text.encode()):08x}"
@@ -96,8 +100,9 @@ def optimizer_identity(groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[Change]:
-    """Return the differences between two results of `identity_of`, for names that both have."""
-    return [Change(name, before[name], now[name]) for name in now if name in before and before[name] != now[name]]
+    """Return the differences between two results of `identity_of`, for names that both have; None equals {}."""
+    both = [Change(name, before[name], now[name]) for name in now if name in before]
+    return [each for each in both if each.before != each.after and [each.before, each.after] not in _NOTHING]
 
 
 def saved_adapters(checkpoint: str | Path, identity: Mapping[str, Any]) -> dict[str, Any]:
@@ -137,7 +142,7 @@ def _deciding_fields(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _adapters_of(configs: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     return {
-        f"{_ADAPTERS}{adapter}.{name}": value
+        f"{_ADAPTERS}{adapter}.{name}": sorted(value, key=str) if isinstance(value, list | set) else value
         for adapter, config in configs.items()
         for name, value in config.items()
         if name not in _ADAPTER_FIELDS_OF_NO_RUN

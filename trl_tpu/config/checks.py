@@ -35,7 +35,8 @@ def _repository(args: Any) -> str:
 
 
 def _split_batches(args: Any) -> dict[str, Any]:
-    return {**(args.accelerator_config or {}), "split_batches": args.split_batches}
+    config: Any = args.accelerator_config or {}  # in a copy of a config, transformers' class
+    return {**(config if isinstance(config, dict) else config.to_dict()), "split_batches": args.split_batches}
 
 
 #: Arguments that only transformers 4 has. Each entry has the type, the default, and one of these: the current
@@ -319,7 +320,8 @@ AT_LEAST = {
     **dict.fromkeys(("max_length", "row_length", "max_shapes", "pad_to_multiple_of"), 1),
     **dict.fromkeys(("total_batch_size", "max_eval_steps", "ranking_top_k"), 1),
     **dict.fromkeys(("nonfinite_limit", "num_train_epochs", "save_interval_minutes", "seed"), 0),
-    "dataloader_num_workers": 0,
+    **dict.fromkeys(("dataloader_num_workers", "neftune_noise_alpha"), 0),
+    "dataset_num_proc": 1,
 }
 #: Allowed values of settings with a fixed set of values. None means that the setting may be left out.
 CHOICES: dict[str, tuple[str | None, ...]] = {

@@ -88,7 +88,7 @@ class TrlParser(HfArgumentParser):
             *parsed, unknown_words = self.parse_args_into_dataclasses(args=words, return_remaining_strings=True)
         except UserError:
             raise
-        except ValueError as error:  # transformers rejects settings with a multi-line ValueError
+        except (ValueError, TypeError, OSError) as error:  # transformers' messages may have several lines
             raise UserError(" ".join(str(error).split())) from error
         if return_remaining_strings:
             left = [unknown_keys, unknown_words] if separate_remaining_strings else [unknown_keys + unknown_words]

@@ -24,6 +24,7 @@ from trl_tpu.scripts.parser import TrlParser as TrlParser  # at TRL's path
 SPLIT_SEED = 42  # fixed, since TRL's new test split on every run mixes training and test rows on a resume
 
 # suffix -> the builder of `datasets` that reads it; files may be compressed
+_EMPTY = "No columns to parse|corresponds to no data|file size is 0 bytes"  # errors of CSV, of all formats, of Parquet
 BUILDERS = {".jsonl": "json", ".ndjson": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv", ".tsv": "csv"}
 COMPRESSIONS = (".gz", ".zst", ".bz2", ".xz")
 STDIN = "-"
@@ -214,11 +215,10 @@ def load(path: str, *, split: str | None = None, streaming: bool = False, **kwar
     except Exception as error:  # each format's library raises other errors, and none names the file
         cause = error.__cause__ if isinstance(error, datasets.exceptions.DatasetGenerationError) else error
         kind = UserFileError if isinstance(cause, OSError) else UserError
-        # the errors of the builders of JSON, CSV and all formats
-        if isinstance(cause, StopIteration) or re.search("No columns to parse|corresponds to no data", str(cause)):
+        if isinstance(cause, StopIteration) or re.search(_EMPTY, str(cause)):
             raise UserError(f"{path} is empty: it has no rows. Give files with at least one row.") from error
         raise broken_line([path]) or kind(
-            f"{path} cannot be loaded as a dataset: {' '.join(str(cause).split()) or type(cause).__name__} Correct "
+            f"{path} cannot be loaded as a dataset: {' '.join(str(cause).split()) or type(cause).__name__}. Correct "
             f"the name, or the file: its format must match its suffix ({', '.join(BUILDERS)}, compressed or not), and "
             "its rows must all have the same columns."
         ) from error

@@ -74,8 +74,7 @@ def has_old_order(compute_metrics: Any, callbacks: Any, optimizers: Any, optimiz
         isinstance(each, TrainerCallback | type) for each in optimizers
     )
     are_optimizers = optimizer_cls_and_kwargs is not None and not isinstance(optimizer_cls_and_kwargs[0], type)
-    is_none = optimizers is None and optimizer_cls_and_kwargs is None
-    return makes_model or callable(callbacks) or are_callbacks or are_optimizers or is_none
+    return makes_model or callable(callbacks) or are_callbacks or are_optimizers
 
 
 def uses_old_columns(train_dataset: Any, data_collator: Any) -> bool:

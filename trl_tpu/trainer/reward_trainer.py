@@ -129,6 +129,7 @@ class RewardTrainer(checks.SuggestsNewNames, EvaluatingTrainer):
             optimizers, optimizer_cls_and_kwargs = optimizer_cls_and_kwargs or (None, None), None  # type: ignore[assignment]
             max_length, quantization_config = quantization_config, None
         check_arguments(model, model_init, train_dataset, getattr(args, "max_steps", -1))
+        optimizers = optimizers or (None, None)
         if optimizers[0] is not None:
             runtime.current().check_optimizer(optimizers[0])
         args = upgrade_args(args or self._trl_tpu_config(default_folder(model)), max_length)
