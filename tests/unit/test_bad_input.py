@@ -151,7 +151,7 @@ CASES: dict[str, tuple[Any, ...]] = {
         "min_lr",
         "lr_scheduler_kwargs",
     ),
-    "an unknown compiler": (flags(torch_compile="true", torch_compile_backend="foo"), "FOO"),
+    "a seed that is too large": (flags(seed=2**40), "2**32"),
     "an unknown field of accelerate": (flags(accelerator_config='{"x": 1}'), "'x'"),
     "a name that the Hub rejects, in training": (flags(push_to_hub="true", hub_model_id="a/b/c"), "a/b/c"),
     "a best model by no metric": (flags(save_strategy="best"), "metric_for_best_model"),
