@@ -87,12 +87,12 @@ def identity_of(args: RewardConfig, model: Any, tokenizer: Any) -> dict[str, Any
         described |= {f"tokenizer.{kind}": tokenizer.special_tokens_map.get(kind) for kind in kinds}
         vocabulary = json.dumps(sorted(tokenizer.get_vocab().items()))
         for name, text in (("vocabulary", vocabulary), ("chat_template", json.dumps(tokenizer.chat_template))):
-            described[f"tokenizer.{name}"] = f"the one with checksum {crc32(text.encode()):08x}"
+            described[f"tokenizer.{name}"] = f"checksum {crc32(text.encode()):08x}"
     return json.loads(json.dumps(described, default=_plain))
 
 
 def optimizer_identity(groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the settings of an optimizer's parameter groups, which a script may set without `args`."""
+    """Return the settings of an optimizer's parameter groups. A script may set them without `args`."""
     names = sorted({name for group in groups for name in group} - _GROUP_SETTINGS_OF_NO_RUN)
     # sorted different values, since transformers splits groups by the mesh of their parameters
     values = {name: sorted({json.dumps(group.get(name), default=_plain) for group in groups}) for name in names}

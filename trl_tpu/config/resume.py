@@ -28,7 +28,7 @@ _NAMES = (
     "average_tokens_across_devices remat scan_layers torch_empty_cache_steps use_cache",
     # shapes of batches; a checkpoint also records whether they are packed
     "packing row_length packed_attention max_shapes pad_to_multiple_of",
-    # recorded by what they lead to: the size of the global batch, and the tokenizer with its template and pad token
+    # recorded as the size of the global batch, and as the tokenizer with its template and pad token
     "per_device_train_batch_size total_batch_size chat_template_path pad_token trust_remote_code",
 )
 MAY_CHANGE_ON_RESUME = frozenset(" ".join(_NAMES).split()) | REMOVED.keys()

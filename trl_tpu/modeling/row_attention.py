@@ -14,7 +14,7 @@ from ..packing.shapes import round_up
 
 #: transformers' type of mask: a function of indices, ``(batch, head, query, key) -> bool``.
 MaskRule: TypeAlias = Callable[..., Any]
-#: one of transformers' mask functions, which makes a mask from a rule
+#: one of transformers' mask functions: it makes a mask from a rule
 Masks: TypeAlias = Callable[..., Any]
 #: outputs [B, L, N, D] of attention, and its weights or None
 Outputs: TypeAlias = tuple[torch.Tensor, Any]
@@ -39,7 +39,7 @@ class RowAttention:
         """Attend as one of transformers' attention functions.
 
         Args:
-            plain: The attention function of the model, which takes a mask tensor.
+            plain: The model's attention function over mask tensors.
             module: The attention layer.
             states_BNLD: Queries, keys and values of B rows, N heads, L columns and D numbers.
             **kwargs: Further arguments of ``plain``.
