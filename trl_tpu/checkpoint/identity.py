@@ -28,7 +28,7 @@ _ADAPTER_FIELDS_OF_NO_RUN = {
 _HARMLESS_ADAPTER_FIELDS = re.compile(r".*(dropout|_modules|modules_to_save|layers_to_transform|layers_pattern)")
 #: Settings of an optimizer's groups that follow the schedule, or choose a kernel.
 _GROUP_SETTINGS_OF_NO_RUN = {"params", "lr", "initial_lr", "capturable", "foreach", "fused"}
-_NOTHING = ([None, {}], [{}, None])
+_NOTHING: Any = ([None, {}], [{}, None])
 LAYOUT = "the layout of batches (`packing`)"
 _ADAPTERS, _BASE = "adapters ", "checksum of the base model's weights"
 
