@@ -65,8 +65,7 @@ def identity_of(args: RewardConfig, model: Any, tokenizer: Any) -> dict[str, Any
 
     Args:
         args: The trainer's settings.
-        model: The model, with or without adapters; None if a hyperparameter search makes it later. On several
-            processes all must call this function.
+        model: The model, with or without adapters; None if a hyperparameter search makes it later.
         tokenizer: The tokenizer, or None.
     """
     described = args.identifying_settings()
@@ -77,11 +76,10 @@ def identity_of(args: RewardConfig, model: Any, tokenizer: Any) -> dict[str, Any
         config: Any = getattr(without_adapters(model), "config", None)
         fields = config.to_dict() if hasattr(config, "to_dict") else {}
         described |= {f"config.{name}": value for name, value in _deciding_fields(fields).items()}
-        described["dtype of the weights"] = ", ".join(sorted({str(weight.dtype) for weight in model.parameters()}))
+        described["dtype of the weights"] = _dtypes(model)
     described["the adapters"] = ", ".join(sorted(getattr(model, "peft_config", {}))) or "none"
     if is_peft_model(model):
         described |= _adapters_of({name: config.to_dict() for name, config in model.peft_config.items()})
-        described[f"{_BASE} in {described['dtype of the weights']}"] = base_checksum(model)
     if tokenizer is not None:
         kinds = tokenizer.SPECIAL_TOKENS_ATTRIBUTES
         described |= {f"tokenizer.{kind}": tokenizer.special_tokens_map.get(kind) for kind in kinds}
@@ -113,12 +111,14 @@ def saved_adapters(checkpoint: str | Path, identity: Mapping[str, Any]) -> dict[
     return _adapters_of(saved)
 
 
-def base_checksum(model: Any) -> str:
-    """Return a checksum of the weights that a model with adapters does not save: the sums of their bits as integers.
+def base_identity(model: Any) -> dict[str, Any]:
+    """Return the part of a run's identity that describes weights under adapters: a checkpoint does not hold them.
 
-    It does not depend on devices or sharding. On a mesh of processes all must call it. Weights are gathered one by
-    one.
+    It is the sum of their bits as integers, which does not depend on devices, sharding or stacked layers. It is read
+    from the device. On a mesh of processes all must call this function. Weights are gathered one by one.
     """
+    if not is_peft_model(model):
+        return {}
     weights = model.state_dict(keep_vars=True)
     saved, sums = adapter_names(model, weights), list[torch.Tensor]()
     integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -127,8 +127,11 @@ def base_checksum(model: Any) -> str:
         bits = (weight if weight.dim() else weight[None]).view(integers[weight.element_size()])
         # int32 sums of rows wrap around, the same on every device, and need no copy of a float32 weight in int64
         sums.append(bits.sum(-1, dtype=torch.int32).sum(dtype=torch.int64))
-    total = torch.stack(sums).tolist() if sums else []
-    return f"{crc32(json.dumps(total).encode()):08x}"
+    return {f"{_BASE} in {_dtypes(model)}": int(torch.stack(sums).sum()) if sums else 0}
+
+
+def _dtypes(model: nn.Module) -> str:
+    return ", ".join(sorted({str(weight.dtype) for weight in model.parameters()}))
 
 
 def _deciding_fields(config: Mapping[str, Any]) -> dict[str, Any]:

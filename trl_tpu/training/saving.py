@@ -18,7 +18,7 @@ import logging
 import shutil
 import signal
 from collections.abc import Callable, Mapping
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,7 @@ from transformers.trainer_utils import HubStrategy
 
 from ..checkpoint.checkpointer import CheckpointContents, Checkpointer, CheckpointLoader, on_all_ranks
 from ..checkpoint.folders import RemoteRun, RunFolder, atomic_folder, files_in, has_own_format
-from ..checkpoint.identity import LAYOUT, identity_of
+from ..checkpoint.identity import LAYOUT, base_identity, identity_of
 from ..checkpoint.state_dict import PROGRESS_FILE, gather_full_weights, older_weights, optimizer_numbers
 from ..config.checks import check_one_gpu
 from ..config.reward_config import RewardConfig, is_url, private_folder
@@ -115,6 +115,8 @@ class Components:
         """Called after a SIGTERM that came too late to stop training."""
         self.identity: dict[str, Any] = {}
         """Everything that decides the numbers of the run, see `identity_of`."""
+        self.base_identity: Callable[[], dict[str, Any]] = dict
+        """Returns the part of the identity that is read from the device, see `base_identity`."""
         self.build: Any = None
         """Function that turns the return value of `model_init` into a reward model."""
         self.date: str | None = None
@@ -194,6 +196,9 @@ class SavingTrainer(Trainer):
         # the model's folder may differ between hosts: the name on the first host counts
         config = getattr(self.model, "config", None)  # a hyperparameter search makes the model later, per trial
         identity["the model"] = all_gather_object(Path(getattr(config, "name_or_path", None) or "").name)[0]
+        ours.base_identity = cache(lambda: base_identity(self.model))
+        if resume:
+            identity |= ours.base_identity()
         on_all_ranks(run.claim, all_gather_object)
         checkpoint = ours.checkpoints.find(resume, run, ours.batch_plan.layout, identity)
         step = ours.checkpoints.state().global_step
@@ -384,6 +389,7 @@ class SavingTrainer(Trainer):
         all_gather_object, random_states = self.trl_tpu.agreement.all_gather_object, []
         if has_state:
             sums = self.trl_tpu.statistics.state(self._tr_loss) if is_native else []
+            order = self.trl_tpu.identity | (self.trl_tpu.base_identity() if is_native else {})
             save = self._save_rng_state if writes or args.world_size > 1 else None  # a mesh's hosts share the writer's
             rank_states = on_all_ranks(lambda: _write_random_states(save, folder), all_gather_object)
             if self.trl_tpu.remote is not None and args.world_size > 1:
@@ -404,7 +410,7 @@ class SavingTrainer(Trainer):
         elif has_state and writes:
             numbers = optimizer_numbers(unwrap(self.optimizer), model)
             progress = {"processes": sums, "logged_step": self._globalstep_last_logged, "optimizer": numbers}
-            batches = {"batches": self.trl_tpu.batch_plan.layout, "order": self.trl_tpu.identity}
+            batches = {"batches": self.trl_tpu.batch_plan.layout, "order": order}
             # JSON restores floats bit for bit
             (folder / PROGRESS_FILE).write_text(json.dumps(progress | batches), encoding="utf-8")
             torch.save(self.lr_scheduler.state_dict(), folder / SCHEDULER_NAME)  # type: ignore[union-attr]
