@@ -24,10 +24,11 @@ _ADAPTER_FIELDS_OF_NO_RUN = {
     *("auto_mapping", "base_model_name_or_path", "inference_mode", "peft_version", "revision", "task_type"),
     *("init_lora_weights", "init_weights"),
 }
-#: Fields of a peft config that different weights do not depend on, or that show in the names of the weights.
+#: Fields of a peft config that do not change the meaning of saved weights, or that show in their names.
 _HARMLESS_ADAPTER_FIELDS = re.compile(r".*(dropout|_modules|modules_to_save|layers_to_transform|layers_pattern)")
 #: Settings of an optimizer's groups that follow the schedule, or choose a kernel.
 _GROUP_SETTINGS_OF_NO_RUN = {"params", "lr", "initial_lr", "capturable", "foreach", "fused"}
+#: Values before and after that mean the same: no arguments.
 _NOTHING: Any = ([None, {}], [{}, None])
 LAYOUT = "the layout of batches (`packing`)"
 _ADAPTERS, _BASE = "adapters ", "checksum of the base model's weights"

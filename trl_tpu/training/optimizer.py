@@ -230,11 +230,15 @@ def update_in_float32(optimizer: Optimizer) -> None:
 
     In float16, Adam's epsilon of 1e-8 and the squares of small gradients are 0, and 0 / 0 is NaN.
     """
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    halves = [each for each in parameters if each.dtype == torch.float16 and not isinstance(each, DTensor)]
+    if not halves:
+        return
     weights = dict[nn.Parameter, torch.Tensor]()
 
     def widen(*_: object) -> None:
-        for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
-            if parameter.dtype == torch.float16 and not isinstance(parameter, DTensor):
+        for parameter in halves:
+            if parameter.dtype == torch.float16:  # hooks of an earlier `train()` may have widened it
                 gradient, weights[parameter] = parameter.grad, parameter.data
                 parameter.grad, parameter.data = None, parameter.data.float()
                 parameter.grad = None if gradient is None else gradient.float()
