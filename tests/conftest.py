@@ -7,6 +7,7 @@ the scripts that tests start in subprocesses.
 
 import gc
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,16 @@ def pytest_collection_finish() -> None:
 
 
 # Fixtures import inside their functions: otherwise the process that distributes tests would import torch, too.
+
+
+@pytest.fixture(autouse=True)
+def same_environment() -> Iterator[None]:
+    """Restore the environment after each test: accelerate and transformers set variables for the whole process."""
+    before = dict(os.environ)
+    yield
+    if os.environ != before:
+        os.environ.clear()
+        os.environ.update(before)
 
 
 @pytest.fixture(scope="session")
