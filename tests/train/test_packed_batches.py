@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 from trl_tpu import RewardConfig, RewardTrainer
 from trl_tpu.data.collators import batches_in
-from trl_tpu.data.length_stats import answers_of
+from trl_tpu.data.kinds import answers_of
 from trl_tpu.modeling.losses import Loss, batch_loss
 from trl_tpu.packing.shapes import RowPlan, RowShape
 

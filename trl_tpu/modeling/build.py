@@ -11,11 +11,12 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from .. import runtime
 from ..config.reward_config import RewardConfig
+from ..data.collators import OldPairs
 from ..data.formats import convert_row
-from ..data.length_stats import answers_of, is_prepared, length_stats
-from ..data.rankings import RankingKind
-from ..data.solutions import prepare_solutions, tokenize_solution
-from ..data.tokenize import prepare_preference_dataset
+from ..data.kinds import answers_of, kinds_for, labels_as
+from ..data.kinds.solutions import tokenize_solution
+from ..data.length_stats import is_prepared, length_stats
+from ..data.tokenize import prepare
 from ..errors import UserError, UserTypeError
 from ..parallel.shard import distributed_config, place_model, plan_model
 from .adapters import (
@@ -40,12 +41,11 @@ from .load import (
     load_tokenizer,
     set_special_tokens,
 )
-from .losses import LISTWISE_LOSSES, TIES
+from .losses import LISTWISE_LOSSES
 from .model_shape import learned_positions
 
 logger = logging.getLogger(__name__)
 
-_SOLUTION_SETTINGS = ("step_separator", "max_length", "max_completion_length", "train_on_last_step_only")
 _RANKING_SETTINGS = ("ranking_top_k", "margin_scale", "ties", "tie_threshold", "average_over")
 _SAMPLED_ANSWERS = 100  # answers whose last tokens are checked before training
 
@@ -131,7 +131,8 @@ def build_reward_model(
     check_num_labels(base, outputs)
     if attribute_weights:
         write_head_spec(base.config, [*attribute_weights], [*attribute_weights.values()], None)
-    write_head_spec(base.config, args.attributes or (), args.attribute_weights, outputs.step_separator)
+    spec = (args.attributes or (), args.attribute_weights, outputs.step_separator, labels_as(args))
+    write_head_spec(base.config, *spec)
     tokenizer = load_processing_class(model, processing_class, **files)
     tokenizer, added_tokens = set_special_tokens(model, tokenizer, args)
     if in_files:  # before the adapters: peft puts them on the device of the base weights
@@ -180,7 +181,7 @@ def build_dataset(
     args: RewardConfig,
     name: str,
     old_columns: bool = False,
-    tokenize_solution: Any = tokenize_solution,
+    tokenize_row: Any = tokenize_solution,
 ) -> Any:
     """Convert a dataset in any accepted format to prepared rows for ``model``.
 
@@ -188,25 +189,22 @@ def build_dataset(
         UserError: The data cannot be trained on. The message names the dataset, the row and the fix.
     """
     embeddings: Any = model.get_input_embeddings()
-    how: Any = {"num_embeddings": embeddings.weight.shape[0], "num_proc": args.dataset_num_proc, "name": name}
-    if args.step_separator is not None:
-        settings = {key: getattr(args, key) for key in _SOLUTION_SETTINGS}
-        settings |= {"tokenizer": processing_class, "is_eval": name != "train"}
-        how["neutral"] = getattr(args, "neutral_steps", None)
-        return _within_positions(prepare_solutions(dataset, tokenize_solution, settings, **how), model, name)
-    need_rankings = ["loss_type"] * (args.loss_type in LISTWISE_LOSSES)
-    need_rankings += [key for key in _RANKING_SETTINGS if getattr(args, key) != getattr(RewardConfig, key)]
-    is_regression = args.loss_type == "regression"
-    rankings = RankingKind(
-        may_tie=is_regression or args.ties is not None,
-        may_all_tie=is_regression or args.ties in TIES,
-        needs_scores=is_regression,
-        attributes=tuple(args.attributes or ()),
-        settings=tuple(f"{key}={getattr(args, key)!r}" for key in need_rankings),
+    given = ["loss_type"] * (args.loss_type in LISTWISE_LOSSES)
+    given += [key for key in _RANKING_SETTINGS if getattr(args, key) != getattr(RewardConfig, key)]
+    kinds: Any = kinds_for(args, is_eval=name != "train", tokenize_row=tokenize_row)
+    if old_columns and not args.attributes:  # TRL's old columns hold no attribute grades
+        kinds = (OldPairs(processing_class),)
+    prepared = prepare(
+        dataset,
+        processing_class,
+        num_embeddings=embeddings.weight.shape[0],
+        max_length=args.max_length,
+        truncation_mode=args.truncation_mode,
+        num_proc=args.dataset_num_proc,
+        name=name,
+        kinds=kinds,
+        settings=[f"{key}={getattr(args, key)!r}" for key in given],
     )
-    how |= {"max_length": args.max_length, "truncation_mode": args.truncation_mode}
-    are_old = old_columns and not args.attributes  # TRL's old columns hold no attribute grades
-    prepared = prepare_preference_dataset(dataset, processing_class, rankings=rankings, are_old=are_old, **how)
     return _within_positions(prepared, model, name)
 
 

@@ -188,4 +188,4 @@ def read_scores(scores: torch.Tensor, batch: Batch[torch.Tensor]) -> torch.Tenso
     scores = scores.unsqueeze(-1) if scores.dim() == 1 else scores
     scores_SA = scores[row_S, column_S] if scores.dim() == 3 else scores[row_S]
     scores_SA = scores_SA.to(torch.promote_types(scores.dtype, torch.float32))
-    return scores_SA[:, 1:] - scores_SA[:, :1] if batch.table.kind == "steps" else scores_SA
+    return batch.table.kind.rewards_of(scores_SA)

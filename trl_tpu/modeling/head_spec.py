@@ -86,10 +86,12 @@ class HeadSpec:
     Args:
         attributes: Weight of each attribute by name, in the order of the outputs; empty without attributes.
         step_separator: The text after each step of process rewards; None for rewards of conversations.
+        labels_as: How evaluations read the labels of answers or steps, see `trl_tpu.data.kinds`; None as usual.
     """
 
     attributes: Mapping[str, float] = field(default_factory=dict)
     step_separator: str | None = None
+    labels_as: str | None = None
 
     @classmethod
     def of(cls, config: PretrainedConfig | dict[str, Any]) -> "HeadSpec":
@@ -99,7 +101,7 @@ class HeadSpec:
         weights = map(float, values.get("attribute_weights") or ())
         # most models have labels, but no attribute weights
         attributes = zip((names[place] for place in sorted(names, key=int)), weights, strict=False)
-        return cls(dict(attributes), values.get("step_separator"))
+        return cls(dict(attributes), values.get("step_separator"), values.get("labels_as"))
 
     @classmethod
     def saved(cls, model: str | Path) -> "HeadSpec":
@@ -118,6 +120,11 @@ class HeadSpec:
         return (-1.0, 1.0) if self.step_separator is not None else tuple(self.attributes.values()) or (1.0,)
 
     @property
+    def pipeline_tag(self) -> str:
+        """The Hub's name of the task."""
+        return "text-classification" if self.step_separator is None else "token-classification"
+
+    @property
     def auto_class(self) -> Any:
         """transformers' auto class for models with these outputs."""
         return AutoModelForSequenceClassification if self.step_separator is None else AutoModelForTokenClassification
@@ -127,7 +134,11 @@ ONE_REWARD = HeadSpec()
 
 
 def write_head_spec(
-    config: PretrainedConfig, names: Sequence[str], weights: Sequence[float] | None, step_separator: str | None
+    config: PretrainedConfig,
+    names: Sequence[str],
+    weights: Sequence[float] | None,
+    step_separator: str | None,
+    labels_as: str | None = None,
 ) -> None:
     """Write a head specification into a model's config, in place of the specification of its base model.
 
@@ -136,7 +147,7 @@ def write_head_spec(
         names: Names of the attributes; empty without attributes. If the config has the same names, their order in the
             config is kept.
         weights: One weight per name. None keeps the weights in the config; without any, all weights are equal.
-        step_separator: The text after each step of process rewards; None for rewards of conversations.
+        step_separator, labels_as: See `HeadSpec`.
 
     Raises:
         UserError: The config has attributes with other names.
@@ -149,7 +160,7 @@ def write_head_spec(
             f"The model's outputs are the attributes {[*before]}, but attributes={[*names]} differ. Set "
             f"attributes={[*before]} to train them further, or start from a model without attributes."
         )
-    for name in ("attribute_weights", "step_separator"):
+    for name in ("attribute_weights", "step_separator", "labels_as"):
         vars(config).pop(name, None)
     if names:
         attributes = (
@@ -160,6 +171,8 @@ def write_head_spec(
         config.id2label, config.label2id = dict(enumerate(names)), {name: place for place, name in enumerate(names)}
     if step_separator is not None:
         config.step_separator = step_separator
+    if labels_as is not None:
+        config.labels_as = labels_as
 
 
 def fold_attributes(model: PreTrainedModel, outputs: HeadSpec) -> None:
@@ -170,7 +183,7 @@ def fold_attributes(model: PreTrainedModel, outputs: HeadSpec) -> None:
     Raises:
         UserError: The model has attributes, but no `score` head.
     """
-    write_head_spec(model.config, (), None, outputs.step_separator)
+    write_head_spec(model.config, (), None, outputs.step_separator, outputs.labels_as)
     if not outputs.attributes:
         return
     if (head := find_score_head(model)) is None:

@@ -14,6 +14,7 @@ import torch
 
 from .. import runtime
 from ..data.collate import BatchCollator, ComparisonRule, PackRows, Part
+from ..data.kinds import Answers
 from ..errors import UserError
 from ..modeling.adapters import is_peft_model
 from ..modeling.forward import PackingImpossible, rewards_of
@@ -113,7 +114,7 @@ class Batches:
     ) -> Members:
         """Make a batch of the sequences ``members``, with a table of ``rows`` rows (by default one per sequence)."""
         part = None if rows is None else Part(rows)
-        collate = BatchCollator(pack_rows, self.pad_token_id, ComparisonRule(answers=1), part)  # makes no comparisons
+        collate = BatchCollator(pack_rows, self.pad_token_id, ComparisonRule(answers=1, kind=Answers()), part)
         return np.array(members), collate([{"answers": [dialogues[index]]} for index in members]).parts
 
 

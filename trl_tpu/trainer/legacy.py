@@ -9,8 +9,8 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase, TrainerCallback, TrainingArguments
 
 from ..config.reward_config import RewardConfig
+from ..data.checks import OLD_KEYS as LEGACY_KEYS
 from ..data.collators import RewardDataCollatorWithPadding
-from ..data.length_stats import OLD_KEYS as LEGACY_KEYS
 from ..errors import UserError
 
 

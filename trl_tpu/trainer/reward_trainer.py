@@ -24,7 +24,7 @@ from ..config import checks
 from ..config.reward_config import RewardConfig
 from ..data.chat_templates import date_written
 from ..data.collators import DataCollatorForPreference, _tokenize, batches_in
-from ..data.length_stats import COLUMNS, PAIR, row_format_of
+from ..data.kinds import COLUMNS, Pairs, kind_of_columns
 from ..data.loader import prompts_in_training
 from ..errors import UserTypeError
 from ..evaluation.evaluate import check_best_metric, check_eval_by
@@ -198,10 +198,8 @@ class RewardTrainer(checks.SuggestsNewNames, EvaluatingTrainer):
         self._make_components(plan, statistics)
         self.trl_tpu.build = build
         self.trl_tpu.date = date_written(built_tokenizer, first_chat(train_dataset))
-        sets, raw = (data if isinstance(data, Mapping) else {"": data} for data in (eval_rows, eval_dataset))
-        has_prompts = args.step_separator is None  # prepared solutions have no prompts
-        train, evaluated = (train_rows, sets) if has_prompts else (train_dataset, raw)
-        self.trl_tpu.seen = {id(sets[name]): prompts_in_training(train, evaluated[name], name) for name in sets}
+        sets = eval_rows if isinstance(eval_rows, Mapping) else {"": eval_rows}
+        self.trl_tpu.seen = {id(rows): prompts_in_training(train_rows, rows, name) for name, rows in sets.items()}
         self.verdicts = statistics.verdicts
         """Verdict of the last evaluation for each prefix of metric names, such as "eval"."""
         self._metrics = {mode: SubclassMetrics(self._last_metrics) for mode in ("train", "eval")}
@@ -260,10 +258,7 @@ class RewardTrainer(checks.SuggestsNewNames, EvaluatingTrainer):
             return result.loss
         if result.outputs is not None and not self.use_reward_data_collator:
             return result.loss, result.outputs
-        if result.table.kind != "pairs":
-            return result.loss, {"rewards": result.rewards_by_row}
-        chosen_P, rejected_P = result.rewards_by_row.unbind(-1)
-        return result.loss, {"rewards_chosen": chosen_P, "rewards_rejected": rejected_P}
+        return result.loss, result.table.kind.outputs(result.rewards_by_row)
 
     def _step(self, model: nn.Module, inputs: dict[str, Any]) -> StepResult:
         """Compute loss and rewards of a batch. In training, add the rewards to the step's metrics."""
@@ -288,7 +283,7 @@ class RewardTrainer(checks.SuggestsNewNames, EvaluatingTrainer):
         if isinstance(dataset, Mapping):
             return {key: self._prepared(split, key) for key, split in dataset.items()}
         prepared = self._prepare_dataset(dataset, self.processing_class, self.args, name)
-        if not self._is_original("_prepare_dataset") and row_format_of(prepared.column_names or ()) == PAIR:
+        if not self._is_original("_prepare_dataset") and kind_of_columns(prepared.column_names or ()) == Pairs():
             prepared = build_dataset(prepared, self.model, self.processing_class, self.args, name)
         return prepared
 

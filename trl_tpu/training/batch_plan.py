@@ -12,12 +12,11 @@ from transformers import DataCollatorForTokenClassification, PreTrainedModel, Pr
 from ..config.reward_config import RewardConfig
 from ..data.collate import BatchCollator, ComparisonRule, Part
 from ..data.collators import DataCollatorForPreference, DictCollator, RewardDataCollatorWithPadding
-from ..data.length_stats import SOLUTION, has_row_format, is_prepared, length_stats
+from ..data.length_stats import is_prepared, kind_of_dataset, length_stats
 from ..errors import UserError
 from ..modeling.adapters import without_adapters
 from ..modeling.forward import PackingImpossible
 from ..modeling.layers import find_layers
-from ..modeling.losses import TIES
 from ..modeling.model_shape import outgrows_positions
 from ..modeling.packability import make_packable, user_code_in
 from ..modeling.static_shapes import fit_to_device
@@ -194,7 +193,7 @@ class BatchPlan:
         multiple: Any = self._args.pad_to_multiple_of  # an int or None: the config has parsed text
         if self._old_columns:
             return RewardDataCollatorWithPadding(self._tokenizer, pad_to_multiple_of=multiple)
-        if has_row_format(self._train_dataset, SOLUTION):
+        if kind_of_dataset(self._train_dataset).is_one_sequence:
             return DataCollatorForTokenClassification(self._tokenizer, pad_to_multiple_of=multiple)
         return DataCollatorForPreference(self._pad_token_id, multiple)
 
@@ -218,14 +217,7 @@ class BatchPlan:
             self._pad_for_reason(self._obstacle_in_code() or user_code_in(self._whole_model))
         args, (index, count) = self._args, self._runtime.batch_part
         answers = length_stats(dataset).answers if is_prepared(dataset) else 2  # streams hold pairs only
-        rule = ComparisonRule(
-            args.ties in TIES,
-            args.average_over == "comparisons",
-            args.margin_scale,
-            args.attribute_loss_weights,
-            answers,
-            len(args.attributes or ()),
-        )
+        rule = ComparisonRule.of(args, kind_of_dataset(dataset), answers)
         part = Part(batch_size, index, count) if count > 1 else None
         if self._packs(dataset) and self._is_unpadded:
             pack_rows = partial(pack_unpadded, attention_crossover_length=self.planned.crossover)

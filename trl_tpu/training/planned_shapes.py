@@ -10,7 +10,8 @@ from datasets import Dataset
 from transformers import PreTrainedModel
 
 from ..config.reward_config import RewardConfig
-from ..data.length_stats import PAIR, has_row_format, is_prepared, length_stats, length_stats_of_stream
+from ..data.kinds import Pairs
+from ..data.length_stats import kind_of_dataset, length_stats, length_stats_of_stream
 from ..data.loader import sizes_by_prompt
 from ..modeling.adapters import without_adapters
 from ..modeling.model_shape import outgrows_positions
@@ -125,7 +126,7 @@ class PlannedShapes:
         if not is_packed:
             return
         # expanded rows hold pairs only
-        if all(has_row_format(data, PAIR) or not is_prepared(data) for data in (train_dataset, *evaluated)):
+        if all(kind_of_dataset(data) == Pairs() for data in (train_dataset, *evaluated)):
             self.expands = self._choose_expansion()
         if self.expands:
             self._plans.clear()  # plan again: whole sequences take more room

@@ -36,6 +36,7 @@ from ..checkpoint.identity import LAYOUT, base_identity, identity_of
 from ..checkpoint.state_dict import PROGRESS_FILE, gather_full_weights, older_weights, optimizer_numbers
 from ..config.checks import check_one_gpu
 from ..config.reward_config import RewardConfig, is_url, private_folder
+from ..data.kinds import Pairs
 from ..errors import UserAttributeError, UserError
 from ..modeling.adapters import complete_config, save_adapter_config
 from ..modeling.head_spec import saved_scale, set_reward_normalization
@@ -123,8 +124,8 @@ class Components:
         """Date that the chat template writes into conversations; None if it writes no date."""
         self.seen: Mapping[int, tuple[int, ...]] = {}
         """Number of evaluation prompts that are also in the training data, and of all, by the `id` of a dataset."""
-        self.labels: Any = None
-        """Labels of the last evaluated batch, without grades: a `Labels` that describes their structure."""
+        self.evaluated_kind: Any = Pairs()
+        """Kind of the last evaluated rows."""
         self.last_step: StepResult | None = None
         """Last result of the loss, for subclass methods that do not return it."""
 

@@ -10,7 +10,7 @@ import torch
 from accelerate import Accelerator
 
 from ..evaluation.evaluate import COUNTS, SUMS, RewardSums, sums_of
-from ..evaluation.verdict import Verdict
+from ..evaluation.verdict import AnyVerdict
 from ..modeling.head_spec import RewardScale
 from ..packing.batch import Comparisons
 from ..parallel.mesh import GiB, peak_flops_of
@@ -80,7 +80,7 @@ class StepStatistics:
         self.num_tokens = 0  # tokens up to the last log, including those before a resume
         self.evaluated: RewardScale | None = None
         """Mean and standard deviation of rewards in the last evaluation."""
-        self.verdicts: dict[str, Verdict] = {}
+        self.verdicts: dict[str, AnyVerdict] = {}
         """Verdict of the last evaluation, by metric prefix."""
         self._windows: deque[RewardSums] = deque()  # one entry per log
         self._load(RewardSums(), StepCounts())
@@ -361,7 +361,7 @@ def _add_batch(
     """Add the rewards of a batch to the vectors of `StepStatistics`, and return the new vectors."""
     pairs, (high, low), steps_4 = counts.split(_COUNT_SIZES)
     totals, lowest_1, highest_1, loss_1 = sums.split(_SUM_SIZES)
-    present_PK = (tokens_S > 0).unflatten(0, (-1, table.answers))
+    present_PK = table.graded_S(tokens_S).unflatten(0, (-1, table.answers))
     if finite_only:  # count a prompt's rewards only if all of them are finite
         are_finite_PK = torch.isfinite(rewards_SA).all(-1).view(present_PK.shape)
         present_PK = present_PK & (are_finite_PK | ~present_PK).all(-1, keepdim=True)
