@@ -24,7 +24,7 @@ from transformers.trainer_utils import seed_worker
 
 from ..errors import UserError
 from ..packing.pack import in_order
-from .kinds import Pairs, answers_of
+from .kinds import answers_of
 from .length_stats import is_prepared, kind_of_dataset, length_stats
 from .prompts import RAW_BY_PREPARED, prompt_groups, shared_prefixes
 
@@ -122,7 +122,7 @@ def sizes_by_prompt(dataset: Any, pairs: int) -> np.ndarray:
     Raises:
         UserError: The data is a stream, or has no pairs.
     """
-    if not is_prepared(dataset) or kind_of_dataset(dataset) != Pairs():
+    if not is_prepared(dataset) or kind_of_dataset(dataset).sequences != 2:
         has = f"has {kind_of_dataset(dataset).name}" if is_prepared(dataset) else "is a stream, whose order is fixed"
         raise UserError(
             f"group_by_prompt=True reorders pairs, but train_dataset {has}. Load a stream whole (without "

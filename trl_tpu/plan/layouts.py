@@ -12,7 +12,6 @@ from typing import Any
 from datasets import Dataset
 
 from ..config.reward_config import RewardConfig
-from ..data.kinds import Pairs
 from ..data.length_stats import kind_of_dataset, length_stats
 from ..modeling.adapters import without_adapters
 from ..modeling.model_shape import ModelShape, model_shape_of, training_flops
@@ -66,7 +65,7 @@ class Layout:
         """Maximum number of answers per prompt, or of steps per solution; None for pairs."""
         if self.tokens is None and (self.args.attributes or self.args.step_separator is not None):
             return 2
-        is_many = self.tokens is not None and kind_of_dataset(self.tokens) != Pairs()
+        is_many = self.tokens is not None and kind_of_dataset(self.tokens).sequences != 2
         return length_stats(self.tokens).answers if is_many else None
 
     @cached_property

@@ -10,7 +10,6 @@ from datasets import Dataset
 from transformers import PreTrainedModel
 
 from ..config.reward_config import RewardConfig
-from ..data.kinds import Pairs
 from ..data.length_stats import kind_of_dataset, length_stats, length_stats_of_stream
 from ..data.loader import sizes_by_prompt
 from ..modeling.adapters import without_adapters
@@ -126,7 +125,7 @@ class PlannedShapes:
         if not is_packed:
             return
         # expanded rows hold pairs only
-        if all(kind_of_dataset(data) == Pairs() for data in (train_dataset, *evaluated)):
+        if all(kind_of_dataset(data).sequences == 2 for data in (train_dataset, *evaluated)):
             self.expands = self._choose_expansion()
         if self.expands:
             self._plans.clear()  # plan again: whole sequences take more room

@@ -13,9 +13,10 @@ from ...errors import UserError
 from ..checks import RAW_COLUMNS
 from ..formats import convert_row
 from .answers import Answers
-from .base import RowKind
+from .base import RowKind as RowKind
 from .pairs import Pairs
-from .rankings import TIE_MODELS, Rankings
+from .rankings import TIE_MODELS as TIE_MODELS
+from .rankings import Rankings
 from .solutions import STEP_ENDS, Solutions
 
 #: All kinds, with the default settings. The first that fits applies.
@@ -123,27 +124,3 @@ def labels_as(args: Any) -> str | None:
 def kind_counting(unit: str) -> RowKind:
     """Return the first kind whose verdicts count these units."""
     return next(kind for kind in KINDS if kind.unit == unit)
-
-
-__all__ = [
-    "ANSWERS",
-    "COLUMNS",
-    "KINDS",
-    "TIE_MODELS",
-    "TOKENS",
-    "Answers",
-    "Pairs",
-    "Rankings",
-    "RowKind",
-    "Solutions",
-    "answers_of",
-    "check_one_form",
-    "choose_kind",
-    "kind_counting",
-    "kind_of",
-    "kind_of_columns",
-    "kinds_for",
-    "labels_as",
-    "labels_of",
-    "scored_kind",
-]

@@ -33,51 +33,60 @@ Part = tuple[Row, list[float], list[float]]
 
 
 class RowKind:
-    """A kind of data rows. Subclasses are frozen dataclasses; their fields are the settings that they read."""
+    """A kind of data rows. Subclasses are frozen dataclasses; their fields are the settings that they read.
+
+    Attributes:
+        name: The rows, in the plural: "pairs".
+        unit: What a verdict counts: "pairs", "answers" or "steps".
+        does: What a model does right, in the sentence "The model ... in 70 % of the pairs".
+        swapped: What may be swapped if the model is worse than chance.
+        lacks: What excludes a scored row from a verdict.
+        centered: The penalty of `center_rewards_coefficient`.
+        too_long: What was left out of the training if it had too many tokens.
+        settings: Settings with an effect on these rows, but not on rows of all kinds: a name, or ``name='value'``.
+        columns: The columns of a prepared row.
+        optional_columns: Further columns of labels that a prepared row may have.
+        token_columns: The columns of token ids among `columns`.
+        scored_columns: For each column that `score` rewards, the names of the columns of rewards and of token counts.
+        sequences: Number of sequences of each row; None if it varies.
+        keeps_columns: Whether prepared rows keep the columns of the user. Otherwise `features` describes all columns.
+        truncates: Whether tokenization truncates long rows by itself, so that no row is dropped.
+        adds_eos: Whether texts get an end-of-sequence token.
+        has_traps: Whether raw rows are searched for likely mistakes, see `traps`.
+        compares_with_zero: Whether each reward is compared with the constant 0, not with another reward of its row.
+        is_one_sequence: Whether all rewards of a row are read in the same sequence.
+        orders_answers: Whether a row may have several grades, so that the order of its answers is evaluated.
+        weighs_comparisons: Whether each comparison, not each row, counts once in a mean.
+        predicts_scores: Whether a reward predicts a score in the same unit: neither is a probability.
+        labels_as: How `from_scored` reads labels, if not as usual; `score` writes it to the column `LABELS_AS`.
+    """
 
     name: ClassVar[str]
-    """The rows, in the plural: "pairs"."""
     unit: ClassVar[str]
-    """What a verdict counts: "pairs", "answers" or "steps"."""
     does: ClassVar[str] = "prefers the chosen answer"
-    """What a model does right, in the sentence "The model ... in 70 % of the pairs"."""
     swapped: ClassVar[str] = "chosen and rejected"
-    """What may be swapped if the model is worse than chance."""
     lacks: ClassVar[str] = "a reward that is not finite"
-    """What excludes a scored row from a verdict."""
     centered: ClassVar[str] = "the squared sum of both rewards of a comparison"
-    """The penalty of `center_rewards_coefficient`."""
     too_long: ClassVar[str]
-    """What was left out of the training if it had too many tokens, in the model card."""
     settings: ClassVar[frozenset[str]] = frozenset()
-    """Settings with an effect on these rows, but not on rows of all kinds."""
-
     columns: ClassVar[tuple[str, str]]
-    """The columns of a prepared row."""
     optional_columns: ClassVar[tuple[str, ...]] = ()
-    """Further columns of labels that a prepared row may have."""
     token_columns: ClassVar[tuple[str, ...]]
-    """The columns of token ids among `columns`."""
     scored_columns: ClassVar[Mapping[str, tuple[str, str]]]
-    """For each column that `score` rewards, the names of the columns of rewards and of token counts."""
+    sequences: ClassVar[int | None] = None
     keeps_columns: ClassVar[bool] = True
-    """Whether prepared rows keep the columns of the user. Otherwise `features` has the types of all columns."""
     truncates: ClassVar[bool] = False
-    """Whether tokenization truncates long rows by itself, so that no row is dropped."""
     adds_eos: ClassVar[bool] = True
-    """Whether texts get an end-of-sequence token."""
-    compares_with_zero: ClassVar[bool] = False
-    """Whether each reward is compared with the constant 0, not with another reward of its row."""
-    is_one_sequence: ClassVar[bool] = False
-    """Whether all rewards of a row are read in the same sequence."""
     has_traps: ClassVar[bool] = True
-    """Whether raw rows are searched for likely mistakes, see `traps`."""
+    compares_with_zero: ClassVar[bool] = False
+    is_one_sequence: ClassVar[bool] = False
     orders_answers: ClassVar[bool] = False
-    """Whether a row may have several grades, so that the order of its answers is evaluated."""
     weighs_comparisons: ClassVar[bool] = False
-    """Whether each comparison, not each row, counts once in a mean."""
     predicts_scores: bool = False
-    """Whether a reward is compared with a score in the same unit: neither is a probability."""
+
+    @property
+    def labels_as(self) -> str | None:
+        return None
 
     @classmethod
     def of(cls, args: Any) -> Self:
@@ -230,11 +239,6 @@ class RowKind:
         return labels
 
     # ---- scored rows
-
-    @property
-    def labels_as(self) -> str | None:
-        """How `from_scored` reads the labels of rows, if not as usual; `score` writes it to the column `LABELS_AS`."""
-        return None
 
     def scored(self, columns: Collection[str], rows: Sequence[Row]) -> Self | None:
         """Return the kind of scored rows with these columns; None if they are of another kind."""

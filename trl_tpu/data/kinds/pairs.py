@@ -36,6 +36,7 @@ class Pairs(RowKind):
 
     name = unit = "pairs"
     too_long = "pairs with a conversation"
+    sequences = 2
     columns = token_columns = ("chosen_ids", "rejected_ids")
     optional_columns = ("margin", "chosen_probability")
     scored_columns = {

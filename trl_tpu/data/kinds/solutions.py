@@ -91,6 +91,7 @@ class Solutions(RowKind):
     columns = ("input_ids", "labels")
     token_columns = ("input_ids",)
     scored_columns = {"completions": ("step_rewards", "tokens")}
+    sequences = 1
     adds_eos = keeps_columns = False
     compares_with_zero = is_one_sequence = weighs_comparisons = truncates = True
 
