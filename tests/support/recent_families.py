@@ -100,7 +100,7 @@ WITH_CLASS: dict[str, dict[str, Any]] = {
     "mixtral": {"num_local_experts": 4, "sliding_window": 24},
     "qwen2_moe": EXPERTS,
     "starcoder2": {"sliding_window": 24},
-    "opt": {"ffn_dim": 48, "word_embed_proj_dim": 32, "dropout": 0.0},
+    "opt": {"ffn_dim": 48, "word_embed_proj_dim": 32, "dropout": 0.0, "enable_bias": False},
     "diffllama": {},
 }
 OTHERS: dict[str, dict[str, Any]] = {
