@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
-from ..packing.batch import Tree
+from ..packing.batch import Batch, Tree
 from .chunk_states import call_by_chunks
 from .forward import current_packed_batch, reading
 from .head_spec import is_wrapped, wrap_forward
@@ -78,13 +78,14 @@ def recompute_in_same_batch(model: nn.Module) -> None:
 def _checkpoint_in_batch(
     checkpoint: Callable[..., Any], forward: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
-    batch = current_packed_batch()
+    call = partial(forward)  # with the keywords of a partial `forward`: on XLA, some are inputs with a gradient
+    in_batch = partial(_call_in_batch, current_packed_batch(), call.func, *call.args, **call.keywords)
+    return checkpoint(in_batch, *args, **kwargs)
 
-    def forward_in_batch(*args: Any, **kwargs: Any) -> Any:
-        with reading(batch):
-            return forward(*args, **kwargs)
 
-    return checkpoint(forward_in_batch, *args, **kwargs)
+def _call_in_batch(batch: Batch[Any] | None, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    with reading(batch):
+        return forward(*args, **kwargs)
 
 
 def _read_by_nodes(forward: Callable[..., Any], signature: inspect.Signature, *args: Any, **kwargs: Any) -> Any:
