@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from trl_tpu.checkpoint.state_dict import to_host
 from trl_tpu.modeling.static_shapes import fit_to_device
+from trl_tpu.modeling.tree_states import recompute_in_same_batch, use_tree_states
 from trl_tpu.runtime import current
 
 
@@ -29,6 +30,8 @@ def model_on_xla(checkpointing: bool, family: str | None = None) -> PreTrainedMo
     if checkpointing:
         model.activation_checkpointing_enable()
         runtime.recompute_layers(model, "full")
+        use_tree_states(model)  # as in packed runs
+        recompute_in_same_batch(model)
     return model
 
 

@@ -183,8 +183,8 @@ class StepResult:
 
     def detach(self) -> "StepResult":
         """Return a copy without autograd graph and model outputs."""
-        loss, losses_P, rewards_SA = self.loss.detach(), self.losses_P.detach(), self.rewards_SA.detach()
-        return StepResult(loss, losses_P, rewards_SA, self.tokens_S, self.table)
+        detached = {name: getattr(self, name).detach() for name in ("loss", "losses_P", "rewards_SA")}
+        return replace(self, **detached, outputs=None)
 
 
 def batch_loss(model: nn.Module, batches: Sequence[Batch[torch.Tensor]], loss: Loss, **extras: Any) -> StepResult:

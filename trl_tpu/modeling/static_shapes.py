@@ -22,8 +22,8 @@ from ..runtime.native import einsum, masked_attention
 from .adapters import without_adapters
 from .forward import register_attention, tree_masks
 from .head_spec import keep_heads_in_float32, wrap_forward
+from .recurrent_layers import carries_states
 from .row_attention import MaskRule, RowAttention
-from .tree_states import carries_states
 
 
 def static_sdpa_mask(*args: Any, **kwargs: Any) -> torch.Tensor | None:

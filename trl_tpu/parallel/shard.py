@@ -32,10 +32,6 @@ class ShardReport:
     """Bytes of each full parameter by name. A tied parameter counts once."""
 
     @property
-    def total_bytes(self) -> int:
-        return sum(self.sizes.values())
-
-    @property
     def bytes_per_device(self) -> int:
         return sum(size // self.placements[name].parts(self.mesh) for name, size in self.sizes.items())
 
@@ -44,7 +40,7 @@ class ShardReport:
 
         The same parameter of all layers is one line.
         """
-        part, total = (f"{size / 2**20:.2f} MiB" for size in (self.bytes_per_device, self.total_bytes))
+        part, total = (f"{size / 2**20:.2f} MiB" for size in (self.bytes_per_device, sum(self.sizes.values())))
         lines = [f"mesh {self.mesh} on {self.mesh.devices} device(s): {part} of parameters per device, {total} in all"]
         if self.mesh.devices > 1:
             lines += dict.fromkeys(
@@ -242,7 +238,7 @@ def shard_activations(model: nn.Module, plan: Plan, placements: Mapping[str, Pla
     """
     for name, module in model.named_modules():
         weight = placements.get(f"{name}.weight")
-        if isinstance(module, nn.Embedding) and weight is not None and weight.axes[0] is None and weight.is_sharded:
+        if isinstance(module, nn.Embedding) and weight is not None and weight.axes[0] is None and weight.names:
             _look_up_features(module, weight.axes[1], plan.mesh, runtime)
         elif isinstance(module, nn.Linear) and weight is not None:
             gathered = plan.style_of(f"{bare_name(name)}.weight") in GATHERED_OUTPUTS

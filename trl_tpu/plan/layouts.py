@@ -15,7 +15,7 @@ from ..config.reward_config import RewardConfig
 from ..data.length_stats import kind_of_dataset, length_stats
 from ..modeling.adapters import without_adapters
 from ..modeling.model_shape import ModelShape, model_shape_of, training_flops
-from ..modeling.tree_states import shared_chunk
+from ..modeling.recurrent_layers import shared_chunk
 from ..packing.shapes import PairLengths, round_up
 from ..parallel.mesh import GiB, MeshShape, MiB, TpuSlice
 from ..runtime import Remat

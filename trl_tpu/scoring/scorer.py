@@ -22,8 +22,8 @@ from ..modeling.head_spec import HeadSpec, RewardScale, saved_scale
 from ..modeling.load import load_model, load_tokenizer
 from ..modeling.model_shape import learned_positions, position_groups
 from ..modeling.packability import make_packable
+from ..modeling.recurrent_layers import shared_chunk
 from ..modeling.static_shapes import fit_to_device
-from ..modeling.tree_states import shared_chunk
 from ..packing.batch import Batch
 from ..packing.pack import in_order, pack_unpadded, pad
 from ..packing.planned import pack

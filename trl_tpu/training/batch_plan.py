@@ -19,8 +19,8 @@ from ..modeling.forward import PackingImpossible
 from ..modeling.layers import find_layers
 from ..modeling.model_shape import outgrows_positions
 from ..modeling.packability import make_packable, user_code_in
+from ..modeling.recurrent_layers import shared_chunk
 from ..modeling.static_shapes import fit_to_device
-from ..modeling.tree_states import shared_chunk
 from ..packing.pack import pack_unpadded, pad
 from ..packing.planned import pack
 from ..packing.shapes import RowPlan

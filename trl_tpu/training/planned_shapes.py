@@ -15,8 +15,8 @@ from ..data.loader import sizes_by_prompt
 from ..modeling.adapters import without_adapters
 from ..modeling.model_shape import outgrows_positions
 from ..modeling.packability import reads_padding, user_code_in
+from ..modeling.recurrent_layers import shared_chunk
 from ..modeling.static_shapes import ExpansionImpossible, use_expanded_attention
-from ..modeling.tree_states import shared_chunk
 from ..packing.shapes import PairLengths, RowPlan, attention_crossover_length, bucket_lengths, plan_rows, round_up
 from ..runtime import Runtime
 
