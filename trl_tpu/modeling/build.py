@@ -10,6 +10,7 @@ from datasets import Dataset, IterableDataset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from .. import runtime
+from ..config.checks import unused_settings
 from ..config.reward_config import RewardConfig
 from ..data.formats import convert_row
 from ..data.length_stats import answers_of, is_prepared, length_stats
@@ -40,13 +41,12 @@ from .load import (
     load_tokenizer,
     set_special_tokens,
 )
-from .losses import LISTWISE_LOSSES, TIES
+from .losses import TIES
 from .model_shape import learned_positions
 
 logger = logging.getLogger(__name__)
 
 _SOLUTION_SETTINGS = ("step_separator", "max_length", "max_completion_length", "train_on_last_step_only")
-_RANKING_SETTINGS = ("ranking_top_k", "margin_scale", "ties", "tie_threshold", "average_over")
 _SAMPLED_ANSWERS = 100  # answers whose last tokens are checked before training
 
 
@@ -194,15 +194,13 @@ def build_dataset(
         settings |= {"tokenizer": processing_class, "is_eval": name != "train"}
         how["neutral"] = getattr(args, "neutral_steps", None)
         return _within_positions(prepare_solutions(dataset, tokenize_solution, settings, **how), model, name)
-    need_rankings = ["loss_type"] * (args.loss_type in LISTWISE_LOSSES)
-    need_rankings += [key for key in _RANKING_SETTINGS if getattr(args, key) != getattr(RewardConfig, key)]
     is_regression = args.loss_type == "regression"
     rankings = RankingKind(
         may_tie=is_regression or args.ties is not None,
         may_all_tie=is_regression or args.ties in TIES,
         needs_scores=is_regression,
         attributes=tuple(args.attributes or ()),
-        settings=tuple(f"{key}={getattr(args, key)!r}" for key in need_rankings),
+        settings=tuple(unused_settings(args, "pairs")),
     )
     how |= {"max_length": args.max_length, "truncation_mode": args.truncation_mode}
     are_old = old_columns and not args.attributes  # TRL's old columns hold no attribute grades
