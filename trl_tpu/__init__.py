@@ -27,7 +27,7 @@ settle()  # choose the device now: transformers and accelerate choose theirs on 
 _MODULES = {
     "data_utils": ["apply_chat_template", "is_conversational", "maybe_apply_chat_template"],
     "data.chat_templates": ["extract_prompt", "maybe_extract_prompt"],
-    "config.checks": ["TrainingArguments"],
+    "compat.arguments": ["TrainingArguments"],
     "modeling.adapters": ["get_kbit_device_map", "get_peft_config", "get_quantization_config"],
     "modeling.load": ["clone_chat_template", "setup_chat_format"],
     "scoring.stream": ["score"],

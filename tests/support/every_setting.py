@@ -19,7 +19,8 @@ from transformers import EvalPrediction, TrainerCallback
 
 import trl_tpu
 from trl_tpu import RewardConfig, RewardTrainer
-from trl_tpu.config.checks import LIMITS, REMOVED, XLA_LIMITS
+from trl_tpu.compat.arguments import REMOVED
+from trl_tpu.config.settings import SETTINGS
 from trl_tpu.data.collators import DataCollatorForPreference
 from trl_tpu.errors import UserError
 from trl_tpu.runtime import current
@@ -80,8 +81,18 @@ LISTED_ON_XLA = _names("""
     dataloader_pin_memory ddp_backend ddp_broadcast_buffers ddp_bucket_cap_mb ddp_find_unused_parameters
     ddp_static_graph ddp_timeout log_on_each_node logging_nan_inf_filter
 """)
-#: Values of rejected settings, by the keys of their tables.
-ASKED: dict[str, Any] = dict.fromkeys(LIMITS | XLA_LIMITS, True) | {
+
+
+def _rejected(where: str) -> dict[str, str]:
+    """Return the advice for each rejected setting, as NAME or NAME=PATTERN."""
+    rules = [(name, rule) for name, setting in SETTINGS.items() for rule in setting.rejected]
+    rules = [(name, rule) for name, rule in rules if where in rule.where.split()]
+    return {f"{name}={rule.value}".rstrip("="): rule.advice for name, rule in rules}
+
+
+ALWAYS, ON_XLA = _rejected("always"), _rejected("xla")
+#: Values of rejected settings.
+ASKED: dict[str, Any] = dict.fromkeys(ALWAYS | ON_XLA, True) | {
     "include_for_metrics=inputs": ["loss", "inputs"],
     "eval_do_concat_batches=False": False,
     "save_steps=None": None,
@@ -99,10 +110,11 @@ ASKED: dict[str, Any] = dict.fromkeys(LIMITS | XLA_LIMITS, True) | {
     "optim=fused": "adamw_torch_fused",
     "optim=bit|bnb|ademamix": "paged_adamw_8bit",
     "optim=layerwise|lomo": "adalomo",
+    "activation_checkpointing_kwargs='(offload|context_fn)': (?!None|False)": {"offload": True},
 }
 #: Rejected with every value except the default.
 REJECTED = ["eval_do_concat_batches"]
-REJECTED_ON_XLA = [key.partition("=")[0] for key in XLA_LIMITS]
+REJECTED_ON_XLA = [key.partition("=")[0] for key in ON_XLA]
 
 
 def check_every_field_is_in_a_table(_: Path) -> None:
@@ -129,14 +141,11 @@ def check_fields_read_elsewhere_and_listed_fields(_: Path) -> None:
 
 def check_settings_are_rejected(folder: Path) -> None:
     """The error suggests the alternative in the table."""
-    assert ASKED.keys() == (LIMITS | XLA_LIMITS).keys()
-    for key, instead in (LIMITS | (XLA_LIMITS if current().is_spmd else {})).items():
+    assert ASKED.keys() == (ALWAYS | ON_XLA).keys()
+    for key, instead in (ALWAYS | (ON_XLA if current().is_spmd else {})).items():
         setting = key.partition("=")[0]
         with pytest.raises(UserError, match=rf"^{setting}=.*: {re.escape(instead)}\.$"):
             RewardConfig(str(folder), **{setting: ASKED[key]})
-    for option in ("offload", "context_fn") if current().is_spmd else ():
-        with pytest.raises(UserError, match=option):
-            RewardConfig(str(folder), activation_checkpointing_kwargs={option: True})
 
 
 # ---- a run, and the arguments of its trainer

@@ -29,7 +29,7 @@ from environment import EXAMPLES, ROOT
 
 import trl_tpu
 from trl_tpu import data_utils
-from trl_tpu.config.checks import REMOVED
+from trl_tpu.compat.arguments import REMOVED
 from trl_tpu.scripts import utils
 from trl_tpu.trainer.model_config import ModelConfig
 

@@ -18,7 +18,7 @@ import subprocesses
 
 import trl_tpu
 from trl_tpu import cli
-from trl_tpu.config.checks import REMOVED
+from trl_tpu.compat.arguments import REMOVED
 from trl_tpu.config.reward_config import RewardConfig
 from trl_tpu.scripts import plan, reward, synthetic
 from trl_tpu.trainer.model_config import ModelConfig

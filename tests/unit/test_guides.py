@@ -33,7 +33,7 @@ from transformers import AutoConfig, AutoModelForSequenceClassification
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from trl_tpu import ModelConfig, RewardConfig, RewardTrainer, ScriptArguments, cli
-from trl_tpu.config import checks
+from trl_tpu.compat import arguments
 from trl_tpu.errors import UserError, UserTypeError
 from trl_tpu.experimental.prm import PRMConfig
 from trl_tpu.modeling.packability import PROVEN_TYPES
@@ -374,8 +374,8 @@ def test_every_easydel_field_is_accepted_or_gets_a_suggestion(tmp_path: Path) ->
     assert len(printed) == 112
     fields = {each.name for kind in (RewardConfig, ModelConfig, ScriptArguments) for each in dataclasses.fields(kind)}
     known = fields | {*inspect.signature(RewardTrainer).parameters}
-    assert not [name for name in fields for pattern in checks.OLD_NAMES if re.fullmatch(pattern, name)]
-    for today in checks.OLD_NAMES.values():
+    assert not [name for name in fields for pattern in arguments.OLD_NAMES if re.fullmatch(pattern, name)]
+    for today in arguments.OLD_NAMES.values():
         assert today.startswith(("leave it out", "set ", "trl-tpu ")) or re.match(r"\w+", today)[0] in known, today
     for name, value in printed.items():
         if name in fields and name != "save_steps":
@@ -386,7 +386,7 @@ def test_every_easydel_field_is_accepted_or_gets_a_suggestion(tmp_path: Path) ->
     (text,) = (each.text for each in blocks(GUIDES / "from_easydel.md") if "learning_rate=5e-5" in each.text)
     for today, value, comment in re.findall(r"^    (\w+)=(.+?),(?:  # (.+))?$", text, re.MULTILINE):
         for old, was in re.findall(r"(\w+)=([^,;]+)", comment) if comment else [(today, value)]:
-            assert old == today or re.search(rf": use {today}\b", checks.advice_on_old_names([old])), old
+            assert old == today or re.search(rf": use {today}\b", arguments.advice_on_old_names([old])), old
             assert printed[old] == ast.literal_eval(was), old
 
 

@@ -105,11 +105,12 @@ def test_no_code_compares_runtime_names() -> None:
 # subpackage -> subpackages below it; modules at the top level are TRL's paths to the subpackages' contents
 BELOW = {
     "errors": set(),
+    "compat": set(),
     "packing": set(),
     "runtime": set(),
     "data": {"packing"},
     "parallel": {"runtime"},
-    "config": {"parallel", "runtime"},
+    "config": {"compat", "parallel", "runtime"},
     "modeling": {"config", "data", "packing", "parallel", "runtime"},
     "evaluation": {"data", "packing"},
     "scoring": {"data", "evaluation", "modeling", "packing", "parallel", "runtime"},
@@ -119,12 +120,12 @@ BELOW = {
         "checkpoint", "config", "data", "evaluation", "modeling", "packing", "parallel", "report", "runtime",
     },
     "trainer": {
-        "config", "data", "evaluation", "modeling", "packing", "report", "runtime", "training",
+        "compat", "config", "data", "evaluation", "modeling", "packing", "report", "runtime", "training",
     },
     "experimental": {"config", "data", "modeling", "runtime", "trainer"},
     "plan": {"config", "data", "experimental", "modeling", "packing", "parallel", "runtime", "trainer", "training"},
     "scripts": {
-        "checkpoint", "config", "data", "evaluation", "modeling", "packing", "parallel",
+        "checkpoint", "compat", "config", "data", "evaluation", "modeling", "packing", "parallel",
         "experimental", "plan", "report", "runtime", "scoring", "trainer", "training",
     },
     "cli": {"plan", "scripts", "runtime"},

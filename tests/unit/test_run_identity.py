@@ -1,39 +1,25 @@
-"""A decision for every setting: does it change the run, so that `resume_from_checkpoint="auto"` stops?"""
+"""Every setting is declared once, and the declaration says whether it belongs to the identity of a run."""
 
 from dataclasses import dataclass, fields
+from typing import Any
 
-from trl_tpu import RewardConfig
-from trl_tpu.config.resume import MAY_CHANGE_ON_RESUME
+from trl_tpu import ModelConfig, RewardConfig
+from trl_tpu.compat.arguments import REMOVED
+from trl_tpu.config.settings import CIRCUMSTANCES, SETTINGS
 from trl_tpu.experimental.prm import PRMConfig
 
 
-def _names(text: str) -> set[str]:
-    return set(text.split())
+def test_every_setting_is_declared() -> None:
+    """Declare a new field in `trl_tpu.config.settings`. It belongs to a run if a resume with another value differs."""
+    names = {item.name for config in (PRMConfig, ModelConfig) for item in fields(config)}
+    assert names - SETTINGS.keys() == {*REMOVED}, "undeclared settings"
+    assert SETTINGS.keys() - names == set(), "declared settings that no config has"
+    wheres = {where for setting in SETTINGS.values() for no in setting.rejected for where in no.where.split()}
+    conditions = {where for where in wheres if where not in CIRCUMSTANCES} | {each.needs for each in SETTINGS.values()}
+    assert {condition.partition("=")[0] for condition in conditions} <= {*names, "remat_policy", ""}
 
 
-#: Settings that change a run. Put a new field here, or into `MAY_CHANGE_ON_RESUME`.
-CHANGES = _names("""
-    accelerator_config adam_beta1 adam_beta2 adam_epsilon attribute_loss_weights attribute_weights attributes
-    auto_find_batch_size average_over bf16 center_rewards_coefficient data_seed dataloader_drop_last
-    dataloader_in_order deepspeed disable_dropout eos_token fp16 frozen_parameters full_determinism
-    gradient_accumulation_steps group_by_prompt ignore_data_skip label_smoothing label_smoothing_factor
-    learning_rate learning_rate_end length_column_name liger_kernel_config loss_type lr_scheduler_kwargs
-    lr_scheduler_type margin_scale max_grad_norm max_length max_steps model_init_kwargs neftune_noise_alpha
-    nonfinite_limit num_train_epochs optim optim_args optim_state_dtype optim_target_modules own_pad_token
-    ranking_top_k remove_unused_columns restore_callback_states_from_checkpoint seed tf32 tie_threshold ties
-    torch_compile torch_compile_backend torch_compile_mode train_sampling_strategy truncation_mode
-    use_liger_kernel warmup_steps weight_decay
-""")
-OF_SOLUTIONS = _names("max_completion_length neutral_steps step_separator train_on_last_step_only")
-
-
-def test_every_setting_has_a_decision() -> None:
-    settings = {item.name for item in fields(PRMConfig)}
-    assert settings - MAY_CHANGE_ON_RESUME == CHANGES | OF_SOLUTIONS
-    assert settings >= MAY_CHANGE_ON_RESUME, "names of the table that no config has"
-
-
-def test_settings_of_a_subclass_belong_to_the_run_unless_it_says_otherwise(tmp_path: object) -> None:
+def test_settings_of_a_run_are_told_from_those_that_may_change(tmp_path: Any) -> None:
     @dataclass
     class Own(RewardConfig):
         temperature: float = 1.0
@@ -42,3 +28,13 @@ def test_settings_of_a_subclass_belong_to_the_run_unless_it_says_otherwise(tmp_p
 
     settings = Own(str(tmp_path), temperature=2.0, model_init_kwargs={"token": "hf_secret"}).identifying_settings()
     assert settings["temperature"] == 2.0 and "note" not in settings and "hf_secret" not in str(settings)
+    assert {
+        "learning_rate",
+        "seed",
+        "loss_type",
+        "optim",
+        "bf16",
+        "max_length",
+        "model_init_kwargs",
+    } <= settings.keys()
+    assert not settings.keys() & {"output_dir", "logging_steps", "mesh", "packing", "total_batch_size", *REMOVED}

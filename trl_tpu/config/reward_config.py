@@ -17,13 +17,13 @@ from transformers.trainer_pt_utils import AcceleratorConfig
 from transformers.trainer_utils import SchedulerType
 
 from .. import runtime
+from ..compat.arguments import REMOVED, RemovedArguments, apply_removed_arguments
 from ..errors import UserError, explaining
 from ..parallel.mesh import MeshShape, parse_mesh
 from ..parallel.sharding_plan import Rules
 from ..runtime import Remat
 from . import checks
-from .checks import RemovedArguments
-from .resume import MAY_CHANGE_ON_RESUME
+from .settings import SETTINGS
 
 _DURATION = re.compile(r"(?:([1-9][0-9]{0,5})d)?(?:([1-9][0-9]{0,5})h)?(?:([1-9][0-9]{0,5})m)?")
 
@@ -321,7 +321,9 @@ class RewardConfig(RemovedArguments, TrainingArguments):
     _VALID_DICT_FIELDS = [*TrainingArguments._VALID_DICT_FIELDS, "model_init_kwargs"]
     step_separator: ClassVar[str | None] = None
     """Text after each step of a solution. None unless the trainer rewards steps."""
-    may_change_on_resume: ClassVar[frozenset[str]] = MAY_CHANGE_ON_RESUME
+    may_change_on_resume: ClassVar[frozenset[str]] = frozenset(REMOVED) | {
+        name for name, setting in SETTINGS.items() if not setting.changes_run
+    }
     """Settings that do not change a run. All others belong to its identity, also the fields of a subclass."""
 
     # TRL's defaults that differ from TrainingArguments'
@@ -400,7 +402,7 @@ class RewardConfig(RemovedArguments, TrainingArguments):
             self.output_url, self.output_dir = self.output_dir, private_folder(self.output_dir)
         if self.fsdp in ("no", "off"):  # YAML spellings of False
             self.fsdp = None
-        checks.apply_removed_arguments(self)
+        apply_removed_arguments(self)
         if self.pad_token is not None:
             warnings.warn(
                 "`pad_token` is deprecated and will be removed in v2.0.0: set `tokenizer.pad_token` and pass the "
@@ -410,13 +412,15 @@ class RewardConfig(RemovedArguments, TrainingArguments):
             )
         if self.report_to is None:  # an old spelling of its default
             self.report_to = "none"
-        self._fit_to_runtime()
         if isinstance(multiple := self.pad_to_multiple_of, str):
             with explaining("pad_to_multiple_of must be 'auto' or a whole number of at least 1", "Correct it."):
                 self.pad_to_multiple_of = None if multiple.lower() in ("auto", "none", "null") else int(multiple)
         self.packing = str(self.packing).lower()
         self.packing = _BOOLEAN_WORDS.get(self.packing, self.packing)
         checks.check_values(self)
+        chosen = runtime.current()  # before transformers looks for the device; on XLA this has turned SPMD on
+        checks.check_limits(self, runtime.choice().name)
+        chosen.set_device_arguments(self)
         is_batch_given = self.per_device_train_batch_size is not None
         if not is_batch_given:
             self.per_device_train_batch_size = TrainingArguments.per_device_train_batch_size
@@ -424,19 +428,19 @@ class RewardConfig(RemovedArguments, TrainingArguments):
             self.gradient_checkpointing = False  # remat overrides TRL's default of True
         if self.greater_is_better is None and (self.metric_for_best_model or "").endswith(ERRORS):
             self.greater_is_better = False  # transformers does this only for losses
-        with runtime.current().accelerate_context(), warnings.catch_warnings():
+        with chosen.accelerate_context(), warnings.catch_warnings():
             # our default has TRL's name, and transformers deprecates it
             warnings.filterwarnings(
                 "ignore", message="`gradient_checkpointing.*` is deprecated", category=FutureWarning
             )
             super().__post_init__()
-        checks.check_remat(self)
         checks.check_trackers(self)
         checks.warn_of_unmet_needs(self)
         _ = self.schedule  # raises if the schedule cannot end at learning_rate_end
         self.mesh_shape = self._parse_mesh()
-        if self.shards_over_processes:
-            checks.check_limits(self, checks.RANK_LIMITS, "impossible with a mesh over processes")
+        is_unscanned = chosen.is_spmd and not self.scan_layers
+        circumstances = ["ranks"] * self.shards_over_processes + ["unscanned"] * is_unscanned
+        checks.check_limits(self, runtime.choice().name, *circumstances)
         if self.total_batch_size is not None:
             self._divide_total_batch(self.total_batch_size, is_batch_given)
         self.sharding_rules = None if self.sharding_plan is None else Rules.read(self.sharding_plan)
@@ -458,18 +462,14 @@ class RewardConfig(RemovedArguments, TrainingArguments):
         """
         return self.mesh_shape.devices > 1 and self.world_size > 1
 
-    def _fit_to_runtime(self) -> None:
-        """Start the runtime before transformers looks for the device, and set the arguments that depend on it."""
-        chosen = runtime.current()  # on XLA this has turned SPMD on
-        checks.check_limits(self, checks.DEVICE_LIMITS[runtime.choice().name], f"impossible on {chosen.name}")
-        chosen.set_device_arguments(self)
-
     @property
     def remat_policy(self) -> Remat:
         """Operations that each layer recomputes, by `remat`, or by `gradient_checkpointing` if `remat` is None."""
         if self.remat is not None:
-            return Remat.parse(self.remat)
-        return Remat.FULL if self.activation_checkpointing else Remat.NONE
+            return Remat(self.remat)
+        # transformers sets `activation_checkpointing` to its old name's value
+        recomputes = self.activation_checkpointing
+        return Remat.FULL if recomputes or (recomputes is None and self.gradient_checkpointing) else Remat.NONE
 
     @property
     def schedule(self) -> tuple[SchedulerType, dict[str, Any]]:

@@ -47,7 +47,7 @@ def prepare(
     name: str,
     truncation_mode: str | None = None,
     kinds: Sequence[RowKind] = DEFAULT_KINDS,
-    settings: Sequence[str] = (),
+    unused_settings: Callable[[str], Sequence[str]] = lambda kind: (),
 ) -> Dataset | IterableDataset:
     """Check and tokenize the rows, and truncate or drop rows that are too long.
 
@@ -65,7 +65,7 @@ def prepare(
         name: Name of the dataset in errors and logs, such as "train".
         truncation_mode: How to truncate rows, see `keep_fitting`.
         kinds: The kinds of rows that are accepted, with their settings.
-        settings: Given settings that have an effect on some kinds only, see `choose_kind`.
+        unused_settings: Returns the given settings that have no meaning for the kind of a name.
 
     Returns:
         The dataset with the columns of its kind. It is already measured, see `length_stats`.
@@ -79,7 +79,7 @@ def prepare(
     dataset, columns = rename_old_columns(dataset, checks.column_names(dataset, name))
     if len(kinds) > 1:
         check_one_form(columns, f"The {name} dataset")
-    kind, is_tokenized = choose_kind(dataset, columns, kinds, name, settings)
+    kind, is_tokenized = choose_kind(dataset, columns, kinds, name, unused_settings)
     if not is_tokenized:
         if processing_class.eos_token is None and kind.adds_eos:
             logger.warning(f"The tokenizer has no end-of-sequence token, so none is appended to the {name} texts.")

@@ -4,7 +4,7 @@ import sys
 from dataclasses import dataclass
 from typing import Any
 
-from ..config.checks import check_choices, check_limits
+from ..config.checks import check_limits
 from ..config.reward_config import RewardConfig, help_from_docstring
 from ..data.kinds.solutions import tokenize_solution
 from ..modeling.build import build_dataset
@@ -13,9 +13,6 @@ from ..trainer.utils import compute_accuracy as compute_accuracy
 
 # TRL's module names of the config and the trainer; files of earlier runs refer to them
 sys.modules |= dict.fromkeys((f"{__name__}.prm_config", f"{__name__}.prm_trainer"), sys.modules[__name__])
-
-_PAIR_ONLY = "center_rewards_coefficient margin_scale label_smoothing label_smoothing_factor eval_by truncation_mode"
-_RANKING_ONLY = "loss_type=plackett_luce|regression average_over=comparisons ties attributes step_separator=^None$"
 
 
 @help_from_docstring
@@ -52,9 +49,7 @@ class PRMConfig(RewardConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_choices(self, {"neutral_steps": ("ignore", "wrong", None)})
-        unsupported = dict.fromkeys([*_PAIR_ONLY.split(), *_RANKING_ONLY.split()], "leave it out")
-        check_limits(self, unsupported, "not for process rewards")
+        check_limits(self, "solutions")
 
 
 class PRMTrainer(RewardTrainer):

@@ -3,6 +3,7 @@
 import copy
 import logging
 from collections.abc import Iterator, Mapping
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -10,6 +11,7 @@ from datasets import Dataset, IterableDataset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from .. import runtime
+from ..config.checks import unused_settings
 from ..config.reward_config import RewardConfig
 from ..data.collators import OldPairs
 from ..data.formats import convert_row
@@ -41,12 +43,10 @@ from .load import (
     load_tokenizer,
     set_special_tokens,
 )
-from .losses import LISTWISE_LOSSES
 from .model_shape import learned_positions
 
 logger = logging.getLogger(__name__)
 
-_RANKING_SETTINGS = ("ranking_top_k", "margin_scale", "ties", "tie_threshold", "average_over")
 _SAMPLED_ANSWERS = 100  # answers whose last tokens are checked before training
 
 
@@ -189,8 +189,6 @@ def build_dataset(
         UserError: The data cannot be trained on. The message names the dataset, the row and the fix.
     """
     embeddings: Any = model.get_input_embeddings()
-    given = ["loss_type"] * (args.loss_type in LISTWISE_LOSSES)
-    given += [key for key in _RANKING_SETTINGS if getattr(args, key) != getattr(RewardConfig, key)]
     kinds: Any = kinds_for(args, is_eval=name != "train", tokenize_row=tokenize_row)
     if old_columns and not args.attributes:  # TRL's old columns hold no attribute grades
         kinds = (OldPairs(processing_class),)
@@ -203,7 +201,7 @@ def build_dataset(
         num_proc=args.dataset_num_proc,
         name=name,
         kinds=kinds,
-        settings=[f"{key}={getattr(args, key)!r}" for key in given],
+        unused_settings=partial(unused_settings, args),
     )
     return _within_positions(prepared, model, name)
 

@@ -25,8 +25,6 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from torch.utils.data import DataLoader
 from transformers.utils import is_torch_bf16_gpu_available
 
-from ..errors import UserError
-
 #: The mesh axis or axes over which each dimension of a tensor is sharded; None for an unsharded dimension.
 PartitionSpec = tuple[str | tuple[str, ...] | None, ...]
 
@@ -43,17 +41,6 @@ class Remat(StrEnum):
     NONE = "none"
     FULL = "full"
     DOTS = "dots"
-
-    @classmethod
-    def parse(cls, value: str) -> "Remat":
-        """Parse a value of the `remat` setting.
-
-        Raises:
-            UserError: The value is not "none", "full" or "dots".
-        """
-        if value not in list(cls):
-            raise UserError(f"remat must be 'full', 'dots' or 'none', got {value!r}.")
-        return cls(value)
 
 
 @dataclass(frozen=True)

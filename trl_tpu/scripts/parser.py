@@ -3,7 +3,6 @@
 import argparse
 import copy
 import dataclasses
-import inspect
 import json
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -12,7 +11,8 @@ from typing import Any, NoReturn, TypeVar, get_args, get_origin
 
 from transformers.hf_argparser import HfArgumentParser, string_to_bool
 
-from trl_tpu.config.checks import advice_on_old_names
+from trl_tpu.compat.arguments import advice_on_old_names
+from trl_tpu.config.settings import SETTINGS
 from trl_tpu.errors import UserError
 from trl_tpu.scripts.config_file import take_config
 
@@ -125,7 +125,7 @@ class TrlParser(HfArgumentParser):
 
 
 class CommandParser(TrlParser):
-    """Parser of a command: ``--help`` shows the most important flags, ``--help all`` shows all flags by class.
+    """Parser of a command: ``--help`` shows the most important flags, ``--help all`` shows all flags by group.
 
     Args:
         dataclass_types: The dataclasses, as in `TrlParser`.
@@ -140,8 +140,8 @@ class CommandParser(TrlParser):
 
     def show_all(self) -> None:
         """Make the help show all flags."""
-        fields = [(kind, field.name) for kind in self.dataclass_types for field in dataclasses.fields(kind)]
-        self._titles = {name: _owner(kind, name).__name__ for kind, name in fields}
+        titles = {field.name: kind.__name__ for kind in self.dataclass_types for field in dataclasses.fields(kind)}
+        self._titles = titles | {name: SETTINGS[name].group for name in SETTINGS if name in titles}
 
     def format_help(self) -> str:
         titles, names = self._titles, [*self._titles]
@@ -168,11 +168,6 @@ class _Formatter(argparse.ArgumentDefaultsHelpFormatter):
 
     def _format_action_invocation(self, action: argparse.Action) -> str:
         return ", ".join(flag for flag in action.option_strings if "-" not in flag.lstrip("-"))
-
-
-def _owner(kind: type, field: str) -> type:
-    """Return the class that declares a dataclass's field."""
-    return next(base for base in kind.__mro__ if field in inspect.get_annotations(base))
 
 
 def _default(action: argparse.Action, value: Any) -> Any:

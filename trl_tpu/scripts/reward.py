@@ -101,7 +101,8 @@ def main(
     train_dataset = pick_split(dataset, script_args.dataset_train_split, what)
     eval_dataset = None
     training_args.do_eval |= training_args.eval_on_start  # `eval_strategy` has also set `do_eval`
-    warn_of_unmet_needs(training_args, {"do_eval=True": "eval_by max_eval_steps per_device_eval_batch_size"})
+    of_evaluation = ("eval_by", "max_eval_steps", "per_device_eval_batch_size")
+    warn_of_unmet_needs(training_args, dict.fromkeys(of_evaluation, "do_eval=True"))
     if training_args.do_eval:
         eval_dataset = pick_split(dataset, script_args.dataset_test_split, what)
 

@@ -20,6 +20,7 @@ from transformers import (
 )
 
 from .. import runtime
+from ..compat.arguments import SuggestsNewNames
 from ..config import checks
 from ..config.reward_config import RewardConfig
 from ..data.chat_templates import date_written
@@ -60,7 +61,7 @@ EvalDataset: TypeAlias = (
 )
 
 
-class RewardTrainer(checks.SuggestsNewNames, EvaluatingTrainer):
+class RewardTrainer(SuggestsNewNames, EvaluatingTrainer):
     """Trainer of reward models on preference pairs or rankings.
 
     The arguments have the names and the order of `trl.RewardTrainer`. `model_init` and deprecated names come last.

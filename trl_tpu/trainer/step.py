@@ -19,22 +19,13 @@ from datasets import Dataset, IterableDataset
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ..config.checks import SuggestsNewNames, check_limits, suggests_new_names
+from ..compat.arguments import SuggestsNewNames, suggests_new_names
+from ..config.checks import check_limits
 from ..config.reward_config import RewardConfig
 from ..errors import UserError
 from ..modeling.losses import StepResult
 from ..training.statistics import StepStatistics
 from .reward_trainer import EvalDataset, RewardTrainer
-
-#: Settings that only the loop of `RewardTrainer` supports, in the form of `LIMITS`. It evaluates for schedules.
-_LOOP_LIMITS = dict.fromkeys(
-    (
-        *("report_to", "resume_from_checkpoint", "push_to_hub", "load_best_model_at_end", "auto_find_batch_size"),
-        *("training_time_limit", "save_interval_minutes", "enable_jit_checkpoint", "eval_on_start", "deepspeed"),
-        "lr_scheduler_type=reduce_lr_on_plateau|greedy",
-    ),
-    "leave it out, or use RewardTrainer",
-) | {"progress=json": "print what `log` and `evaluate` return"}
 
 
 class TrainState(SuggestsNewNames):
@@ -70,7 +61,7 @@ class TrainState(SuggestsNewNames):
         peft_config: Any | None = None,
         optimizer_cls_and_kwargs: tuple[type[torch.optim.Optimizer], dict[str, Any]] | None = None,
     ) -> None:
-        check_limits(args, _LOOP_LIMITS, "impossible without RewardTrainer's loop")
+        check_limits(args, "loop")
         args = copy.copy(args)
         args.save_strategy = "no"
         parts: dict[str, Any] = {"quantization_config": quantization_config, "peft_config": peft_config}

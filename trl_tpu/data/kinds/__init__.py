@@ -4,7 +4,7 @@
 methods. A new kind is a new file here, and an entry in `KINDS` and `kinds_for`.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from datasets import Dataset, IterableDataset
@@ -47,7 +47,7 @@ def choose_kind(
     columns: Sequence[str],
     kinds: Sequence[RowKind],
     name: str,
-    settings: Sequence[str] = (),
+    unused_settings: Callable[[str], Sequence[str]] = lambda kind: (),
 ) -> tuple[RowKind, bool]:
     """Return the kind of a dataset's rows, and whether they are tokenized.
 
@@ -56,7 +56,7 @@ def choose_kind(
         columns: Its columns.
         kinds: The kinds that the settings accept.
         name: The dataset's name in errors.
-        settings: Given settings, such as ``ties='skip'``, that have an effect on some kinds only.
+        unused_settings: Returns the given settings that have no meaning for the kind of this name.
 
     Raises:
         UserError: Columns are missing; or columns or settings have no effect on this kind.
@@ -65,7 +65,7 @@ def choose_kind(
     tokenized = next((kind for kind in kinds if kind.is_tokenized(first)), None)
     kind = tokenized or next((kind for kind in kinds if kind.is_raw(first)), kinds[0])
     kind = kind.check_dataset(dataset, first, name)
-    if unused := [item for item in settings if not kind.settings & {item, item.partition("=")[0]}]:
+    if unused := unused_settings(kind.name):
         raise UserError(
             f"{', '.join(unused)}: only rankings use these settings, and the {name} dataset has {kind.name}. Leave "
             "them out, or give `completions` with `scores` or `ranks`."

@@ -29,7 +29,6 @@ class Answers(Rankings):
     name = unit = "answers"
     does, swapped, lacks = "tells right from wrong", "the labels", "no finite reward, or no label"
     centered, too_long = "the squared reward", "answers"
-    settings = frozenset(["loss_type='regression'"])
     orders_answers, sequences = False, 1
     compares_with_zero = True
     counts, counted = range(1, 2), "1 as in the first row"

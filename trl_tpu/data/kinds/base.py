@@ -43,7 +43,6 @@ class RowKind:
         lacks: What excludes a scored row from a verdict.
         centered: The penalty of `center_rewards_coefficient`.
         too_long: What was left out of the training if it had too many tokens.
-        settings: Settings with an effect on these rows, but not on rows of all kinds: a name, or ``name='value'``.
         columns: The columns of a prepared row.
         optional_columns: Further columns of labels that a prepared row may have.
         token_columns: The columns of token ids among `columns`.
@@ -68,7 +67,6 @@ class RowKind:
     lacks: ClassVar[str] = "a reward that is not finite"
     centered: ClassVar[str] = "the squared sum of both rewards of a comparison"
     too_long: ClassVar[str]
-    settings: ClassVar[frozenset[str]] = frozenset()
     columns: ClassVar[tuple[str, str]]
     optional_columns: ClassVar[tuple[str, ...]] = ()
     token_columns: ClassVar[tuple[str, ...]]

@@ -39,7 +39,6 @@ class Rankings(RowKind):
     name = "rankings"
     unit = "pairs"
     too_long = "prompts with an answer"
-    settings = frozenset(("loss_type", "ranking_top_k", "margin_scale", "ties", "tie_threshold", "average_over"))
     columns = ("answer_ids", "grades")
     token_columns = ("answer_ids",)
     scored_columns = {"completions": ("rewards", "tokens")}
