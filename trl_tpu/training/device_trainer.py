@@ -109,7 +109,7 @@ class DeviceTrainer(SavingTrainer):
             f"Training on {current().topology().description}: {choice().reason}\n"
             f"Computing in {precision}; {self.get_num_trainable_parameters():,} of {total:,} parameters train\n"
             f"{self.shard_report}\n"
-            f"Batches of {self._train_batch_size} pairs, {self.trl_tpu.batch_plan.describe()}"
+            f"Batches of {self._train_batch_size} pairs, {self.trl_tpu.batch_plan.layout}"
         )
 
     # ---- a run
@@ -286,7 +286,7 @@ class DeviceTrainer(SavingTrainer):
         if ours.runtime.is_spmd:
             assert self.shard_report is not None  # set by `_move_model_to_device`
             torch_optimizer = unwrap(self.optimizer)
-            accumulates = self._accumulates or ours.batch_plan.accumulates
+            accumulates = self._accumulates or ours.batch_plan.layout.accumulates
             is_new = ours.step_state.prepare(self.model, self.shard_report.placements, torch_optimizer, accumulates)
             if is_new and ours.statistics.skips_nonfinite:
                 skip_unless(lambda: ours.statistics.is_finite_1, torch_optimizer, ours.runtime)

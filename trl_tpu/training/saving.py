@@ -191,7 +191,7 @@ class SavingTrainer(Trainer):
         identity["the batch"] = self.args.train_batch_size * self._batch_parts
         identity["training data"] = digest(self.train_dataset)
         if ours.agreement.count > self.accelerator.num_processes:  # accelerate does not count the hosts of a mesh
-            layout = {LAYOUT: ours.batch_plan.describe()}  # data of streams is not compared
+            layout = {LAYOUT: str(ours.batch_plan.layout)}  # data of streams is not compared
             check_alike(all_gather_object(identity | describe_run(self.args, self.eval_dataset, resume) | layout))
         # the model's folder may differ between hosts: the name on the first host counts
         config = getattr(self.model, "config", None)  # a hyperparameter search makes the model later, per trial
@@ -200,7 +200,7 @@ class SavingTrainer(Trainer):
         if resume:
             identity |= ours.base_identity()
         on_all_ranks(run.claim, all_gather_object)
-        checkpoint = ours.checkpoints.find(resume, run, ours.batch_plan.layout, identity)
+        checkpoint = ours.checkpoints.find(resume, run, ours.batch_plan.layout.name, identity)
         step = ours.checkpoints.state().global_step
         bases = {peft.base_model_name_or_path or "" for peft in getattr(self.model, "peft_config", {}).values()} - {""}
         on_all_ranks(lambda: run.begin(ours.checkpoints.place, step, bases), all_gather_object)
@@ -225,7 +225,7 @@ class SavingTrainer(Trainer):
         # transformers looks for the best checkpoint only where it was saved
         if (best := ours.checkpoints.best_so_far(ours.run_folder)) is not None:
             self.state.best_model_checkpoint = best
-        ours.recompiles.start(ours.batch_plan.shapes)
+        ours.recompiles.start(ours.batch_plan.layout.shapes)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write the model, or its adapters, as safetensors, together with config and tokenizer.
@@ -410,7 +410,7 @@ class SavingTrainer(Trainer):
         elif has_state and writes:
             numbers = optimizer_numbers(unwrap(self.optimizer), model)
             progress = {"processes": sums, "logged_step": self._globalstep_last_logged, "optimizer": numbers}
-            batches = {"batches": self.trl_tpu.batch_plan.layout, "order": order}
+            batches = {"batches": self.trl_tpu.batch_plan.layout.name, "order": order}
             # JSON restores floats bit for bit
             (folder / PROGRESS_FILE).write_text(json.dumps(progress | batches), encoding="utf-8")
             torch.save(self.lr_scheduler.state_dict(), folder / SCHEDULER_NAME)  # type: ignore[union-attr]
