@@ -136,6 +136,29 @@ def test_epoch_trains_on_every_pair_once(layout: str, tokenizer: PreTrainedToken
     assert trainer.state.log_history[-2]["num_tokens"] == 2 * tokens
 
 
+@pytest.mark.parametrize(("layout", "packing"), [("tight", True), ("micro-batches", True), ("tight", False)])
+def test_scripts_may_read_a_batch_as_trls_dict(
+    layout: str, packing: bool, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    """A loop over the items, as in callbacks, gives TRL's dict; the logits of a loss by hand are in its order."""
+    settings: dict[str, Any] = {"packing": packing, "per_device_eval_batch_size": 5}
+    trainer, held_out = make_trainer(tokenizer, tmp_path, layout, **settings), tiny.made_up_pairs(8, seed=1)
+    rows, first = trainer._prepared(held_out, "eval"), 0
+    for batch in trainer.get_eval_dataloader(held_out):
+        moved = {key: tensor.to("cpu") for key, tensor in batch.items()}
+        pairs = len(moved["input_ids"]) // 2
+        theirs = trainer.batch_plan.default_collator()([rows[at] for at in range(first, first + pairs)])
+        assert list(moved) == list(theirs) and all(torch.equal(moved[key], theirs[key]) for key in theirs)
+        trainer.model.eval()
+        with torch.no_grad():
+            loss, outputs = trainer.compute_loss(trainer.model, batch, return_outputs=True)
+            of_dict, expected = trainer.compute_loss(trainer.model, moved, return_outputs=True)
+        assert outputs.logits.shape == (2 * pairs, 1) and loss.item() == pytest.approx(of_dict.item(), abs=1e-6)
+        np.testing.assert_allclose(outputs["logits"], expected.logits, atol=1e-6)
+        first += pairs
+    assert first == 8
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_loss_and_prediction_accept_a_batch_of_the_loader(
     layout: str, tokenizer: PreTrainedTokenizerFast, tmp_path: Path

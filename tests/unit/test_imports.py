@@ -109,7 +109,8 @@ BELOW = {
     "runtime": set(),
     "data": {"packing"},
     "parallel": {"runtime"},
-    "config": {"parallel", "runtime"},
+    "compat": {"data"},
+    "config": {"compat", "parallel", "runtime"},
     "modeling": {"config", "data", "packing", "parallel", "runtime"},
     "evaluation": {"data", "packing"},
     "scoring": {"data", "evaluation", "modeling", "packing", "parallel", "runtime"},
@@ -119,7 +120,7 @@ BELOW = {
         "checkpoint", "config", "data", "evaluation", "modeling", "packing", "parallel", "report", "runtime",
     },
     "trainer": {
-        "config", "data", "evaluation", "modeling", "packing", "report", "runtime", "training",
+        "compat", "config", "data", "evaluation", "modeling", "packing", "report", "runtime", "training",
     },
     "experimental": {"config", "data", "modeling", "runtime", "trainer"},
     "plan": {"config", "data", "experimental", "modeling", "packing", "parallel", "runtime", "trainer", "training"},
