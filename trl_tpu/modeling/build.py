@@ -30,7 +30,7 @@ from .adapters import (
     write_attribute_weights,
 )
 from .classifier import remove_offload_hooks
-from .head_spec import HeadSpec, find_file, hub_settings, set_inference_metadata, write_head_spec
+from .head_spec import ONE_REWARD, HeadSpec, find_file, hub_settings, set_inference_metadata, write_head_spec
 from .layers import disable_dropout_in_model, freeze
 from .load import (
     check_num_labels,
@@ -95,7 +95,7 @@ def build_reward_model(
     outputs = HeadSpec(dict.fromkeys(args.attributes or (), 1.0), args.step_separator)
     files: dict[str, Any] = {"trust_remote_code": args.trust_remote_code}
     name, in_files = model, False
-    attribute_weights: Mapping[str, float] = read_attribute_weights(model)
+    attribute_weights: Mapping[str, float] = read_attribute_weights(model) if is_peft_model(model) else {}
     if isinstance(peft_config, Mapping):
         peft_config = read_peft_config(peft_config, "TOKEN_CLS" if outputs.step_separator else "SEQ_CLS")
     if isinstance(name, str):
@@ -131,7 +131,8 @@ def build_reward_model(
     check_num_labels(base, outputs)
     if attribute_weights:
         write_head_spec(base.config, [*attribute_weights], [*attribute_weights.values()], None)
-    write_head_spec(base.config, args.attributes or (), args.attribute_weights, outputs.step_separator)
+    if not outputs == HeadSpec.of(base.config) == ONE_REWARD:
+        write_head_spec(base.config, args.attributes or (), args.attribute_weights, outputs.step_separator)
     tokenizer = load_processing_class(model, processing_class, **files)
     tokenizer, added_tokens = set_special_tokens(model, tokenizer, args)
     if in_files:  # before the adapters: peft puts them on the device of the base weights
@@ -141,8 +142,8 @@ def build_reward_model(
         model = add_adapters(model, peft_config, added_tokens)
     if is_peft_model(model):
         prepare_adapters(model, gradient_checkpointing=bool(args.activation_checkpointing))
-    write_attribute_weights(model, HeadSpec.of(base.config).attributes)
-    warn_if_head_is_frozen(model)
+        write_attribute_weights(model, HeadSpec.of(base.config).attributes)
+        warn_if_head_is_frozen(model)
     freeze(model, args.frozen_parameters)
     if args.disable_dropout:
         disable_dropout_in_model(model)
@@ -164,9 +165,11 @@ def _loads_in_parts(args: RewardConfig, peft_config: Any) -> bool:
 
 def with_attribute_order(model: Any, args: RewardConfig) -> RewardConfig:
     """Return ``args`` with attributes in the order of the model's outputs."""
+    if not (names := args.attributes):
+        return args
     order = [*HeadSpec.of(without_adapters(model).config).attributes]
-    if order != (args.attributes or []):
-        args, places = copy.copy(args), [(args.attributes or []).index(name) for name in order]
+    if order != names:
+        args, places = copy.copy(args), [names.index(name) for name in order]
         for name in ("attributes", "attribute_weights", "attribute_loss_weights"):
             values = getattr(args, name)
             setattr(args, name, values and [values[place] for place in places])

@@ -193,15 +193,16 @@ class DeviceTrainer(SavingTrainer):
         if self.args.shards_over_processes:
             self.shard_report = shard.shard_model(model, self.args.mesh_shape, current(), device)
             return
-        plan = shard.plan_model(model, self.args.mesh_shape, self.args.sharding_rules)
         runtime = current()  # `self.trl_tpu` does not exist yet: transformers' constructor calls this method
-        if not (is_spmd := runtime.is_spmd):
+        if not runtime.is_spmd:
             super()._move_model_to_device(model, device)
+            self.shard_report = shard.keep_whole(model, args.mesh_shape, args.sharding_rules, runtime)
+            return
+        plan = shard.plan_model(model, args.mesh_shape, args.sharding_rules)
         self.shard_report = shard.place_model(model, plan, runtime, device)
-        if is_spmd:
-            shard.shard_activations(model, plan, self.shard_report.placements, runtime)
-            if runtime.topology().process_count == 1:  # with several, all would have to gather together
-                gather_weights_on_save(model, runtime)
+        shard.shard_activations(model, plan, self.shard_report.placements, runtime)
+        if runtime.topology().process_count == 1:  # with several, all would have to gather together
+            gather_weights_on_save(model, runtime)
 
     # ---- batches
 

@@ -20,6 +20,7 @@ import signal
 from collections.abc import Callable, Mapping
 from functools import cache, partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -79,6 +80,21 @@ class Components:
         UserError: Checkpoints of FSDP or DeepSpeed would go to a URL, or one process would use several GPUs.
     """
 
+    best_model_lost: str | None = None
+    """Reason why the last `train()` could not load its best model and kept the last one; None if it could."""
+    base_identity: Callable[[], dict[str, Any]] = dict
+    """Returns the part of the identity that is read from the device, see `base_identity`."""
+    build: Any = None
+    """Function that turns the return value of `model_init` into a reward model."""
+    date: str | None = None
+    """Date that the chat template writes into conversations; None if it writes no date."""
+    seen: Mapping[int, tuple[int, ...]] = MappingProxyType({})
+    """Number of evaluation prompts that are also in the training data, and of all, by the `id` of a dataset."""
+    labels: Any = None
+    """Labels of the last evaluated batch, without grades: a `Labels` that describes their structure."""
+    last_step: StepResult | None = None
+    """Last result of the loss, for subclass methods that do not return it."""
+
     def __init__(
         self,
         args: RewardConfig,
@@ -109,24 +125,10 @@ class Components:
         self.run_folder = RunFolder(Path(str(args.output_dir)), self.remote, args.should_save)
         self.step_state = StepState(runtime, scanned=args.remat_policy if args.scan_layers else None)
         self.gradient_norms = GradientNorms(runtime, is_on=args.log_grad_norms)
-        self.best_model_lost: str | None = None
-        """Reason why the last `train()` could not load its best model and kept the last one; None if it could."""
-        self.at_late_sigterm: Callable[[], None] = partial(signal.raise_signal, signal.SIGTERM)
-        """Called after a SIGTERM that came too late to stop training."""
         self.identity: dict[str, Any] = {}
         """Everything that decides the numbers of the run, see `identity_of`."""
-        self.base_identity: Callable[[], dict[str, Any]] = dict
-        """Returns the part of the identity that is read from the device, see `base_identity`."""
-        self.build: Any = None
-        """Function that turns the return value of `model_init` into a reward model."""
-        self.date: str | None = None
-        """Date that the chat template writes into conversations; None if it writes no date."""
-        self.seen: Mapping[int, tuple[int, ...]] = {}
-        """Number of evaluation prompts that are also in the training data, and of all, by the `id` of a dataset."""
-        self.labels: Any = None
-        """Labels of the last evaluated batch, without grades: a `Labels` that describes their structure."""
-        self.last_step: StepResult | None = None
-        """Last result of the loss, for subclass methods that do not return it."""
+        self.at_late_sigterm: Callable[[], None] = partial(signal.raise_signal, signal.SIGTERM)
+        """Called after a SIGTERM that came too late to stop training."""
 
     def unfinished(self, reason: str) -> Unfinished:
         """Return the exception to raise after an early stop.
