@@ -111,11 +111,11 @@ BELOW = {
     "parallel": {"runtime"},
     "compat": {"data"},
     "config": {"compat", "parallel", "runtime"},
-    "modeling": {"config", "data", "packing", "parallel", "runtime"},
+    "modeling": {"compat", "config", "data", "packing", "parallel", "runtime"},
     "evaluation": {"data", "packing"},
     "scoring": {"data", "evaluation", "modeling", "packing", "parallel", "runtime"},
     "report": {"data", "evaluation", "modeling", "packing"},
-    "checkpoint": {"config", "modeling", "parallel", "runtime"},
+    "checkpoint": {"compat", "config", "modeling", "parallel", "runtime"},
     "training": {
         "checkpoint", "config", "data", "evaluation", "modeling", "packing", "parallel", "report", "runtime",
     },

@@ -1,1 +1,1 @@
-"""Compatibility with TRL up to 0.23, EasyDeL and transformers 4. Scripts with current names do not need it."""
+"""Compatibility with earlier versions of transformers and TRL, and with EasyDeL."""

@@ -14,9 +14,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import AutoTokenizer, BitsAndBytesConfig, PreTrainedModel
 
+from ..compat.transformers4 import add_transformers4_names
 from ..errors import UserError, explaining
 from .classifier import load_classifier
-from .head_spec import BASE_CONFIG, HeadSpec, add_transformers4_names, find_file, hub_settings
+from .head_spec import BASE_CONFIG, HeadSpec, find_file, hub_settings
 
 if TYPE_CHECKING:
     from peft import LoraConfig, PeftConfig, PeftModel
