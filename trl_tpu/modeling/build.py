@@ -213,9 +213,18 @@ def build_dataset(
     return _within_positions(prepared, model, name)
 
 
-def first_answers(rows: Any) -> list[list[int]] | None:
-    """Return the token ids of the first answer in each of the first rows; None for a stream."""
-    return [answers_of(row)[0] for row in islice(rows, _SAMPLED_ANSWERS)] if is_prepared(rows) else None
+def warn_of_unscored_eos(tokenizer: PreTrainedTokenizerBase, rows: Any) -> None:
+    """Warn if the pad token is the eos token, and answers of the first rows end in it, or are in a stream."""
+    eos = tokenizer.eos_token_id
+    if tokenizer.pad_token_id != eos:
+        return
+    firsts = islice(rows, _SAMPLED_ANSWERS) if is_prepared(rows) else ()
+    if not is_prepared(rows) or any(list(answers_of(row)[0][-1:]) == [eos] for row in firsts):
+        logger.warning(
+            f"The pad token is the eos token ({tokenizer.eos_token!r}), and sequences end in it: training scores the "
+            "token before it, as TRL and transformers do. Servers that score the very last token (vLLM, SGLang) "
+            "give other rewards. Set own_pad_token=True to pad with another token."
+        )
 
 
 def first_chat(dataset: Any) -> Iterator[tuple[Any, Mapping[str, Any]]]:

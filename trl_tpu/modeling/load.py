@@ -3,7 +3,6 @@
 import copy
 import logging
 import re
-from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -95,17 +94,6 @@ def _reserved_token(tokenizer: PreTrainedTokenizerBase) -> str | None:
     special = [str(token) for _, token in sorted(tokenizer.added_tokens_decoder.items()) if token.special]
     unnamed = (token for token in special[::-1] if token in free and token not in str(tokenizer.chat_template))
     return next(named, next(unnamed, None))
-
-
-def warn_of_unscored_eos(tokenizer: PreTrainedTokenizerBase, dialogues: Iterable[Sequence[int]] | None) -> None:
-    """Warn if the pad token is the eos token and some of ``dialogues`` end in it; None means unknown sequences."""
-    eos = tokenizer.eos_token_id
-    if tokenizer.pad_token_id == eos and (dialogues is None or any(list(ids[-1:]) == [eos] for ids in dialogues)):
-        logger.warning(
-            f"The pad token is the eos token ({tokenizer.eos_token!r}), and sequences end in it: training scores the "
-            "token before it, as TRL and transformers do. Servers that score the very last token (vLLM, SGLang) "
-            "give other rewards. Set own_pad_token=True to pad with another token."
-        )
 
 
 def _with_token(processing_class: PreTrainedTokenizerBase, kind: str, token: str) -> PreTrainedTokenizerBase:

@@ -10,14 +10,7 @@ import torch
 from accelerate.utils import set_seed
 from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
 from torch import nn
-from transformers import (
-    DataCollator,
-    EvalPrediction,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-    Trainer,
-    TrainerCallback,
-)
+from transformers import DataCollator, EvalPrediction, PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
 from transformers.utils import ModelOutput
 
 from .. import runtime
@@ -36,12 +29,11 @@ from ..modeling.build import (
     build_reward_model,
     check_arguments,
     default_folder,
-    first_answers,
     first_chat,
+    warn_of_unscored_eos,
     with_attribute_order,
 )
 from ..modeling.head_spec import HeadSpec
-from ..modeling.load import warn_of_unscored_eos
 from ..modeling.losses import Loss, StepResult, batch_loss
 from ..modeling.model_shape import flops_per_pair
 from ..packing.batch import Batch
@@ -168,8 +160,7 @@ class RewardTrainer(checks.SuggestsNewNames, EvaluatingTrainer):
         train_rows = self._prepared(train_dataset, "train")
         eval_rows = None if eval_dataset is None else self._prepared(eval_dataset, "eval")
         plan.prepare(train_rows, eval_rows)
-        if built_tokenizer.pad_token_id == built_tokenizer.eos_token_id:
-            warn_of_unscored_eos(built_tokenizer, first_answers(train_rows))
+        warn_of_unscored_eos(built_tokenizer, train_rows)
         if args.metric_for_best_model is not None and not self._adds_metrics(compute_metrics, callbacks):
             check_best_metric(args, eval_rows)
 
@@ -188,7 +179,7 @@ class RewardTrainer(checks.SuggestsNewNames, EvaluatingTrainer):
             preprocess_logits_for_metrics=preprocess_logits_for_metrics,
         )
         self.model_init = model_init  # type: ignore[assignment]
-        if type(self)._set_signature_columns_if_needed is Trainer._set_signature_columns_if_needed:
+        if type(self)._set_signature_columns_if_needed is EvaluatingTrainer._set_signature_columns_if_needed:
             self._signature_columns = [*COLUMNS]  # type: ignore[assignment]  # else transformers keeps only the model's arguments
 
         # parts

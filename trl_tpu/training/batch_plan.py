@@ -181,16 +181,15 @@ class BatchPlan:
         """
         asked, longest = self._args.packed_attention, self.training_rows.longest
         is_long = self._runtime.has_attention_kernel and longest >= LONG_ROW
-        if asked == "masks" or (asked == "auto" and not is_long):
-            return False
-        try:
-            use_expanded_attention(self._model)
-        except ExpansionImpossible as reason:
-            if asked == "expanded":
-                raise
-            logger.warning(f"Rows of {longest} tokens use attention masks of {longest} x {longest} entries. {reason}")
-            return False
-        return True
+        if asked == "expanded" or (asked == "auto" and is_long):
+            try:
+                use_expanded_attention(self._model)
+                return True
+            except ExpansionImpossible as reason:
+                if asked == "expanded":
+                    raise
+                logger.warning(f"Rows of {longest} tokens use masks of {longest} x {longest} entries. {reason}")
+        return False
 
     def _user_code(self) -> str | None:
         return layouts.user_code_reading(self._args, self._collator, self._reads_padded_rows())
