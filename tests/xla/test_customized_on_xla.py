@@ -33,7 +33,7 @@ def test_losses_of_customized_models_equal_trls(name: str, tmp_path: Path) -> No
     make = getattr(customized, name)
     trainer, losses = customized.losses(trl_tpu, make(), tmp_path)
     assert losses == pytest.approx(json.loads(process.stdout.splitlines()[-1]), abs=1e-5)
-    assert (trainer.batch_plan.shapes is None) == (make in customized.KEEP_LENGTHS)
+    assert (trainer.batch_plan.layout.shapes is None) == (make in customized.KEEP_LENGTHS)
 
 
 def test_loss_copied_from_trl_trains(tmp_path: Path) -> None:

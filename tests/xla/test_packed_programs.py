@@ -40,8 +40,8 @@ def test_packed_training_compiles_one_program_per_planned_shape(
     trainer_class = type("ShortRows", (RewardTrainer,), {"fixed_rows": RowPlan((shape,), (shape,))})
     trainer = trainer_class(model_folder, args, train_dataset=pairs, callbacks=[counter])
     counts = [len(batch.parts) for batch in trainer.get_train_dataloader().batches]
-    assert trainer.batch_plan.shapes == 2
-    assert trainer.batch_plan.accumulates
+    assert trainer.batch_plan.layout.shapes == 2
+    assert trainer.batch_plan.layout.accumulates
     assert max(counts) > 1
     trainer.train()
     last = max(counter.at)
@@ -80,8 +80,8 @@ def test_packed_streams_equal_padded_ones_in_few_programs(config: Callable[..., 
         )
         trainer = RewardTrainer(model_folder, given, collate, train, callbacks=[counter])
         trained(trainer)
-        assert packing == trainer.batch_plan.packed
-        assert counter.between(0, 10).compiles <= (trainer.batch_plan.shapes or 0)
+        assert packing == (trainer.batch_plan.padding_reason is None)
+        assert counter.between(0, 10).compiles <= (trainer.batch_plan.layout.shapes or 0)
         evaluated.append(trainer.evaluate(held_out)["eval_loss"])
         before = count().compiles
         assert trainer.evaluate(held_out)["eval_loss"] == evaluated[-1] and count().compiles == before
@@ -113,7 +113,7 @@ def test_epoch_of_real_lengths_compiles_only_planned_shapes(
     loader.set_epoch(0)
     batches = [batch.parts for batch in loader.batches]
     used = {(part.input_ids_RL.shape, part is parts[-1]) for parts in batches for part in parts}
-    planned = trainer.batch_plan.shapes
+    planned = trainer.batch_plan.layout.shapes
     assert planned is not None and planned <= 4
     assert steps.compiles == len(used) <= planned
     assert steps.device_to_host == 0
@@ -126,7 +126,7 @@ def test_planned_process_reward_batches_equal_transformers(tmp_path: Path, packi
     data = {"train_dataset": solutions(22), "eval_dataset": solutions(9, seed=1)}
     given = settings(tmp_path, logging_steps=STEPS, packing=packing)
     trainer = trained(PRMTrainer(load(model), given, **data, callbacks=[counter]))
-    steps, shapes = counter.between(0, STEPS - 1), trainer.batch_plan.shapes
+    steps, shapes = counter.between(0, STEPS - 1), trainer.batch_plan.layout.shapes
     assert shapes is not None and steps.compiles <= shapes and steps.device_to_host == 0
     rows, held_out = trainer.train_dataset, trainer.eval_dataset
     losses, evaluated = by_transformers(model, rows, held_out)

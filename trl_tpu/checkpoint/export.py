@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from transformers import AutoConfig, PreTrainedModel
 from transformers.dynamic_module_utils import get_relative_imports
 
+from ..compat.transformers4 import add_transformers4_names
 from ..config.reward_config import is_url
 from ..errors import UserError
 from ..modeling.adapters import adapter_weights, empty_adapters, load_adapted_model
@@ -29,7 +30,6 @@ from ..modeling.classifier import load_classifier
 from ..modeling.head_spec import (
     BASE_CONFIG,
     HeadSpec,
-    add_transformers4_names,
     fold_attributes,
     saved_scale,
     set_inference_metadata,

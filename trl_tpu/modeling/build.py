@@ -33,7 +33,7 @@ from .adapters import (
     write_attribute_weights,
 )
 from .classifier import remove_offload_hooks
-from .head_spec import HeadSpec, find_file, hub_settings, set_inference_metadata, write_head_spec
+from .head_spec import ONE_REWARD, HeadSpec, find_file, hub_settings, set_inference_metadata, write_head_spec
 from .layers import disable_dropout_in_model, freeze
 from .load import (
     check_num_labels,
@@ -92,10 +92,10 @@ def build_reward_model(
     Raises:
         UserError, ImportError: A step failed. The message says what to do.
     """
-    outputs = HeadSpec(dict.fromkeys(args.attributes or (), 1.0), args.step_separator)
+    outputs = HeadSpec(dict.fromkeys(args.attributes or (), 1.0), args.step_separator, labels_as(args))
     files: dict[str, Any] = {"trust_remote_code": args.trust_remote_code}
     name, in_files = model, False
-    attribute_weights: Mapping[str, float] = read_attribute_weights(model)
+    attribute_weights: Mapping[str, float] = read_attribute_weights(model) if is_peft_model(model) else {}
     if isinstance(peft_config, Mapping):
         peft_config = read_peft_config(peft_config, "TOKEN_CLS" if outputs.step_separator else "SEQ_CLS")
     if isinstance(name, str):
@@ -131,8 +131,9 @@ def build_reward_model(
     check_num_labels(base, outputs)
     if attribute_weights:
         write_head_spec(base.config, [*attribute_weights], [*attribute_weights.values()], None)
-    spec = (args.attributes or (), args.attribute_weights, outputs.step_separator, labels_as(args))
-    write_head_spec(base.config, *spec)
+    if not outputs == HeadSpec.of(base.config) == ONE_REWARD:
+        spec = (args.attributes or (), args.attribute_weights, outputs.step_separator, outputs.labels_as)
+        write_head_spec(base.config, *spec)
     tokenizer = load_processing_class(model, processing_class, **files)
     tokenizer, added_tokens = set_special_tokens(model, tokenizer, args)
     if in_files:  # before the adapters: peft puts them on the device of the base weights
@@ -142,8 +143,8 @@ def build_reward_model(
         model = add_adapters(model, peft_config, added_tokens)
     if is_peft_model(model):
         prepare_adapters(model, gradient_checkpointing=bool(args.activation_checkpointing))
-    write_attribute_weights(model, HeadSpec.of(base.config).attributes)
-    warn_if_head_is_frozen(model)
+        write_attribute_weights(model, HeadSpec.of(base.config).attributes)
+        warn_if_head_is_frozen(model)
     freeze(model, args.frozen_parameters)
     if args.disable_dropout:
         disable_dropout_in_model(model)
@@ -165,9 +166,11 @@ def _loads_in_parts(args: RewardConfig, peft_config: Any) -> bool:
 
 def with_attribute_order(model: Any, args: RewardConfig) -> RewardConfig:
     """Return ``args`` with attributes in the order of the model's outputs."""
+    if not (names := args.attributes):
+        return args
     order = [*HeadSpec.of(without_adapters(model).config).attributes]
-    if order != (args.attributes or []):
-        args, places = copy.copy(args), [(args.attributes or []).index(name) for name in order]
+    if order != names:
+        args, places = copy.copy(args), [names.index(name) for name in order]
         for name in ("attributes", "attribute_weights", "attribute_loss_weights"):
             values = getattr(args, name)
             setattr(args, name, values and [values[place] for place in places])
@@ -206,9 +209,18 @@ def build_dataset(
     return _within_positions(prepared, model, name)
 
 
-def first_answers(rows: Any) -> list[list[int]] | None:
-    """Return the token ids of the first answer in each of the first rows; None for a stream."""
-    return [answers_of(row)[0] for row in islice(rows, _SAMPLED_ANSWERS)] if is_prepared(rows) else None
+def warn_of_unscored_eos(tokenizer: PreTrainedTokenizerBase, rows: Any) -> None:
+    """Warn if the pad token is the eos token, and answers of the first rows end in it, or are in a stream."""
+    eos = tokenizer.eos_token_id
+    if tokenizer.pad_token_id != eos:
+        return
+    firsts = islice(rows, _SAMPLED_ANSWERS) if is_prepared(rows) else ()
+    if not is_prepared(rows) or any(list(answers_of(row)[0][-1:]) == [eos] for row in firsts):
+        logger.warning(
+            f"The pad token is the eos token ({tokenizer.eos_token!r}), and sequences end in it: training scores the "
+            "token before it, as TRL and transformers do. Servers that score the very last token (vLLM, SGLang) "
+            "give other rewards. Set own_pad_token=True to pad with another token."
+        )
 
 
 def first_chat(dataset: Any) -> Iterator[tuple[Any, Mapping[str, Any]]]:

@@ -241,6 +241,10 @@ class Batch(Arrays, Generic[Array]):
         rows, fill = (ids_D, self.pad_token_id) if key == "input_ids" else (list(map(torch.ones_like, ids_D)), 0)
         return pad_sequence(rows, batch_first=True, padding_value=fill).to(stored.device)
 
+    def items(self) -> list[tuple[str, torch.Tensor]]:
+        """Return the keys and tensors of `__getitem__`, for code that moves or passes on TRL's dict."""
+        return [(key, self[key]) for key in ("input_ids", "attention_mask")]
+
     def _sequences(self) -> list[np.ndarray]:
         """Return sequences up to their last scored token: first all first answers, then all second answers, ..."""
         sequences, answers = dict[tuple[int, int], np.ndarray](), self.table.answers

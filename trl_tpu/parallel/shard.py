@@ -196,6 +196,19 @@ def _with_whole_heads(base: Any, mesh: MeshShape, styles: Mapping[str, str]) -> 
     return styles
 
 
+def keep_whole(model: nn.Module, mesh: MeshShape, rules: Rules | None, runtime: Runtime) -> ShardReport:
+    """Report on a model that is on one device.
+
+    Raises:
+        UserError: From ``rules``, as on a mesh.
+    """
+    if rules is not None:
+        plan_model(model, mesh, rules)
+    runtime.set_mesh(mesh.sizes, mesh.slices)
+    sizes = {name: tensor.nbytes for name, tensor in model.named_parameters()}
+    return ShardReport(mesh, dict.fromkeys(sizes, Placement((), "one device")), sizes)
+
+
 def place_model(model: nn.Module, plan: Plan, runtime: Runtime, device: torch.device) -> ShardReport:
     """Move ``model`` to the plan's mesh in place: parameters are sharded, buffers replicated.
 

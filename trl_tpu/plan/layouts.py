@@ -19,7 +19,7 @@ from ..modeling.recurrent_layers import shared_chunk
 from ..packing.shapes import PairLengths, round_up
 from ..parallel.mesh import GiB, MeshShape, MiB, TpuSlice
 from ..runtime import Remat
-from ..training.planned_shapes import LONG_ROW, plan_rows_of
+from ..training.batch_plan import LONG_ROW, plan_rows_of
 from .compile import CompiledProgram, compile_for
 from .trace import StepRequest, trace_step
 

@@ -83,6 +83,7 @@ def _train(folder: Path, settings: dict[str, Any], is_long: bool, kills: bool) -
     from trl_tpu import RewardConfig, RewardTrainer
     from trl_tpu.runtime import current
     from trl_tpu.scripts import synthetic
+    from trl_tpu.training.layouts import Planned
 
     marks, runtime = list[tuple[float, int | None, int | None]](), current()
 
@@ -118,11 +119,11 @@ def _train(folder: Path, settings: dict[str, Any], is_long: bool, kills: bool) -
     )
     trainer.train()
     trainer.model.config.save_pretrained(folder / "config")  # for `trl-tpu plan`
-    plan, topology = trainer.batch_plan, runtime.topology()
+    layout, topology = trainer.batch_plan.layout, runtime.topology()
     return {
         **{"logs": [log for log in trainer.state.log_history if "loss" in log], "marks": marks, "start": start},
-        **{"batches": plan.describe(), "device": topology.description, "devices": topology.devices},
-        **{"row_length": plan.planned.training_rows.longest if plan.shapes and plan.packed else None},
+        **{"batches": str(layout), "device": topology.description, "devices": topology.devices},
+        **{"row_length": layout.rows.longest if isinstance(layout, Planned) else None},
         **{"chip": runtime.chip(), "is_spmd": runtime.is_spmd, "processes": topology.process_count},
     }
 

@@ -260,7 +260,7 @@ class EvaluatingTrainer(DeviceTrainer):
             for inputs in dataloader:
                 if has_batch_metrics and len(pairs):  # in a stream, a batch is known not to be the last one only now
                     metrics_of_last_batch(is_last=False)
-                is_planned = components.batch_plan.plans_shapes and isinstance(inputs, Batch)
+                is_planned = components.runtime.plans_shapes and isinstance(inputs, Batch)
                 pairs.add(*self._evaluate_batch(model, inputs, ignore_keys), is_planned)
                 self.control = self.callback_handler.on_prediction_step(args, self.state, self.control)
                 may_stop, request = components.preemption.interrupts_evaluations, components.preemption.is_preempted

@@ -109,7 +109,7 @@ class DeviceTrainer(SavingTrainer):
             f"Training on {current().topology().description}: {choice().reason}\n"
             f"Computing in {precision}; {self.get_num_trainable_parameters():,} of {total:,} parameters train\n"
             f"{self.shard_report}\n"
-            f"Batches of {self._train_batch_size} pairs, {self.trl_tpu.batch_plan.describe()}"
+            f"Batches of {self._train_batch_size} pairs, {self.trl_tpu.batch_plan.layout}"
         )
 
     # ---- a run
@@ -193,15 +193,16 @@ class DeviceTrainer(SavingTrainer):
         if self.args.shards_over_processes:
             self.shard_report = shard.shard_model(model, self.args.mesh_shape, current(), device)
             return
-        plan = shard.plan_model(model, self.args.mesh_shape, self.args.sharding_rules)
         runtime = current()  # `self.trl_tpu` does not exist yet: transformers' constructor calls this method
-        if not (is_spmd := runtime.is_spmd):
+        if not runtime.is_spmd:
             super()._move_model_to_device(model, device)
+            self.shard_report = shard.keep_whole(model, args.mesh_shape, args.sharding_rules, runtime)
+            return
+        plan = shard.plan_model(model, args.mesh_shape, args.sharding_rules)
         self.shard_report = shard.place_model(model, plan, runtime, device)
-        if is_spmd:
-            shard.shard_activations(model, plan, self.shard_report.placements, runtime)
-            if runtime.topology().process_count == 1:  # with several, all would have to gather together
-                gather_weights_on_save(model, runtime)
+        shard.shard_activations(model, plan, self.shard_report.placements, runtime)
+        if runtime.topology().process_count == 1:  # with several, all would have to gather together
+            gather_weights_on_save(model, runtime)
 
     # ---- batches
 
@@ -286,7 +287,7 @@ class DeviceTrainer(SavingTrainer):
         if ours.runtime.is_spmd:
             assert self.shard_report is not None  # set by `_move_model_to_device`
             torch_optimizer = unwrap(self.optimizer)
-            accumulates = self._accumulates or ours.batch_plan.accumulates
+            accumulates = self._accumulates or ours.batch_plan.layout.accumulates
             is_new = ours.step_state.prepare(self.model, self.shard_report.placements, torch_optimizer, accumulates)
             if is_new and ours.statistics.skips_nonfinite:
                 skip_unless(lambda: ours.statistics.is_finite_1, torch_optimizer, ours.runtime)

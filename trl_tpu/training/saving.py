@@ -20,6 +20,7 @@ import signal
 from collections.abc import Callable, Mapping
 from functools import cache, partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -80,6 +81,21 @@ class Components:
         UserError: Checkpoints of FSDP or DeepSpeed would go to a URL, or one process would use several GPUs.
     """
 
+    best_model_lost: str | None = None
+    """Reason why the last `train()` could not load its best model and kept the last one; None if it could."""
+    base_identity: Callable[[], dict[str, Any]] = dict
+    """Returns the part of the identity that is read from the device, see `base_identity`."""
+    build: Any = None
+    """Function that turns the return value of `model_init` into a reward model."""
+    date: str | None = None
+    """Date that the chat template writes into conversations; None if it writes no date."""
+    seen: Mapping[int, tuple[int, ...]] = MappingProxyType({})
+    """Number of evaluation prompts that are also in the training data, and of all, by the `id` of a dataset."""
+    evaluated_kind: Any = Pairs()
+    """Kind of the last evaluated rows."""
+    last_step: StepResult | None = None
+    """Last result of the loss, for subclass methods that do not return it."""
+
     def __init__(
         self,
         args: RewardConfig,
@@ -110,24 +126,10 @@ class Components:
         self.run_folder = RunFolder(Path(str(args.output_dir)), self.remote, args.should_save)
         self.step_state = StepState(runtime, scanned=args.remat_policy if args.scan_layers else None)
         self.gradient_norms = GradientNorms(runtime, is_on=args.log_grad_norms)
-        self.best_model_lost: str | None = None
-        """Reason why the last `train()` could not load its best model and kept the last one; None if it could."""
-        self.at_late_sigterm: Callable[[], None] = partial(signal.raise_signal, signal.SIGTERM)
-        """Called after a SIGTERM that came too late to stop training."""
         self.identity: dict[str, Any] = {}
         """Everything that decides the numbers of the run, see `identity_of`."""
-        self.base_identity: Callable[[], dict[str, Any]] = dict
-        """Returns the part of the identity that is read from the device, see `base_identity`."""
-        self.build: Any = None
-        """Function that turns the return value of `model_init` into a reward model."""
-        self.date: str | None = None
-        """Date that the chat template writes into conversations; None if it writes no date."""
-        self.seen: Mapping[int, tuple[int, ...]] = {}
-        """Number of evaluation prompts that are also in the training data, and of all, by the `id` of a dataset."""
-        self.evaluated_kind: Any = Pairs()
-        """Kind of the last evaluated rows."""
-        self.last_step: StepResult | None = None
-        """Last result of the loss, for subclass methods that do not return it."""
+        self.at_late_sigterm: Callable[[], None] = partial(signal.raise_signal, signal.SIGTERM)
+        """Called after a SIGTERM that came too late to stop training."""
 
     def unfinished(self, reason: str) -> Unfinished:
         """Return the exception to raise after an early stop.
@@ -192,7 +194,7 @@ class SavingTrainer(Trainer):
         identity["the batch"] = self.args.train_batch_size * self._batch_parts
         identity["training data"] = digest(self.train_dataset)
         if ours.agreement.count > self.accelerator.num_processes:  # accelerate does not count the hosts of a mesh
-            layout = {LAYOUT: ours.batch_plan.describe()}  # data of streams is not compared
+            layout = {LAYOUT: str(ours.batch_plan.layout)}  # data of streams is not compared
             check_alike(all_gather_object(identity | describe_run(self.args, self.eval_dataset, resume) | layout))
         # the model's folder may differ between hosts: the name on the first host counts
         config = getattr(self.model, "config", None)  # a hyperparameter search makes the model later, per trial
@@ -201,7 +203,7 @@ class SavingTrainer(Trainer):
         if resume:
             identity |= ours.base_identity()
         on_all_ranks(run.claim, all_gather_object)
-        checkpoint = ours.checkpoints.find(resume, run, ours.batch_plan.layout, identity)
+        checkpoint = ours.checkpoints.find(resume, run, ours.batch_plan.layout.name, identity)
         step = ours.checkpoints.state().global_step
         bases = {peft.base_model_name_or_path or "" for peft in getattr(self.model, "peft_config", {}).values()} - {""}
         on_all_ranks(lambda: run.begin(ours.checkpoints.place, step, bases), all_gather_object)
@@ -226,7 +228,7 @@ class SavingTrainer(Trainer):
         # transformers looks for the best checkpoint only where it was saved
         if (best := ours.checkpoints.best_so_far(ours.run_folder)) is not None:
             self.state.best_model_checkpoint = best
-        ours.recompiles.start(ours.batch_plan.shapes)
+        ours.recompiles.start(ours.batch_plan.layout.shapes)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write the model, or its adapters, as safetensors, together with config and tokenizer.
@@ -411,7 +413,7 @@ class SavingTrainer(Trainer):
         elif has_state and writes:
             numbers = optimizer_numbers(unwrap(self.optimizer), model)
             progress = {"processes": sums, "logged_step": self._globalstep_last_logged, "optimizer": numbers}
-            batches = {"batches": self.trl_tpu.batch_plan.layout, "order": order}
+            batches = {"batches": self.trl_tpu.batch_plan.layout.name, "order": order}
             # JSON restores floats bit for bit
             (folder / PROGRESS_FILE).write_text(json.dumps(progress | batches), encoding="utf-8")
             torch.save(self.lr_scheduler.state_dict(), folder / SCHEDULER_NAME)  # type: ignore[union-attr]

@@ -210,6 +210,15 @@ class Preemption(ExportableState):
         save_interval: Time between saves; None for no extra saves.
     """
 
+    stopped_by: str | None
+    """Reason for an early stop: `SIGTERM` or `TIME_LIMIT`; None without an early stop."""
+    is_preempted: bool
+    """Whether this process has received SIGTERM."""
+    interrupts_evaluations: bool
+    """Whether a SIGTERM ends the current evaluation by `EvaluationInterrupted`; the step is saved then."""
+    requests: dict[str, bool]
+    """Requests of this process at the end of the last step."""
+
     def __init__(self, time_limit: timedelta | None, save_interval: timedelta | None) -> None:
         self._time_limit = timedelta.max if time_limit is None else time_limit
         self._save_interval = timedelta.max if save_interval is None else save_interval
@@ -217,15 +226,8 @@ class Preemption(ExportableState):
 
     def start(self) -> None:
         """Begin to train: reset the clocks and requests."""
-        self.stopped_by: str | None = None
-        """Reason for an early stop: `SIGTERM` or `TIME_LIMIT`; None without an early stop."""
-        self.is_preempted = False
-        """Whether this process has received SIGTERM."""
+        self.stopped_by, self.is_preempted, self.interrupts_evaluations, self._saved_step = None, False, False, -1
         self.requests = dict.fromkeys((SIGTERM, TIME_LIMIT, SAVE_INTERVAL), False)
-        """Requests of this process at the end of the last step."""
-        self.interrupts_evaluations = False
-        """Whether a SIGTERM ends the current evaluation by `EvaluationInterrupted`; the step is saved then."""
-        self._saved_step = -1
         self._started = self._last_save = time.monotonic()
 
     @contextlib.contextmanager
