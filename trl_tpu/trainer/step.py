@@ -27,11 +27,13 @@ from ..training.device_trainer import Run, begin_epoch
 from ..training.statistics import StepStatistics
 from .reward_trainer import EvalDataset, RewardTrainer
 
-#: Settings that only the loop of `RewardTrainer` supports, in the form of `LIMITS`. It evaluates for schedules.
+#: Settings that only the loop of `RewardTrainer` supports, in the form of `LIMITS`. It evaluates for schedules, and
+#: casts the model after training.
 _LOOP_LIMITS = dict.fromkeys(
     (
         *("report_to", "resume_from_checkpoint", "push_to_hub", "load_best_model_at_end", "auto_find_batch_size"),
         *("training_time_limit", "save_interval_minutes", "enable_jit_checkpoint", "eval_on_start", "deepspeed"),
+        *("bf16_full_eval", "fp16_full_eval", "skip_memory_metrics=False"),
         "lr_scheduler_type=reduce_lr_on_plateau|greedy",
     ),
     "leave it out, or use RewardTrainer",
