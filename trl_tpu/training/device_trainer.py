@@ -67,7 +67,7 @@ from ..parallel import shard
 from ..parallel.mesh import BATCH_AXES
 from ..runtime import choice, current
 from .batch_plan import BatchPlan
-from .optimizer import create_schedule, skip_unless, store_first_moments, unwrap, update_in_float32
+from .optimizer import create_schedule, unwrap
 from .progress import JsonLines, Progress
 from .saving import Components, SavingTrainer, saves_state
 from .statistics import StepCounts, StepStatistics
@@ -344,18 +344,16 @@ class DeviceTrainer(SavingTrainer):
 
         At this point the optimizer is final and no checkpoint has been loaded into it.
         """
-        ours, optimizer = self.trl_tpu, unwrap(self.optimizer)
+        ours, compiled = self.trl_tpu, dict[str, Any]()
         ours.runtime.recompute_layers(self.model, self.args.remat_policy)
         recompute_in_same_batch(self.model)
         if ours.runtime.is_spmd:
             assert self.shard_report is not None  # set by `_move_model_to_device`
-            accumulates = self._accumulates or ours.batch_plan.accumulates
-            is_new = ours.step_state.prepare(self.model, self.shard_report.placements, optimizer, accumulates)
-            if is_new and ours.statistics.skips_nonfinite:
-                skip_unless(lambda: ours.statistics.is_finite_1, optimizer, ours.runtime)
-        update_in_float32(optimizer)
-        store_first_moments(optimizer, self.args.optim_state_dtype)
-        ours.runtime.fuse(optimizer)
+            compiled["placements"] = self.shard_report.placements
+            compiled["accumulates"] = self._accumulates or ours.batch_plan.accumulates
+            if ours.statistics.skips_nonfinite:
+                compiled["is_finite"] = lambda: ours.statistics.is_finite_1
+        ours.step_state.prepare(self.model, unwrap(self.optimizer), **compiled)
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
         if self.lr_scheduler is None:
@@ -466,7 +464,8 @@ class DeviceTrainer(SavingTrainer):
         norm = shard.full_tensor(self._get_grad_norm(model, grad_norm=norm))
         self._tr_loss = ours.statistics.end_step(norm, self._tr_loss, optimizer)
         self.control = events.on_pre_optimizer_step(args, self.state, self.control)
-        optimizer.step()  # skipped if the step is nonfinite
+        with ours.step_state.update():
+            optimizer.step()  # without effect if the step is nonfinite
         self.control = events.on_optimizer_step(args, self.state, self.control)
         rate = self._get_learning_rate()
         follows_metrics = isinstance(schedule, ReduceLROnPlateau | GreedyLR)  # evaluations step it

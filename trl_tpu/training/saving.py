@@ -105,7 +105,8 @@ class Components:
         )
         self.checkpoints = CheckpointLoader(runtime, self.agreement, shares_disk=shares_disk)
         self.run_folder = RunFolder(Path(str(args.output_dir)), self.remote, args.should_save)
-        self.step_state = StepState(runtime, scanned=args.remat_policy if args.scan_layers else None)
+        scanned = args.remat_policy if args.scan_layers else None
+        self.step_state = StepState(runtime, scanned=scanned, moments=args.optim_state_dtype)
         self.gradient_norms = GradientNorms(runtime, is_on=args.log_grad_norms)
         self.best_model_lost: str | None = None
         """Reason why the last `train()` could not load its best model and kept the last one; None if it could."""
