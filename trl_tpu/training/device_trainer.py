@@ -35,7 +35,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -80,23 +80,18 @@ logger = logging.getLogger(__name__)
 class Run:
     """What the steps of a run need."""
 
-    model: nn.Module
-    """The wrapped model."""
+    model: nn.Module  # wrapped
     loader: Any
     epochs: int
-    updates: int
-    """Updates per epoch."""
-    batches: int
-    """Batches per epoch."""
-    samples: float
-    """Training pairs, for the rates in the last log."""
+    updates: int  # per epoch
+    batches: int  # per epoch
+    samples: float  # training pairs, for the rates in the last log
     first_epoch: int
-    skipped: int
-    """Batches of the first epoch that the resumed checkpoint was trained on."""
+    skipped: int  # batches of the first epoch that the resumed checkpoint was trained on
     checkpoint: str | None
     trial: Any
-    ignore_keys: list[str] | None
-    start_time: float = field(default_factory=time.time)
+    start_time: float
+    ignore_keys: list[str] | None = None  # of the model's output in evaluations
 
 
 class DeviceTrainer(SavingTrainer):
@@ -296,7 +291,11 @@ class DeviceTrainer(SavingTrainer):
         ignore_keys_for_eval: list[str] | None = None,
     ) -> Any:
         """Take the steps of a run. transformers' `train` calls this once it has applied the settings to the model."""
-        run = self._start(batch_size, resume_from_checkpoint, trial, ignore_keys_for_eval)
+        self.accelerator.free_memory()
+        if self.args.auto_find_batch_size:
+            self._update_auto_batch_size(batch_size)
+        run = self._start(resume_from_checkpoint, trial)
+        run.ignore_keys = ignore_keys_for_eval
         self.control = self.callback_handler.on_train_begin(self.args, self.state, self.control)
         self._begin()
         if self.args.eval_on_start:
@@ -310,20 +309,10 @@ class DeviceTrainer(SavingTrainer):
                 break
         return self._finish(trial, run.samples, run.start_time)
 
-    def _start(
-        self,
-        batch_size: int | None = None,
-        checkpoint: str | None = None,
-        trial: Any = None,
-        ignore_keys: list[str] | None = None,
-    ) -> "Run":
+    def _start(self, checkpoint: str | None = None, trial: Any = None) -> Run:
         """Make everything that the first step needs, and load the checkpoint."""
-        args = self.args
-        self.accelerator.free_memory()
-        if args.auto_find_batch_size:
-            self._update_auto_batch_size(batch_size)
         loader = self.get_train_dataloader()
-        epochs, updates, _, samples, _, batches, max_steps = self.set_initial_training_values(args, loader)
+        epochs, updates, _, samples, _, batches, max_steps = self.set_initial_training_values(self.args, loader)
         first_epoch, skipped = self._init_training_state(max_steps, updates, epochs, checkpoint, trial)
         shard.reshard(self.model)  # an evaluation before training may have left weights gathered
         is_ours = saves_state(self.accelerator)
@@ -336,8 +325,8 @@ class DeviceTrainer(SavingTrainer):
         self._initial_global_step = self.state.global_step
         model.zero_grad()
         logger.info("Training %s of %s steps, %s per epoch", max_steps - self.state.global_step, max_steps, updates)
-        per_epoch = updates, cast(int, batches)
-        return Run(model, loader, epochs, *per_epoch, samples, first_epoch, skipped, checkpoint, trial, ignore_keys)
+        numbers = epochs, updates, cast(int, batches), samples, first_epoch, skipped
+        return Run(model, loader, *numbers, checkpoint, trial, start_time=time.time())
 
     def _place_training_state(self) -> None:
         """Let layers recompute, stack them into a loop, and create and shard the optimizer's state.
@@ -363,7 +352,7 @@ class DeviceTrainer(SavingTrainer):
 
     # ---- an epoch
 
-    def _train_epoch(self, run: "Run", epoch: int) -> None:
+    def _train_epoch(self, run: Run, epoch: int) -> None:
         """Take the steps of an epoch; in the first epoch of a resumed run, those that are left."""
         args, accumulated, loader, done = self.args, self.args.gradient_accumulation_steps, run.loader, 0
         resumed = run.checkpoint if epoch == run.first_epoch else None
@@ -402,7 +391,7 @@ class DeviceTrainer(SavingTrainer):
         self.control = self.callback_handler.on_epoch_end(args, self.state, self.control)
         self._end_step(run, epoch, norm, rate)
 
-    def _end_step(self, run: "Run", epoch: int, norm: Any, rate: float | None) -> None:
+    def _end_step(self, run: Run, epoch: int, norm: Any, rate: float | None) -> None:
         """Decide, log, evaluate and save at the end of a step or of an epoch."""
         more = run.trial, epoch, run.ignore_keys, run.start_time
         self._maybe_log_save_evaluate(self._tr_loss, norm, run.model, *more, learning_rate=rate)
