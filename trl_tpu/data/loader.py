@@ -14,7 +14,6 @@ from typing import Any, cast
 import numpy as np
 import torch
 import torch.distributed
-import transformers.trainer
 from accelerate import PartialState
 from accelerate.data_loader import SeedableRandomSampler, SkipBatchSampler, SkipDataLoader
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler
@@ -194,24 +193,6 @@ def skip_batches(loader: DataLoader[Any], count: int) -> DataLoader[Any]:
     sampler = SkipBatchSampler(batches, skip_batches=count)
     sampler.sampler = getattr(batches, "sampler", None)  # `set_epoch` is called on this attribute
     return DataLoader(loader.dataset, batch_sampler=sampler, **settings)
-
-
-@contextmanager
-def skipping_by(skip: Callable[[Any, int], Any], loader: Any) -> Iterator[None]:
-    """Make transformers' training loop use ``skip`` for ``loader`` when it skips batches inside the context.
-
-    By default the loop calls accelerate's function; it would rebuild the loader without its sharding.
-    """
-    original = transformers.trainer.skip_first_batches
-
-    def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
-        return (skip if dataloader is loader else original)(dataloader, num_batches)
-
-    transformers.trainer.skip_first_batches = skip_first_batches
-    try:
-        yield
-    finally:
-        transformers.trainer.skip_first_batches = original
 
 
 class UnsplitStream(IterableDataset[Any]):

@@ -8,8 +8,6 @@ _save_checkpoint                    pass a checkpoint's contents to the `Checkpo
 _load_from_checkpoint               load weights into their shards
 _load_best_model                    load the best model's weights into their shards
 _load_optimizer_and_scheduler       load optimizer state into its shards
-_finalize_training                  wait for saves, keep the best checkpoint
-_load_rng_state                     accept checkpoints of TRL without the random state of this device
 ==================================  ==========================================================================
 """
 
@@ -124,7 +122,8 @@ class Components:
         )
         self.checkpoints = CheckpointLoader(runtime, self.agreement, shares_disk=shares_disk)
         self.run_folder = RunFolder(Path(str(args.output_dir)), self.remote, args.should_save)
-        self.step_state = StepState(runtime, scanned=args.remat_policy if args.scan_layers else None)
+        scanned = args.remat_policy if args.scan_layers else None
+        self.step_state = StepState(runtime, scanned=scanned, moments=args.optim_state_dtype)
         self.gradient_norms = GradientNorms(runtime, is_on=args.log_grad_norms)
         self.identity: dict[str, Any] = {}
         """Everything that decides the numbers of the run, see `identity_of`."""
@@ -217,9 +216,9 @@ class SavingTrainer(Trainer):
         parts = [] if progress is None else progress["processes"]
         open_loss = ours.statistics.start(self.state.global_step, parts)
         self._tr_loss = ours.statistics.loss_sum(open_loss)
-        if progress is not None:
-            self._total_loss_scalar = -open_loss  # `train_loss` covers only the steps since the resume
-            self._globalstep_last_logged = progress["logged_step"]
+        self._total_loss_scalar = -open_loss  # `train_loss` covers only the steps since the resume
+        self._globalstep_last_logged = self.state.global_step if progress is None else progress["logged_step"]
+        self.state.train_batch_size = self.args.per_device_train_batch_size  # a resumed run compares it
         ours.agreement.start(self.state.global_step)
         if ours.checkpoints.place is not None:
             step, last = self.state.global_step, self.state.max_steps
@@ -303,27 +302,6 @@ class SavingTrainer(Trainer):
             if not job.cancelled() and (error := job.exception()) is not None:
                 logger.error("An upload to %s FAILED; the repository is unchanged: %s", self.hub_model_id, error)
 
-    def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
-        ours, stopped_by = self.trl_tpu, self.trl_tpu.preemption.stopped_by
-        # wait on all ranks: a save may still delete older checkpoints, and launchers kill all ranks when one exits
-        ours.checkpointer.settle()
-        if stopped_by is not None:
-            step, max_steps = self.state.global_step, self.state.max_steps
-            logger.warning("At step %s of %s: %s.", step, max_steps, ours.unfinished(stopped_by))
-        # transformers reads the limit in this method. With a limit of 1 it would delete all `checkpoint-*` folders but
-        # the best, including the checkpoint to resume from after a stop
-        limit, self.args.save_total_limit = self.args.save_total_limit, None
-        try:
-            result = super()._finalize_training(*args, **kwargs)
-        finally:
-            self.args.save_total_limit = limit
-        if stopped_by is None and self.state.best_model_checkpoint is not None and not ours.best_model_lost:
-            ours.checkpointer.delete_all_but_best(ours.run_folder, Path(self.state.best_model_checkpoint).name)
-        self._report_pushes()
-        if ours.checkpointer.failed:
-            logger.error("These checkpoints were NOT saved: %s", ", ".join(ours.checkpointer.failed))
-        return result
-
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         if not self.trl_tpu.checkpoints.load_weights(self.model, resume_from_checkpoint):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
@@ -350,21 +328,11 @@ class SavingTrainer(Trainer):
             self.state.best_model_checkpoint = best
         ours.agreement.all_gather_object(None)  # wait: the first rank of a host removes the shared copy
 
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        if checkpoint is None:
-            return
+    def _load_optimizer_and_scheduler(self, checkpoint: Any) -> None:
         with self.trl_tpu.step_state.unstacked():
             state = self.model, unwrap(self.optimizer), self.lr_scheduler
             if not (saves_state(self.accelerator) and self.trl_tpu.checkpoints.load_optimizer(*state, checkpoint)):
                 super()._load_optimizer_and_scheduler(checkpoint)
-
-    def _load_rng_state(self, checkpoint: str | None) -> None:
-        try:
-            super()._load_rng_state(checkpoint)
-        except KeyError as error:
-            if error.args != (self.args.device.type,):
-                raise
-            logger.warning("%s has no random state for this device: random numbers will differ.", checkpoint)
 
     def _checkpoint_contents(self, run: RunFolder) -> CheckpointContents:
         """Return the contents of a checkpoint of the current step."""
