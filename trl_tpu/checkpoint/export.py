@@ -199,7 +199,7 @@ def _merged_model(
     kwargs: Any = {"num_labels": len(spec.weights), "trust_remote_code": trust_remote_code}
     with tempfile.TemporaryDirectory() as adapters:  # peft loads adapters only from a folder
         _write_adapters(checkpoint, Path(adapters), base, None, trust_remote_code)
-        merged = load_adapted_model(adapters, spec.step_separator, dtype=torch.float32, **kwargs).merge_and_unload()
+        merged = load_adapted_model(adapters, spec, dtype=torch.float32, **kwargs).merge_and_unload()
     if (checkpoint / "tokenizer_config.json").is_file():
         tokenizer = load_tokenizer(str(checkpoint), trust_remote_code=trust_remote_code)
         if tokenizer.pad_token_id is not None:  # as in training, rewards are read at the last non-padding token

@@ -5,6 +5,7 @@ import logging
 import sys
 import warnings
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -17,7 +18,7 @@ from transformers import AutoTokenizer, BitsAndBytesConfig, PreTrainedModel
 from ..compat.transformers4 import add_transformers4_names
 from ..errors import UserError, explaining
 from .classifier import load_classifier
-from .head_spec import BASE_CONFIG, HeadSpec, find_file, hub_settings
+from .head_spec import BASE_CONFIG, ONE_REWARD, HeadSpec, find_file, hub_settings
 
 if TYPE_CHECKING:
     from peft import LoraConfig, PeftConfig, PeftModel
@@ -153,12 +154,12 @@ def prepare_adapters(model: "PeftModel", *, gradient_checkpointing: bool) -> Non
                 parameter.data = parameter.data.to(torch.bfloat16)
 
 
-def load_adapted_model(folder: str, step_separator: str | None = None, **kwargs: Any) -> Any:
+def load_adapted_model(folder: str, outputs: HeadSpec = ONE_REWARD, **kwargs: Any) -> Any:
     """Load a classifier with the adapters saved in `folder`. Their config names the base model.
 
     Args:
         folder: Folder or Hub id of saved adapters.
-        step_separator: The text after each step of process rewards; None for rewards of conversations.
+        outputs: The outputs of the model; attributes are left to the caller.
         **kwargs: Arguments of ``from_pretrained`` of peft and of the base model. With ``is_trainable``, the head may
             be new.
 
@@ -168,7 +169,7 @@ def load_adapted_model(folder: str, step_separator: str | None = None, **kwargs:
     """
     import peft
 
-    task = "SEQ_CLS" if step_separator is None else "TOKEN_CLS"
+    task = outputs.task_type
     is_trainable = kwargs.pop("is_trainable", False)
     with explaining(f"{folder} cannot be loaded as a reward model"):
         where = hub_settings(kwargs)
@@ -178,7 +179,7 @@ def load_adapted_model(folder: str, step_separator: str | None = None, **kwargs:
                 f"The adapters in {folder} have task_type={config.task_type!r}; a reward model's is {task!r}."
             )
         settings = kwargs | {"revision": config.revision}
-        base, info = load_classifier(str(config.base_model_name_or_path), HeadSpec({}, step_separator), **settings)
+        base, info = load_classifier(str(config.base_model_name_or_path), replace(outputs, attributes={}), **settings)
         if find_file(folder, "tokenizer_config.json", **where):
             where["trust_remote_code"] = kwargs.get("trust_remote_code", False)
             tokens, embeddings = len(AutoTokenizer.from_pretrained(folder, **where)), base.get_input_embeddings()

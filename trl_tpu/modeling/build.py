@@ -33,10 +33,17 @@ from .adapters import (
     write_attribute_weights,
 )
 from .classifier import remove_offload_hooks
-from .head_spec import ONE_REWARD, HeadSpec, find_file, hub_settings, set_inference_metadata, write_head_spec
+from .head_spec import (
+    ONE_REWARD,
+    HeadSpec,
+    check_num_labels,
+    find_file,
+    hub_settings,
+    set_inference_metadata,
+    write_head_spec,
+)
 from .layers import disable_dropout_in_model, freeze
 from .load import (
-    check_num_labels,
     get_config_model_id,
     load_model,
     load_processing_class,
@@ -97,7 +104,7 @@ def build_reward_model(
     name, in_files = model, False
     attribute_weights: Mapping[str, float] = read_attribute_weights(model) if is_peft_model(model) else {}
     if isinstance(peft_config, Mapping):
-        peft_config = read_peft_config(peft_config, "TOKEN_CLS" if outputs.step_separator else "SEQ_CLS")
+        peft_config = read_peft_config(peft_config, outputs.task_type)
     if isinstance(name, str):
         init_kwargs: Any = args.model_init_kwargs or {}  # a dict: the config has parsed text
         kwargs = files | init_kwargs

@@ -18,7 +18,7 @@ from transformers import (
 )
 from transformers.utils import ADAPTER_CONFIG_NAME, CONFIG_NAME, cached_file
 
-from ..errors import UserError
+from ..errors import UserError, UserTypeError
 
 
 def find_score_head(model: nn.Module) -> nn.Module | None:
@@ -120,6 +120,11 @@ class HeadSpec:
         return (-1.0, 1.0) if self.step_separator is not None else tuple(self.attributes.values()) or (1.0,)
 
     @property
+    def task_type(self) -> str:
+        """peft's name of the task."""
+        return "SEQ_CLS" if self.step_separator is None else "TOKEN_CLS"
+
+    @property
     def pipeline_tag(self) -> str:
         """The Hub's name of the task."""
         return "text-classification" if self.step_separator is None else "token-classification"
@@ -173,6 +178,33 @@ def write_head_spec(
         config.step_separator = step_separator
     if labels_as is not None:
         config.labels_as = labels_as
+
+
+def check_num_labels(model: Any, outputs: HeadSpec = ONE_REWARD) -> None:
+    """Check that the model has one output per attribute, or one output without attributes.
+
+    Process rewards need a token classifier with two labels.
+
+    Raises:
+        UserError: The model has another number or kind of outputs.
+        UserTypeError: The model has no config.
+    """
+    if getattr(model, "config", None) is None:
+        raise UserTypeError(
+            f"`model` is a {type(model).__name__} without a config. Pass a model's name or a model of transformers: "
+            "`AutoModelForSequenceClassification.from_pretrained(..., num_labels=1)`. A module of your own must be a "
+            "`PreTrainedModel` that takes `input_ids` and `attention_mask` and returns `logits` [rows, 1]."
+        )
+    is_process_reward, needed = outputs.step_separator is not None, len(outputs.weights)
+    num_labels, kind = getattr(model.config, "num_labels", None), type(model).__name__
+    if is_process_reward and (num_labels != 2 or "TokenClassification" not in kind):
+        auto = "`AutoModelForTokenClassification.from_pretrained(..., num_labels=2)`"
+        raise UserError(f"Process rewards need a token classifier with two labels, not a {kind}: load it with {auto}.")
+    if not is_process_reward and num_labels != needed:
+        raise UserError(
+            f"The model has `num_labels={num_labels}`, but reward models require `num_labels={needed}`. Load it with "
+            f"`AutoModelForSequenceClassification.from_pretrained(..., num_labels={needed})`, or pass its name."
+        )
 
 
 def fold_attributes(model: PreTrainedModel, outputs: HeadSpec) -> None:

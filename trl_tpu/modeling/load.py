@@ -12,7 +12,7 @@ from transformers.utils import find_adapter_config_file
 
 from .. import runtime
 from ..config.reward_config import RewardConfig
-from ..errors import UserError, UserTypeError, explaining
+from ..errors import UserError, explaining
 from .adapters import load_adapted_model
 from .classifier import load_classifier
 from .head_spec import ONE_REWARD, HeadSpec, hub_settings
@@ -186,7 +186,7 @@ def load_model(
         adapters = find_adapter_config_file(name, **hub_settings(kwargs))
     if adapters is not None:
         kwargs.pop("distributed_config", None)  # peft would read the head's full weight into a shard
-        return load_adapted_model(name, outputs.step_separator, is_trainable=is_trainable, **kwargs)
+        return load_adapted_model(name, outputs, is_trainable=is_trainable, **kwargs)
     model, info = load_classifier(name, outputs, in_files=in_files, **kwargs)
     if info["missing_keys"] and not is_trainable:
         raise UserError(
@@ -194,33 +194,6 @@ def load_model(
             "random. Score with the folder that training saved."
         )
     return model
-
-
-def check_num_labels(model: Any, outputs: HeadSpec = ONE_REWARD) -> None:
-    """Check that the model has one output per attribute, or one output without attributes.
-
-    Process rewards need a token classifier with two labels.
-
-    Raises:
-        UserError: The model has another number or kind of outputs.
-        UserTypeError: The model has no config.
-    """
-    if getattr(model, "config", None) is None:
-        raise UserTypeError(
-            f"`model` is a {type(model).__name__} without a config. Pass a model's name or a model of transformers: "
-            "`AutoModelForSequenceClassification.from_pretrained(..., num_labels=1)`. A module of your own must be a "
-            "`PreTrainedModel` that takes `input_ids` and `attention_mask` and returns `logits` [rows, 1]."
-        )
-    is_process_reward, needed = outputs.step_separator is not None, len(outputs.weights)
-    num_labels, kind = getattr(model.config, "num_labels", None), type(model).__name__
-    if is_process_reward and (num_labels != 2 or "TokenClassification" not in kind):
-        auto = "`AutoModelForTokenClassification.from_pretrained(..., num_labels=2)`"
-        raise UserError(f"Process rewards need a token classifier with two labels, not a {kind}: load it with {auto}.")
-    if not is_process_reward and num_labels != needed:
-        raise UserError(
-            f"The model has `num_labels={num_labels}`, but reward models require `num_labels={needed}`. Load it with "
-            f"`AutoModelForSequenceClassification.from_pretrained(..., num_labels={needed})`, or pass its name."
-        )
 
 
 def get_config_model_id(config: Any) -> str:
