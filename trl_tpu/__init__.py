@@ -25,11 +25,12 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 settle()  # choose the device now: transformers and accelerate choose theirs on import
 
 _MODULES = {
+    "compat.chat_format": ["setup_chat_format"],
     "data_utils": ["apply_chat_template", "is_conversational", "maybe_apply_chat_template"],
     "data.chat_templates": ["extract_prompt", "maybe_extract_prompt"],
     "compat.arguments": ["TrainingArguments"],
     "modeling.adapters": ["get_kbit_device_map", "get_peft_config", "get_quantization_config"],
-    "modeling.load": ["clone_chat_template", "setup_chat_format"],
+    "modeling.load": ["clone_chat_template"],
     "scoring.stream": ["score"],
     "scripts.utils": ["DatasetMixtureConfig", "ScriptArguments", "TrlParser", "get_dataset", "init_zero_verbose"],
     "trainer.model_config": ["ModelConfig"],

@@ -10,7 +10,7 @@ from .data.chat_templates import is_conversational as is_conversational
 from .data.chat_templates import maybe_apply_chat_template as maybe_apply_chat_template
 from .data.chat_templates import maybe_extract_prompt as maybe_extract_prompt
 from .data.checks import column_names
-from .data.tokenize import tokenize_conversation
+from .data.kinds.base import tokenize_conversation
 
 get_dataset_column_names = column_names
 

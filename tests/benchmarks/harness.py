@@ -25,7 +25,7 @@ from transformers import AutoModelForSequenceClassification, set_seed
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.utils import logging
 
-from trl_tpu.data.length_stats import answers_of
+from trl_tpu.data.kinds import answers_of
 from trl_tpu.packing.batch import micro_batches_of, tensors_in
 
 TRL, PAIRS_A_BATCH = "TRL 1.16", 8

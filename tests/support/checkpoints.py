@@ -20,6 +20,7 @@ from transformers import (
 
 from trl_tpu import RewardTrainer
 from trl_tpu.checkpoint.folders import MANIFEST_FILE, describe_files, files_in, find_faults, publish
+from trl_tpu.checkpoint.state_dict import unique_tensors
 
 SIZES: dict[str, Any] = {
     "vocab_size": 64,
@@ -84,11 +85,7 @@ def write_state(folder: Path, tensors: Mapping[str, torch.Tensor], parts: int = 
 def checkpoint_of(model: PreTrainedModel, folder: Path) -> Path:
     """Write a checkpoint of several hosts: weights are in the state only, tied ones once, under their first name."""
     model.save_pretrained(folder, state_dict={})
-    tensors = model.state_dict(keep_vars=True)
-    once: dict[int, str] = {}
-    for name, tensor in tensors.items():
-        once.setdefault(id(tensor), name)
-    write_state(folder / "state", {name: tensors[name] for name in once.values()})
+    write_state(folder / "state", unique_tensors(model.state_dict(keep_vars=True)))
     (folder / "trainer_state.json").write_text("{}")
     (folder / "tokenizer_config.json").write_text('{"pad_token": "<pad>"}')
     return folder

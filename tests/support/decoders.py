@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from trl_tpu.data.collate import ComparisonRule, sequences_of
 from trl_tpu.data.collators import DataCollatorForPreference
-from trl_tpu.modeling.forward import packed_scores
+from trl_tpu.modeling.forward import rewards_of
 from trl_tpu.packing.batch import Batch
 from trl_tpu.packing.pack import Sequences
 from trl_tpu.packing.planned import pack
@@ -121,8 +121,7 @@ def packed(
     parts = []
     for rows in micro_batches:
         moved = (rows if expand else replace(rows, expansion=None)).map_tensors(lambda tensor: tensor.to(device))
-        scores_S = packed_scores(model, moved)[moved.score_row_S, moved.score_column_S].squeeze(-1)
-        parts.append(torch.where(moved.tokens_S > 0, scores_S, 0.0))
+        parts.append(torch.where(moved.tokens_S > 0, rewards_of(model, moved)[0].squeeze(-1), 0.0))
     return torch.stack(parts).sum(0).view(-1, 2)
 
 

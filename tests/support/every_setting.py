@@ -46,8 +46,9 @@ ELSEWHERE = {
     "transformers/trainer_optimizer.py": "optim_target_modules",
     "trl_tpu/scripts/reward.py": "do_eval",
     "trl_tpu/trainer/evaluation.py": "eval_accumulation_steps",
-    "trl_tpu/training/batch_plan.py": "attribute_loss_weights average_over margin_scale pad_to_multiple_of",
-    "trl_tpu/training/planned_shapes.py": "max_shapes packed_attention row_length",
+    "trl_tpu/training/batch_plan.py": (
+        "attribute_loss_weights average_over margin_scale max_shapes packed_attention pad_to_multiple_of row_length"
+    ),
     "trl_tpu/modeling/build.py": "attributes attribute_weights ties",
     "trl_tpu/modeling/losses.py": "label_smoothing loss_type ranking_top_k tie_threshold",
 }

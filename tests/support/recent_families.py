@@ -95,6 +95,13 @@ WITH_CLASS: dict[str, dict[str, Any]] = {
     "glm4": {},
     "gpt_oss": WINDOWS | EXPERTS,
     "deepseek_v3": EXPERTS | LATENT | {"first_k_dense_replace": 1, "head_dim": None},
+    "gemma": {},
+    "exaone4": WINDOWS,
+    "mixtral": {"num_local_experts": 4, "sliding_window": 24},
+    "qwen2_moe": EXPERTS,
+    "starcoder2": {"sliding_window": 24},
+    "opt": {"ffn_dim": 48, "word_embed_proj_dim": 32, "dropout": 0.0, "enable_bias": False},
+    "diffllama": {},
 }
 OTHERS: dict[str, dict[str, Any]] = {
     "jamba": {

@@ -44,7 +44,7 @@ def train(package: str, folder: Path, settings: dict[str, Any]) -> dict[str, Any
         start = time.monotonic()
         trainer.train()
     seconds = time.monotonic() - start
-    plan = trainer.batch_plan.describe() if package == "trl_tpu" else "TRL's"
+    plan = str(trainer.batch_plan.layout) if package == "trl_tpu" else "TRL's"
     return {"logs": trainer.state.log_history, "programs": programs.after, "seconds": seconds, "batches": plan}
 
 

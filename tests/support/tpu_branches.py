@@ -117,7 +117,7 @@ def train(folder: Path) -> dict[str, Any]:
     losses = [entry["loss"] for entry in resumed.state.log_history if "loss" in entry]
     return {
         "computes in bfloat16": resumed.args.bf16,
-        "in packed rows": resumed.batch_plan.packed,
+        "in packed rows": resumed.batch_plan.padding_reason is None,
         "inside": inside,
         "buffers": kinds(resumed.model.named_buffers()),
         "weights": kinds(resumed.model.named_parameters()),

@@ -79,7 +79,7 @@ def go(model: str, out: Path, way: str) -> dict[str, Any]:
     resumed.train(resume_from_checkpoint=str(out / f"checkpoint-{4 if way == 'grouped' else 2}"))
     predicted = resumed.predict(test)
     return {
-        "packed": whole.batch_plan.packed,
+        "packed": whole.batch_plan.padding_reason is None,
         "logged": logged(whole),
         "resumed": logged(resumed),
         "test": untimed(predicted.metrics or {}),

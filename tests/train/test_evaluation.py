@@ -12,16 +12,17 @@ import pytest
 import tiny
 import torch
 from datasets import Dataset
-from label_formats import LABEL_FORMATS, format_in
+from label_formats import LABEL_FORMATS, LabelFormat, answers, format_in, solutions
 from preference_rows import assistant, score_command, user, write_jsonl
 from torch.nn.functional import logsigmoid
 from training import QUIET, trained
-from transformers import AutoTokenizer, EvalPrediction
+from transformers import AutoModelForTokenClassification, AutoTokenizer, EvalPrediction
 
 from trl_tpu import RewardConfig, RewardTrainer, cli
 from trl_tpu.config.reward_config import METRICS
 from trl_tpu.errors import UserError
-from trl_tpu.evaluation.verdict import proportion
+from trl_tpu.evaluation.verdict import ScoreFit, proportion
+from trl_tpu.experimental.prm import PRMConfig, PRMTrainer
 from trl_tpu.report.pages import read_run
 from trl_tpu.scripts.report import write_report
 from trl_tpu.trainer.evaluation import EvaluatedPairs
@@ -274,11 +275,33 @@ PROMPT_FORMS: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("form", [*PROMPT_FORMS, *LABEL_FORMATS])
-def test_evaluation_card_score_and_report_agree_on_intervals(
+def predicted(count: int) -> Dataset:
+    """Return single answers with a score, and a label that a regression does not read."""
+    return answers(count).map(lambda row, at: {"score": at % 7 - 2.0, "label": 1.0}, with_indices=True)
+
+
+def neutral(count: int) -> Dataset:
+    """Return solutions with some steps that are neither right nor wrong; in the first, no step is anything else."""
+    rows = solutions(count).to_list()
+    for at, row in enumerate(rows):
+        is_neutral = [not at or (place + at) % 3 == 0 for place in range(len(row["labels"]))]
+        row["labels"] = [-1 if skip else int(label) for label, skip in zip(row["labels"], is_neutral, strict=True)]
+    return Dataset.from_list(rows)
+
+
+OF_STEPS: Any = (2, AutoModelForTokenClassification)
+OTHER_LABELS = {
+    "predicted scores": LabelFormat(predicted, settings={"loss_type": "regression"}),
+    "wrong if neutral": LabelFormat(neutral, *OF_STEPS, {"neutral_steps": "wrong"}, PRMConfig, PRMTrainer),
+    "ignored if neutral": LabelFormat(neutral, *OF_STEPS, {"neutral_steps": "ignore"}, PRMConfig, PRMTrainer),
+}
+
+
+@pytest.mark.parametrize("form", [*PROMPT_FORMS, *LABEL_FORMATS, *OTHER_LABELS])
+def test_evaluation_card_score_and_report_agree(
     model_folder: str, tmp_path: Path, form: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    own, convert = format_in(form), PROMPT_FORMS.get(form, lambda row: row)
+    own, convert = OTHER_LABELS.get(form) or format_in(form), PROMPT_FORMS.get(form, lambda row: row)
     rows = [convert({**row, "prompt": f"Count on from {n % 9}:"}) for n, row in enumerate(own.rows(45).to_list())]
     args = own.config(str(tmp_path / "run"), **QUIET | own.settings | {"per_device_eval_batch_size": 4})
     tokenizer = AutoTokenizer.from_pretrained(model_folder)
@@ -293,8 +316,16 @@ def test_evaluation_card_score_and_report_agree_on_intervals(
     assert cli.main(score_command(tmp_path / "run", write_jsonl(tmp_path / "rows.jsonl", rows), scored)) == 0
     _, verdicts = write_report([scored], tmp_path / "report")
     said = [json.loads((tmp_path / folder / "verdict.json").read_text()) for folder in ("run", "report")]
+    card, printed, (found,) = (tmp_path / "run" / "README.md").read_text(), capsys.readouterr().out, verdicts.values()
+    if isinstance(found, ScoreFit):
+        for key in ("answers", "squared_error", "variance", "correlation"):
+            assert said[0][key] == pytest.approx(said[1][key], rel=1e-5), key
+        assert metrics["eval_squared_error"] == said[0]["squared_error"] == pytest.approx(metrics["eval_loss"])
+        shown = f"{said[0]['squared_error']:.4f}"
+        assert shown in printed and shown in card and "accuracy" not in card
+        return
     shown = "{value:.4f} ({low:.3f} to {high:.3f})".format(**said[0]["accuracy"])
-    assert shown in capsys.readouterr().out and shown in (tmp_path / "run" / "README.md").read_text()
+    assert shown in printed and shown in card
     assert said[0]["accuracy"]["low"] == metrics["eval_accuracy_low"]
     assert [each["prompts"] for each in said] == [9, 9]
     assert said[0]["pairwise_loss"] == pytest.approx(said[1]["pairwise_loss"], abs=1e-5)
@@ -302,7 +333,6 @@ def test_evaluation_card_score_and_report_agree_on_intervals(
         assert said[0][key] == said[1][key], key
     if form in PROMPT_FORMS:
         assert said[0]["length"] == said[1]["length"]
-    (found,) = verdicts.values()
     unclustered = proportion(found.accuracy.value * found.accuracy.count, found.accuracy.count)
     assert found.accuracy.low <= unclustered.low and found.accuracy.high >= unclustered.high
 

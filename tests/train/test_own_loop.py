@@ -4,14 +4,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import every_setting
 import own_loop
 import pytest
 import tiny
 import torch
 from peft import LoraConfig
-from training import trained
+from training import QUIET, logged, trained, untimed
 
-from trl_tpu import RewardTrainer, TrainState, evaluation_step, training_step
+from trl_tpu import RewardConfig, RewardTrainer, TrainState, evaluation_step, training_step
+from trl_tpu.config.settings import SETTINGS
 from trl_tpu.errors import UserError
 
 
@@ -82,17 +84,90 @@ def test_statistics_go_on_after_a_failed_evaluation(config: Callable[..., Any], 
     assert state.log()["pairs_per_second"] > 0
 
 
-@pytest.mark.parametrize(
-    "setting",
-    [
-        {"training_time_limit": "1h"},
-        {"progress": "json"},
-        {"lr_scheduler_type": "reduce_lr_on_plateau", "eval_strategy": "epoch"},
-    ],
-    ids=str,
-)
-def test_train_state_rejects_settings_of_the_trainers_loop(
-    config: Callable[..., Any], setting: dict[str, Any]
+# ---- settings
+
+#: Left to the caller's loop.
+LEFT = {
+    *("eval_strategy", "eval_steps", "eval_delay", "logging_strategy", "logging_steps", "logging_first_step"),
+    *("save_strategy", "save_steps", "save_total_limit", "save_only_model"),
+    *("greater_is_better", "metric_for_best_model"),
+    *("ignore_data_skip", "restore_callback_states_from_checkpoint"),  # for resumed runs
+    "batch_eval_metrics",  # for `compute_metrics`, an argument of the trainer
+}
+#: Values of settings that change a step's numbers, logs or activations.
+CHANGES: list[dict[str, Any]] = [
+    {"gradient_checkpointing": False},
+    {"remat": "dots"},
+    {"activation_offloading": True},
+    {"neftune_noise_alpha": 5.0},
+    {"disable_dropout": False},
+    {"include_num_input_tokens_seen": "non_padding"},
+    {"log_grad_norms": True, "max_grad_norm": 0.0},
+    {"bf16": True, "use_cpu": True, "optim_state_dtype": "bfloat16"},
+    {"nonfinite_limit": 0, "logging_nan_inf_filter": True},
+    {"optim": "adafactor", "lr_scheduler_type": "cosine", "learning_rate_end": 1e-5},
+    {"frozen_parameters": "embed", "weight_decay": 0.1},
+    {"group_by_prompt": True, "torch_empty_cache_steps": 1},
+    {"packing": False, "gradient_accumulation_steps": 2, "accelerator_config": {"split_batches": True}},
+]
+
+
+def test_every_setting_is_read_rejected_or_left_to_the_loop(tmp_path: Path) -> None:
+    of_loop = [name for name, each in SETTINGS.items() if "loop" in [no.where for no in each.rejected]]
+    rejected = {name: every_setting.ASKED.get(name, True) for name in of_loop}
+    rejected |= {"lr_scheduler_type": "greedy", "progress": "json", "training_time_limit": "1h", "report_to": "wandb"}
+    rejected["skip_memory_metrics"] = False
+    for name, value in rejected.items():
+        args = RewardConfig(str(tmp_path))
+        setattr(args, name, value)
+        with pytest.raises(UserError, match=f"^{name}=.* impossible without RewardTrainer's loop"):
+            TrainState("no model is loaded", args, tiny.made_up_pairs(8))
+    every_setting.Recording.read.clear()
+    settings = QUIET | {"max_steps": 1, "per_device_train_batch_size": 4, "per_device_eval_batch_size": 4}
+    pairs = tiny.made_up_pairs(8)
+    tokenizer = tiny.tiny_tokenizer(pairs)
+    args = every_setting.Recording(str(tmp_path), **settings)
+    state = TrainState(tiny.tiny_model(tokenizer), args, pairs, pairs, tokenizer)
+    for batch in state.batches():
+        training_step(state, batch)
+    state.evaluate()
+    state.save_model()
+    unread = every_setting.IN_A_RUN - every_setting.Recording.read - LEFT - {*rejected}
+    assert not unread, unread
+
+
+def test_settings_change_a_step_as_in_the_trainer(
+    config: Callable[..., Any], model_folder: str, tmp_path: Path
 ) -> None:
-    with pytest.raises(UserError, match=next(iter(setting))):
-        TrainState("no model is loaded", config(**setting), tiny.made_up_pairs(8))
+    """Logs are equal, and so are the activations that are saved for the backward."""
+    sizes = set[int]()
+
+    def measured(train: Callable[[], list[dict[str, Any]]]) -> tuple[list[dict[str, Any]], int]:
+        kept = 0
+
+        def pack(tensor: torch.Tensor) -> torch.Tensor:
+            nonlocal kept
+            kept += tensor.nbytes
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            return train(), kept
+
+    def by_trainer() -> list[dict[str, Any]]:
+        return logged(trained(RewardTrainer(model_folder, args, train_dataset=pairs)))
+
+    def by_steps() -> list[dict[str, Any]]:
+        state, logs = TrainState(model_folder, args, pairs), []
+        for batch in state.batches():
+            training_step(state, batch)
+            logs.append(untimed(state.log()))
+        return logs
+
+    pairs = tiny.uneven_pairs(22)
+    for settings in ({}, *CHANGES):
+        args = config(max_steps=2, logging_steps=1, **settings)
+        (expected, size), (logs, own_size) = map(measured, (by_trainer, by_steps))
+        assert logs == [{name: log[name] for name in log if name != "epoch"} for log in expected], settings
+        assert size == own_size, settings
+        sizes.add(size)
+    assert len(sizes) >= 6

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 from trl_tpu import RewardConfig, RewardTrainer
 from trl_tpu.data.collators import batches_in
-from trl_tpu.data.length_stats import answers_of
+from trl_tpu.data.kinds import answers_of
 from trl_tpu.modeling.losses import Loss, batch_loss
 from trl_tpu.packing.shapes import RowPlan, RowShape
 
@@ -136,28 +136,28 @@ def test_epoch_trains_on_every_pair_once(layout: str, tokenizer: PreTrainedToken
     assert trainer.state.log_history[-2]["num_tokens"] == 2 * tokens
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_loss_and_prediction_accept_a_batch_of_the_loader(
-    layout: str, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+@pytest.mark.parametrize(("layout", "packing"), [("tight", True), ("micro-batches", True), ("tight", False)])
+def test_scripts_may_read_a_batch_as_trls_dict(
+    layout: str, packing: bool, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
 ) -> None:
-    found, gradients = [], []
-    for packing in (True, False):
-        settings = {"packing": packing, "center_rewards_coefficient": 0.1, "per_device_train_batch_size": 5}
-        trainer = make_trainer(tokenizer, tmp_path, layout, margin=True, **settings)
-        batch = next(iter(trainer.get_train_dataloader()))
-        assert batch.parts[0].is_packed is packing
-        loss, predicted_P2, _ = trainer.prediction_step(trainer.model, batch, False)
-        with_grad = trainer.compute_loss(trainer.model, batch)
-        with_grad.backward()
-        assert with_grad.item() == pytest.approx(loss.item(), abs=1e-6)
-        batches = batches_in(batch, trainer.processing_class.pad_token_id)
+    """A loop over the items, as in callbacks, gives TRL's dict; the logits of a loss by hand are in its order."""
+    settings: dict[str, Any] = {"packing": packing, "per_device_eval_batch_size": 5}
+    trainer, held_out = make_trainer(tokenizer, tmp_path, layout, **settings), tiny.made_up_pairs(8, seed=1)
+    rows, first = trainer._prepared(held_out, "eval"), 0
+    for batch in trainer.get_eval_dataloader(held_out):
+        moved = {key: tensor.to("cpu") for key, tensor in batch.items()}
+        pairs = len(moved["input_ids"]) // 2
+        theirs = trainer.batch_plan.default_collator()([rows[at] for at in range(first, first + pairs)])
+        assert list(moved) == list(theirs) and all(torch.equal(moved[key], theirs[key]) for key in theirs)
+        trainer.model.eval()
         with torch.no_grad():
-            without_trainer = batch_loss(trainer.model, batches, Loss(center_rewards_coefficient=0.1))
-        assert without_trainer.loss.item() == loss.item()
-        assert predicted_P2 is not None
-        found.append((loss.item(), predicted_P2.tolist()))
-        gradients.append([each.grad for each in trainer.model.parameters()])
-    np.testing.assert_allclose(found[0][1], found[1][1], atol=1e-6)
-    assert found[0][0] == pytest.approx(found[1][0], abs=1e-6)
-    for packed, padded in zip(*gradients, strict=True):
-        torch.testing.assert_close(packed, padded, atol=1e-6, rtol=1e-4)
+            loss, outputs = trainer.compute_loss(trainer.model, batch, return_outputs=True)
+            of_dict, expected = trainer.compute_loss(trainer.model, moved, return_outputs=True)
+            by_hand = batch_loss(trainer.model, batches_in(batch, trainer.processing_class.pad_token_id), Loss())
+        assert outputs.logits.shape == (2 * pairs, 1) and loss.item() == pytest.approx(of_dict.item(), abs=1e-6)
+        np.testing.assert_allclose(outputs["logits"], expected.logits, atol=1e-6)
+        predicted = trainer.prediction_step(trainer.model, batch, False)
+        assert loss.item() == by_hand.loss.item() == predicted[0].item()
+        np.testing.assert_allclose(predicted[1][:pairs].T.reshape(-1, 1), expected.logits, atol=1e-6)
+        first += pairs
+    assert first == 8

@@ -64,9 +64,29 @@ def test_labeled_answers_are_evaluated_and_scored(model_folder: str, tmp_path: P
     assert metrics["eval_accuracy"] == pytest.approx(np.mean(right))
 
 
+def test_rewards_that_predict_scores_have_errors_and_no_accuracy(model_folder: str, tmp_path: Path) -> None:
+    """A penalty counts every answer; the labels of `predict` are the scores; a score counts where a row has both."""
+    rows = answers(12).map(lambda row, at: {"score": at % 6 - 1.0}, with_indices=True)
+    settings: dict[str, Any] = {"loss_type": "regression", "center_rewards_coefficient": 0.5, "learning_rate": 0.0}
+    trainer = run_of(model_folder, tmp_path, rows, **settings, save_strategy="no")
+    metrics, predicted = trainer.evaluate(rows), trainer.predict(rows)
+    rewards, scores = predicted.predictions.astype(float), np.array(rows["score"])[:, None]
+    np.testing.assert_array_equal(predicted.label_ids, scores)
+    error = ((rewards - scores) ** 2).mean()
+    expected = {"loss": error + 0.5 * (rewards**2).mean(), "squared_error": error}
+    expected["correlation"] = np.corrcoef(rewards.ravel(), scores.ravel())[0, 1]
+    assert {name: metrics[f"eval_{name}"] for name in expected} == pytest.approx(expected, abs=1e-5)
+    assert not {"eval_accuracy", "eval_ece", "eval_margin"} & metrics.keys()
+    assert "accuracy" not in trainer.state.log_history[0]
+
+
 @pytest.mark.parametrize(
     ("change", "named"),
-    [({"label": 3}, "loss_type"), ({"settings": {"ties": "skip"}}, "ties"), ({"completions": ["a", "b"]}, "1 as")],
+    [
+        ({"label": 3}, "loss_type"),
+        ({"settings": {"ties": "skip"}}, "ties"),
+        ({"completions": ["a", "b"]}, "1 as"),
+    ],
     ids=str,
 )
 def test_impossible_settings_are_rejected(

@@ -12,8 +12,8 @@ import pytest
 from datasets import Dataset, Features, Value
 from preference_rows import assistant, prepare, tiny_tokenizer, user
 
-from trl_tpu.data.collators import old_columns
-from trl_tpu.data.rankings import RankingKind
+from trl_tpu.data.collators import OldPairs, old_columns
+from trl_tpu.data.kinds import Rankings
 from trl_tpu.errors import UserError
 
 GOOD = {"chosen": "good", "rejected": "bad"}
@@ -31,8 +31,8 @@ OTHER_KEYS = [{"from": "user", "text": "a"}]
 TWO = {"prompt": "a", "completions": ["b", "c"]}
 TWO_IDS = {"answer_ids": [[1], [2]]}
 OLD = old_columns(IDS)
-IN_OLD_API, WORDS = {"are_old": True}, "chat_template_kwargs"
-ATTRIBUTES = {"rankings": RankingKind(attributes=("helpful", "brief"))}
+IN_OLD_API, WORDS = {"kinds": [OldPairs(tiny_tokenizer())]}, "chat_template_kwargs"
+ATTRIBUTES = {"kinds": [Rankings(attributes=("helpful", "brief"))]}
 
 
 class BadRows(NamedTuple):
@@ -91,10 +91,10 @@ RANKINGS = [  # rankings are not read as streams
     BadRows([{**TWO, "scores": [1, 2], "margin": 1.0}], "`margin`"),
     BadRows([{"chosen": "a", "rejected": ["b", "c"], "margin": 1.0}], "`margin`"),
     BadRows([{**GOOD, "chosen_probability": 1.5}], "Row 0 .*`chosen_probability`"),
-    BadRows([{**TWO, "ranks": [1, 2]}], "Row 0 .*`scores`", settings={"rankings": RankingKind(True, True, True)}),
+    BadRows([{**TWO, "ranks": [1, 2]}], "Row 0 .*`scores`", settings={"kinds": [Rankings(True, True, True)]}),
     BadRows([{**TWO, **GOOD, "ranks": [1, 2]}], "completions, ranks"),
     BadRows([{**TWO, **IDS, "scores": [1.0, 2.0]}], "completions, scores"),
-    BadRows([GOOD], "ranking_top_k=2", settings={"rankings": RankingKind(settings=("ranking_top_k=2",))}),
+    BadRows([GOOD], "ranking_top_k=2", settings={"unused_settings": {"pairs": ["ranking_top_k=2"]}.get}),
     BadRows([{**TWO, "scores": {"helpful": [1, 2], "brief": [2, 1]}}], "Row 0 .*`scores`"),
     BadRows([{**TWO_IDS, "grades": [[1.0, 2.0], None]}], "Row 0 .*`grades` "),
     BadRows([{**TWO, "scores": [1.0, 2.0]}], "Row 0 .*`scores` of 'helpful'", settings=ATTRIBUTES),

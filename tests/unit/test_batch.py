@@ -20,6 +20,7 @@ from trl.trainer.reward_trainer import DataCollatorForPreference as TrlCollator
 
 from trl_tpu.data.collate import BatchCollator, ComparisonRule, Part
 from trl_tpu.data.collators import DataCollatorForPreference, DictCollator, RewardDataCollatorWithPadding, batches_in
+from trl_tpu.data.kinds import Rankings, Solutions
 from trl_tpu.modeling.losses import Loss, batch_loss
 from trl_tpu.modeling.packability import use_tree_masks
 from trl_tpu.modeling.static_shapes import use_expanded_attention
@@ -83,14 +84,14 @@ SOLUTIONS = [
     for at, (ends, grades) in enumerate(_STEPS)
 ]
 TIES, WHOLE_ORDER = Loss(ties="davidson"), Loss(loss_type="plackett_luce")
-OF_TWO = ComparisonRule(answers=4, attributes=2, attribute_weights=[2.0, 1.0])
+OF_TWO = ComparisonRule(answers=4, attributes=2, attribute_weights=[2.0, 1.0], kind=Rankings())
 FORMS = {
     "pairs": Form(PAIRS, loss=Loss(center_rewards_coefficient=0.1)),
     "probabilities": Form(PROBABLE),
-    "rankings": Form(graded(2, 0, 1, 2), ComparisonRule(answers=4, learns_ties=True, counts_comparisons=True), TIES),
-    "whole rankings": Form(graded(3, 0, 1, 2), ComparisonRule(answers=4), WHOLE_ORDER),
+    "rankings": Form(graded(2, 0, 1, 2), ComparisonRule(True, True, answers=4, kind=Rankings()), TIES),
+    "whole rankings": Form(graded(3, 0, 1, 2), ComparisonRule(answers=4, kind=Rankings()), WHOLE_ORDER),
     "attributes": Form(BY_ATTRIBUTES, OF_TWO, outputs=2),
-    "steps": Form(SOLUTIONS, ComparisonRule(answers=3), outputs=2),
+    "steps": Form(SOLUTIONS, ComparisonRule(answers=3, kind=Solutions()), outputs=2),
 }
 
 
@@ -183,7 +184,7 @@ def reference(form: Form, model: PreTrainedModel) -> tuple[torch.Tensor, torch.T
         logits = [model(torch.tensor([ids])).logits[0] for ids in row["answers"]]
         values, counts = logits, list(map(len, row["answers"]))
         if form.has_steps:
-            ends = row["step_ends"]
+            ends = row["step_ends"] or [0]  # without a step, a reward without a grade stands for the row
             values = [logits[0][end, 1:] - logits[0][end, :1] for end in ends]
             stops = [0, *(end + 1 for end in ends[:-1]), counts[0]]  # the last reward counts the remaining tokens, too
             counts = [stop - start for start, stop in pairwise(stops)][: len(ends)]
@@ -287,7 +288,7 @@ def test_batch_keys_return_one_row_per_solution(layout: str) -> None:
     form = FORMS["steps"]
     batch = LAYOUTS[layout](form)[0](form.examples)
     read = [ids[mask.bool()].tolist() for ids, mask in zip(batch["input_ids"], batch["attention_mask"], strict=True)]
-    assert read == [row["answers"][0][: row["step_ends"][-1] + 1] for row in form.rows if row["step_ends"]]
+    assert read == [row["answers"][0][: [0, *row["step_ends"]][-1] + 1] for row in form.rows]
 
 
 def test_losses_of_micro_batches_sum_to_the_batch_loss() -> None:
@@ -306,12 +307,12 @@ def test_gradients_of_an_interrupted_training_are_cleared() -> None:
     model = torch.nn.Linear(3, 1, bias=False)
     optimizer = torch.optim.AdamW(model.parameters())
     placements = {"weight": Placement((None, None), "whole")}
-    state = StepState(Runtime(), scanned=None)
-    assert state.prepare(model, placements, optimizer, accumulates=True)
+    state = StepState(Runtime())
+    state.prepare(model, optimizer, placements, accumulates=True)
     state.attach_gradients()
     model(torch.ones(1, 3)).sum().backward()
     assert model.weight.grad is not None and model.weight.grad.tolist() == [[1, 1, 1]]
-    assert not state.prepare(model, placements, optimizer, accumulates=True)
+    state.prepare(model, optimizer, placements, accumulates=True)
     assert model.weight.grad.tolist() == [[0, 0, 0]]
 
 

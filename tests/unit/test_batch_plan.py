@@ -1,4 +1,4 @@
-"""The batch plan chooses packing, collator and shapes without a trainer."""
+"""The batch plan chooses a layout without a trainer."""
 
 from pathlib import Path
 from typing import Any
@@ -11,16 +11,15 @@ from preference_rows import dataset_of
 from recent_families import tiny_classifier
 
 from trl_tpu import RewardConfig
-from trl_tpu.data.collators import DataCollatorForPreference, DictCollator
+from trl_tpu.data.collators import DataCollatorForPreference
 from trl_tpu.data.length_stats import length_stats
-from trl_tpu.packing.pack import pack_unpadded, pad
-from trl_tpu.packing.planned import pack
 from trl_tpu.packing.shapes import RowShape
 from trl_tpu.parallel.mesh import MeshShape, parse_topology
 from trl_tpu.plan.layouts import Layout
 from trl_tpu.runtime import Remat
 from trl_tpu.runtime.native import Runtime
 from trl_tpu.training.batch_plan import BatchPlan
+from trl_tpu.training.layouts import Padded, Planned, TrlDict, Unpadded
 
 
 class Compiling(Runtime):
@@ -55,33 +54,31 @@ def test_recurrent_layers_are_padded_on_a_gpu_unless_packing_is_set(tmp_path: Pa
         device = torch.device("cuda")
 
     recurrent = tiny_classifier("qwen3_5_text")
-    assert make(tmp_path, OnGpu()).packed and not make(tmp_path, OnGpu(), recurrent).packed
-    assert make(tmp_path, OnGpu(), recurrent, settings={"packing": True}).packed
-    assert make(tmp_path, OnGpu(), recurrent, settings={"use_cpu": True}).packed
-
-
-def collator(plan: BatchPlan, data: Any = None, own: Any = None) -> Any:
-    return plan.collator(tokens(9) if data is None else data, 4, own or plan.default_collator())
+    for model, settings, kind in (
+        (None, {}, Unpadded),
+        (recurrent, {}, Padded),
+        (recurrent, {"packing": True}, Unpadded),
+        (recurrent, {"use_cpu": True}, Unpadded),
+    ):
+        assert type(make(tmp_path, OnGpu(), model, settings=settings).layout) is kind
 
 
 def test_compiling_devices_get_planned_rows_and_plain_torch_tight_rows(tmp_path: Path) -> None:
-    plain = make(tmp_path)
-    assert plain.packed and plain.padding_reason is None and plain.layout == "packed"
-    assert collator(plain).pack_rows.func is pack_unpadded
-    assert plain.shapes is None and not plain.accumulates
+    plain = make(tmp_path).layout
+    assert isinstance(plain, Unpadded) and plain.name == "packed" and plain.shapes is None and not plain.accumulates
     plan, data = make(tmp_path, COMPILING), tokens(64)
-    collate = collator(plan, data)
-    assert collate.pack_rows.func is pack and collate.part.pairs == 4 and not collate.pack_rows.keywords["expands"]
-    assert collate.pack_rows.keywords["plan"] is plan.planned.rows(data, 4) != plan.planned.rows(data, 8)  # cached
-    training = plan.planned.rows(plan._train_dataset, 4)
-    assert plan.shapes == len(training.shapes) and plan.accumulates == bool(training.accumulate)
-    assert str(training) in plan.describe()
+    layout = plan.layout_of(data, 4)
+    assert isinstance(layout, Planned) and layout.name == "packed" and not layout.expands
+    assert layout.rows is plan.rows(data, 4) != plan.rows(data, 8)  # cached
+    training = plan.training_rows
+    assert plan.layout.shapes == len(training.shapes) and plan.layout.accumulates == bool(training.accumulate)
+    assert str(training) in str(plan.layout)
 
 
 def test_expanded_attention_is_chosen_before_training(tmp_path: Path) -> None:
     model = tiny.tiny_model(TOKENIZER)
     plan = make(tmp_path, COMPILING, model, settings={"packed_attention": "expanded"})
-    assert collator(plan).pack_rows.keywords["expands"]
+    assert "rows of whole sequences" in str(plan.layout_of(tokens(9), 4))
     assert model.config._attn_implementation == "trl_tpu_expanded"
     again = tiny.tiny_model(TOKENIZER)  # `model_init` builds one like it for each trial
     plan.use_model(again)
@@ -96,7 +93,7 @@ def test_planned_rows_equal_the_rows_of_training(attention: str, length: int, tm
     plan = make(tmp_path, COMPILING, model, data, settings={"packed_attention": attention})
     topology = parse_topology("v6e:1x1")
     layout = Layout(model, plan._args, length_stats(data).lengths, data, topology, MeshShape(), Remat.FULL, 4)
-    assert layout.shape[1] == length and RowShape(*layout.shape) in plan.planned.training_rows.shapes
+    assert layout.shape[1] == length and RowShape(*layout.shape) in plan.training_rows.shapes
 
 
 def test_row_length_too_short_for_evaluation_is_rejected_before_training(tmp_path: Path) -> None:
@@ -127,55 +124,54 @@ def test_obstacle_to_packing_is_logged_once_or_raised(
         chosen = {} if packing is None else {"packing": packing}
         plan = make(tmp_path, COMPILING, **arguments | {"settings": settings | chosen})
         assert [obstacle in record.getMessage() for record in caplog.records].count(True) == times
-        assert not plan.packed and plan.layout == "padded"
-        assert packing is False or (obstacle in str(plan.padding_reason) and obstacle in plan.describe())
+        assert plan.padding_reason and plan.layout.name == "padded" and plan.padding_reason in str(plan.layout)
+        assert packing is False or obstacle in plan.padding_reason
     with pytest.raises(ValueError, match=f"packing=True.*{obstacle}"):
         make(tmp_path, COMPILING, **arguments | {"settings": settings | {"packing": True}})
 
 
 @pytest.mark.parametrize("given", [{"old_columns": True}, {"data_collator": OURS}])
 def test_trls_columns_and_collators_allow_packing(given: dict[str, Any], tmp_path: Path) -> None:
-    assert make(tmp_path, **given).packed and make(tmp_path, COMPILING, **given).packed
+    assert isinstance(make(tmp_path, **given).layout, Unpadded)
+    assert isinstance(make(tmp_path, COMPILING, **given).layout, Planned)
 
 
 def test_streams_with_max_length_are_packed_on_every_device(tmp_path: Path) -> None:
     stream, unbounded = tokens(90).to_iterable_dataset(), {"settings": {"max_length": None}}
-    assert make(tmp_path, data=stream, **unbounded).packed
+    assert isinstance(make(tmp_path, data=stream, **unbounded).layout, Unpadded)
     assert "max_length" in (make(tmp_path, COMPILING, data=stream, **unbounded).padding_reason or "")
     packed = make(tmp_path, COMPILING, **unbounded)  # only an evaluation on such a stream is padded
-    assert collator(packed, stream).pack_rows.func is pad
-    assert collator(packed).pack_rows.func is pack
+    assert type(packed.layout_of(stream, 4)) is Padded and isinstance(packed.layout_of(tokens(9), 4), Planned)
     bounded = {"settings": {"max_length": 60}}
     plan = make(tmp_path, COMPILING, data=stream, **bounded)
-    assert collator(plan, stream).pack_rows.func is pack
-    rows = plan.planned.training_rows
+    rows = plan.training_rows
     assert rows.longest >= 2 * 60 and min(shape.length for shape in rows.shapes) <= 40
     again = make(tmp_path, COMPILING, data=tokens(90).to_iterable_dataset(), **bounded)  # as in a resumed run
-    assert again.planned.training_rows == rows
+    assert again.training_rows == rows
     longest = [dataset_of([([at] * 60, [at + 100] * 60)])[0] for at in range(1, 5)]  # longer than the sample
-    (*_, last) = collator(plan, stream)(longest).parts
+    (*_, last) = plan.collator(stream, 4, plan.default_collator())(longest).parts
     assert last.table.row_weight_P.sum() == 4
     with pytest.raises(ValueError, match="row_length=64.*120"):
         make(tmp_path, COMPILING, data=stream, settings={"max_length": 60, "row_length": 64})
     empty = make(tmp_path, COMPILING, data=stream.take(0), **bounded)
-    assert empty.planned.training_rows.longest >= 2 * 60
+    assert empty.training_rows.longest >= 2 * 60
 
 
 def test_padded_batches_have_planned_lengths_on_compiling_devices(tmp_path: Path) -> None:
     off = {"settings": {"packing": False}}
-    assert collator(make(tmp_path, **off)).pack_rows.keywords["lengths"] is None
+    assert make(tmp_path, **off).layout.shapes is None
     plan = make(tmp_path, COMPILING, **off)
-    collate = collator(plan)
-    assert plan.shapes == len(collate.pack_rows.keywords["lengths"]) and not plan.accumulates
+    collate = plan.collator(tokens(9), 4, plan.default_collator())
+    assert plan.layout.shapes == 1 and not plan.layout.accumulates
     assert {tuple(collate(list(rows)).parts[0].input_ids_RL.shape) for rows in (tokens(1), tokens(4))} == {(8, 64)}
 
 
 def test_user_code_gets_trls_keys_and_user_collators_are_called(tmp_path: Path) -> None:
     plan = make(tmp_path, COMPILING, reads_padded_rows=lambda: "compute_loss")
-    batch = collator(plan, own=OURS)(list(tokens(4)))
+    assert isinstance(plan.layout, TrlDict)
+    batch = plan.collator(tokens(9), 4, OURS)(list(tokens(4)))
     assert batch.keys() == {"input_ids", "attention_mask"} and batch["input_ids"].shape == (8, 64)
-    own = collator(plan, own=lambda rows: {"mine": [sorted(row) for row in rows]})
-    assert isinstance(own, DictCollator)
+    own = plan.collator(tokens(9), 4, lambda rows: {"mine": [sorted(row) for row in rows]})
     assert own(list(tokens(4))) == {"mine": [["chosen_ids", "rejected_ids"]] * 4}  # the collator chooses the lengths
 
 

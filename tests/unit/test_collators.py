@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from tiny import tiny_tokenizer
 from trl.trainer.reward_trainer import DataCollatorForPreference as TrlCollator
 
+from trl_tpu.data.checks import OLD_KEYS
 from trl_tpu.data.collate import ComparisonRule
 from trl_tpu.data.collators import (
     DataCollatorForPreference,
@@ -18,7 +19,7 @@ from trl_tpu.data.collators import (
     old_columns,
     read_dict,
 )
-from trl_tpu.data.length_stats import OLD_KEYS, PAIR, answers_of
+from trl_tpu.data.kinds import Pairs, answers_of
 from trl_tpu.errors import UserError
 
 PAD = 0
@@ -38,7 +39,7 @@ OLD = RewardDataCollatorWithPadding(TOKENIZER)
 def test_collator_returns_trls_batch(
     rows: list[dict[str, Any]], multiple: int | None, pad_token_id: int, has_margin: bool
 ) -> None:
-    rows = rows if has_margin else [{name: row[name] for name in PAIR} for row in rows]
+    rows = rows if has_margin else [{name: row[name] for name in Pairs.columns} for row in rows]
     theirs = TrlCollator(pad_token_id, pad_to_multiple_of=multiple)(rows)
     collate = DataCollatorForPreference(pad_token_id, pad_to_multiple_of=multiple)
     for ours in (collate(rows), collate([{**row, "answers": answers_of(row)} for row in rows])):

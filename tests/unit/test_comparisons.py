@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch.nn.functional import softplus
 
 from trl_tpu.data.collate import ComparisonRule, Labels, compare
+from trl_tpu.data.kinds import Answers, Pairs, Rankings, Solutions
 from trl_tpu.modeling.losses import Loss
 
 K, A = 4, 3
@@ -28,7 +29,9 @@ def losses(rows: Any, rewards_PAK: Any, loss: Loss, rule: ComparisonRule, attrib
     The table has two padding rows, and rewards of padding are 7.5 or infinite.
     """
     answers = max(len(values_K) for values_AK in rewards_PAK for values_K in values_AK)
-    table = compare(Labels.of(rows, answers, attributes), rule, len(rows) + 2).map_tensors(torch.from_numpy)
+    kind = Solutions() if "step_ends" in rows[0] else Pairs() if "grades" not in rows[0] else Rankings()
+    kind = Answers() if answers == 1 and kind == Rankings() else kind
+    table = compare(Labels.of(rows, kind, answers, attributes), rule, len(rows) + 2).map_tensors(torch.from_numpy)
     padded = torch.full((len(rows) + 2, max(attributes, 1), answers), 7.5)
     padded[len(rows) :] = float("inf")
     for padded_AK, values_AK in zip(padded, rewards_PAK, strict=False):

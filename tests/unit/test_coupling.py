@@ -41,8 +41,9 @@ def parameters_of(function: Any) -> list[str]:
     return [name for name in inspect.signature(function).parameters if name != "self"]
 
 
-def test_only_listed_private_methods_are_overridden() -> None:
-    assert len([name for name in OVERRIDES if name.startswith("_")]) < 15
+def test_few_methods_are_overridden() -> None:
+    assert len(OVERRIDES) <= 20
+    assert len([name for name in OVERRIDES if name.startswith("_")]) <= 9
 
 
 @pytest.mark.parametrize("name", OVERRIDES)
@@ -69,14 +70,8 @@ ATTRIBUTES = [
 SOURCES = {
     "__init__": ["self.init_hf_repo()"],  # creates the Hub repository with the trainer
     "_finalize_training": ["self.args.save_total_limit == 1"],  # `DeviceTrainer` sets another limit after a stop
+    "train": ["self._load_from_checkpoint(", "self._inner_training_loop"],  # weights first, then the optimizer's state
     "_get_dataloader": ["data_collator = self.data_collator"],  # `data/loader.py` replaces it during the call
-    "_run_epoch": [
-        # `data/loader.py` replaces the module's function of that name for an epoch
-        "train_dataloader = skip_first_batches(train_dataloader,",
-        # `training/statistics.py` replaces the loss sum when it reads the gradient norm, before the update
-        "self._tr_loss += tr_loss_step",
-        *("self.floating_point_ops(", "self._clip_grad_norm(", "self._get_grad_norm(", "self.optimizer.step()"),
-    ],
 }
 
 
@@ -137,7 +132,6 @@ def test_coupled_libraries_have_an_upper_bound(name: str) -> None:
 PATCHES = {
     "device_choice.py: transformers.USE_TORCH_XLA": "read once, at import; no argument disables XLA",
     "device_choice.py: accelerate._torch_xla_available": "the same",
-    "loader.py: transformers.trainer.skip_first_batches": "for one loader during its epoch; the loop has no hook",
     "placeholder.py: xr.global_runtime_device_count": "in a subprocess without a device",
     "placeholder.py: kernels.get_ir_version": "in that subprocess: jax asks a TPU for it",
 }

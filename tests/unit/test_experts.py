@@ -5,7 +5,7 @@ import torch
 from decoders import TINY, VOCAB
 from transformers import AutoModelForSequenceClassification, GptOssConfig, MixtralConfig, Qwen3MoeConfig, set_seed
 
-from trl_tpu.modeling.static_shapes import fit_to_device
+from trl_tpu.modeling.static_shapes import use_static_shapes
 
 CONFIGS = {
     "Qwen3-MoE": Qwen3MoeConfig(**TINY, num_experts=6, num_experts_per_tok=2, moe_intermediate_size=12),
@@ -31,7 +31,7 @@ def test_static_experts_equal_transformers_experts(name: str) -> None:
         return logits.detach(), {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
 
     expected, expected_gradients = rewards_and_gradients()
-    fit_to_device(model, is_static=True)
+    use_static_shapes(model)
     rewards, gradients = rewards_and_gradients()
     torch.testing.assert_close(rewards, expected, atol=1e-9, rtol=1e-9)  # float64; the router works in float32
     assert gradients.keys() == expected_gradients.keys()

@@ -33,8 +33,8 @@ from transformers import (
 from trl_tpu import cli
 from trl_tpu.checkpoint.export import export_checkpoint
 from trl_tpu.checkpoint.state_dict import trained_weights
+from trl_tpu.compat.transformers4 import add_transformers4_names
 from trl_tpu.errors import UserError
-from trl_tpu.modeling.head_spec import add_transformers4_names
 
 MODELS = {"llama": checkpoints.llama, "experts": checkpoints.experts, "tied": checkpoints.tied}
 

@@ -11,16 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from preference_rows import dataset_of
 
-from trl_tpu.data.length_stats import (
-    NO_LABEL,
-    PAIR,
-    LengthStats,
-    answers_of,
-    labels_of,
-    length_stats,
-    length_stats_of_tables,
-    read_table,
-)
+from trl_tpu.data.kinds import Pairs, answers_of, labels_of
+from trl_tpu.data.kinds.solutions import NO_LABEL
+from trl_tpu.data.length_stats import LengthStats, length_stats, length_stats_of_tables, read_table
 
 ids = st.lists(st.integers(1, 2), max_size=9)  # few ids, so that sequences share prefixes by chance
 pairs = st.tuples(ids, ids) | ids.map(lambda one: (one, one))
@@ -91,7 +84,7 @@ def test_stats_of_several_tables_equal_those_of_one(prompt: list[int], parts: li
     parts = [[(prompt + one, prompt + other) for one, other in part] for part in parts]
 
     def measured(parts: list[Any]) -> LengthStats:
-        halves = [dict(zip(PAIR, zip(*part, strict=True), strict=True)) for part in parts]
+        halves = [dict(zip(Pairs.columns, zip(*part, strict=True), strict=True)) for part in parts]
         return length_stats_of_tables(
             pa.table({name: pa.array(ids, TYPES[0]) for name, ids in columns.items()}) for columns in halves
         )

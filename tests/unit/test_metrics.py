@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from trl_tpu.config.reward_config import REWARD_METRICS
 from trl_tpu.data.collate import ComparisonRule, Labels, compare, pairs_of
+from trl_tpu.data.kinds import Pairs, Rankings
 from trl_tpu.evaluation.evaluate import RewardSums, sums_on_host
 from trl_tpu.runtime.native import Runtime
 from trl_tpu.training import statistics
@@ -53,7 +54,8 @@ def update(metrics: StepStatistics, *batches: list[Row], tokens: int = 5, labels
     """Add pairs with this number of tokens per answer; padding pairs go into a second micro-batch."""
     for rows in batches:
         here_P = np.array([row[2] for row in rows])
-        table = compare(Labels.of(labels or [{}] * len(rows), 2), ComparisonRule()).among(here_P)
+        kind = Rankings() if labels and "grades" in labels[0] else Pairs()
+        table = compare(Labels.of(labels or [{}] * len(rows), kind, 2), ComparisonRule()).among(here_P)
         tokens_S = torch.tensor(here_P.repeat(2) * tokens, dtype=torch.int32)
         rewards_SA = torch.tensor([row[:2] for row in rows]).reshape(-1, 1)
         metrics.update(rewards_SA, tokens_S, table.map_tensors(torch.from_numpy))

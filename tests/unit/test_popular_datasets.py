@@ -10,7 +10,7 @@ from environment import EXAMPLES
 from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification
 
 from trl_tpu import RewardConfig
-from trl_tpu.data.length_stats import answers_of, labels_of
+from trl_tpu.data.kinds import answers_of, labels_of
 from trl_tpu.experimental.prm import PRMConfig
 from trl_tpu.modeling.build import build_dataset, build_reward_model
 

@@ -16,7 +16,7 @@ from trl_tpu.data.loader import PromptGroupSampler, prompts_in_training, sizes_b
 from trl_tpu.data.prompts import group_prompts, prompt_groups, prompt_of, prompts_of
 from trl_tpu.packing.planned import pack
 from trl_tpu.packing.shapes import RowPlan
-from trl_tpu.training.planned_shapes import plan_rows_of
+from trl_tpu.training.batch_plan import plan_rows_of
 
 SYSTEM = [9, 8, 7]
 

@@ -14,8 +14,8 @@ from preference_rows import prepare
 from transformers import LlamaConfig
 
 from trl_tpu.data.collate import ComparisonRule, Labels, sequences_of
-from trl_tpu.data.length_stats import PAIR, answers_of, length_stats, row_format_of
-from trl_tpu.data.rankings import RankingKind
+from trl_tpu.data.kinds import Pairs, Rankings, answers_of
+from trl_tpu.data.length_stats import kind_of_dataset, length_stats
 from trl_tpu.evaluation.evaluate import Evaluation, NoComparisons, evaluate_rows, padded, sums_on_host
 from trl_tpu.modeling.head_spec import HeadSpec, write_head_spec
 from trl_tpu.packing.pack import pack_unpadded
@@ -54,7 +54,7 @@ def test_metrics_weight_every_prompt_equally(some: Any) -> None:
 
 
 def labels_of(grade_NK: np.ndarray) -> Labels:
-    return Labels(grade_NK[:, None].astype(np.float32), kind="rankings")
+    return Labels(grade_NK[:, None].astype(np.float32), kind=Rankings())
 
 
 def test_verdict_memory_grows_with_answers_not_comparisons() -> None:
@@ -78,7 +78,7 @@ def test_prompt_is_computed_once_for_all_its_answers() -> None:
         {"answer_ids": [[*prompt, 1000 + answer, 7] for answer in range(count)], "grades": [*range(count)]}
         for prompt, count in zip(prompts, (8, 3), strict=True)
     ]
-    batch = sequences_of(rows, 0, ComparisonRule(answers=8).table(rows))
+    batch = sequences_of(rows, 0, ComparisonRule(answers=8, kind=Rankings()).table(rows))
     (packed,) = pack_unpadded(batch, attention_crossover_length=1e6)
     assert packed.input_ids_RL.size == 150 + 2 * 11  # the 50 tokens that both prompts share are held once, too
 
@@ -101,7 +101,7 @@ def test_scores_that_do_not_grade_answers_are_ignored() -> None:
 
 @pytest.mark.parametrize("other", [{"completions": ["b", "c"], "labels": [1, 0]}, {"scores": [1.0, 2.0]}])
 def test_pair_with_only_answers_or_only_grades_stays_a_pair(other: dict[str, Any]) -> None:
-    assert row_format_of(prepare([{"prompt": "a", "chosen": "b", "rejected": "c"} | other]).column_names) == PAIR
+    assert kind_of_dataset(prepare([{"prompt": "a", "chosen": "b", "rejected": "c"} | other])) == Pairs()
 
 
 CLOSE: list[dict[str, Any]] = [  # grades that are equal in float32
@@ -118,9 +118,9 @@ def test_grades_are_ordered_in_float64(graded: dict[str, Any]) -> None:
     (values,) = graded.values()
     row = {"prompt": "a", "completions": [*"bcde"[: len(values)]], **graded}
     grade_K = np.array(values, float) * (-1 if "ranks" in graded else 1)
-    (prepared,) = prepare([row], rankings=RankingKind(may_tie=True))
+    (prepared,) = prepare([row], kinds=[Rankings(may_tie=True)])
     assert prepared["grades"] == grade_K.tolist()
-    table = ComparisonRule(answers=len(values), margin_scale=0.1).table([prepared])
+    table = ComparisonRule(answers=len(values), margin_scale=0.1, kind=Rankings()).table([prepared])
     compared = {
         (better, worse): margin
         for better, worse, margin, weight in zip(
@@ -156,9 +156,9 @@ FORMS: dict[str, dict[str, Any]] = {
 def test_extra_columns_change_neither_rows_nor_labels(form: str) -> None:
     row = FORMS[form]
     plain, more = prepare([row]), prepare([row | {key: value for key, value in EXTRA.items() if key not in row}])
-    rule = ComparisonRule(answers=length_stats(plain).answers)
+    rule = ComparisonRule(answers=length_stats(plain).answers, kind=kind_of_dataset(plain))
     for prepared in (more, prepare(more.to_list())):
-        assert row_format_of(prepared.column_names) == row_format_of(plain.column_names)
+        assert kind_of_dataset(prepared) == kind_of_dataset(plain)
         assert list(map(answers_of, prepared)) == list(map(answers_of, plain))
         assert str(rule.table(list(prepared))) == str(rule.table(list(plain)))
         assert length_stats(prepared).answers == length_stats(plain).answers
@@ -167,11 +167,11 @@ def test_extra_columns_change_neither_rows_nor_labels(form: str) -> None:
 
 def test_ranking_formats_are_prepared_and_long_answers_removed() -> None:
     equal = {**TWO, "scores": [1.0, 1.0]}
-    assert prepare([equal], rankings=RankingKind(may_tie=True, may_all_tie=True))["grades"] == [[1.0, 1.0]]
+    assert prepare([equal], kinds=[Rankings(may_tie=True, may_all_tie=True)])["grades"] == [[1.0, 1.0]]
     rows = [{**TWO, "completions": ["b", "c", "d" * 9], "ranks": [2, 1, 2]}, {**TWO, "ranks": [1, 2]}]
-    assert prepare(rows, rankings=RankingKind(may_tie=True))["grades"] == [[-2.0, -1.0, -2.0], [-1.0, -2.0]]
-    assert prepare(rows, rankings=RankingKind(may_tie=True), max_length=4)["grades"] == [[-1.0, -2.0]]
-    cut = prepare(rows, rankings=RankingKind(may_tie=True), max_length=4, truncation_mode="keep_start")["answer_ids"]
+    assert prepare(rows, kinds=[Rankings(may_tie=True)])["grades"] == [[-2.0, -1.0, -2.0], [-1.0, -2.0]]
+    assert prepare(rows, kinds=[Rankings(may_tie=True)], max_length=4)["grades"] == [[-1.0, -2.0]]
+    cut = prepare(rows, kinds=[Rankings(may_tie=True)], max_length=4, truncation_mode="keep_start")["answer_ids"]
     assert [[len(ids) for ids in row] for row in cut] == [[3, 3, 4], [3, 3]]
     chosen = prepare([{"prompt": "a", "chosen": "b", "rejected": ["c", "d"]}])
     assert chosen["grades"] == [[1.0, 0.0, 0.0]] and [len(ids) for ids in chosen["answer_ids"][0]] == [3, 3, 3]
@@ -188,7 +188,7 @@ graded = st.lists(st.lists(grades, min_size=A, max_size=A).filter(any), min_size
 def test_attributes_are_rankings_and_the_reward_is_their_weighted_sum(some: Any, seed: int) -> None:
     rewards_PAK = torch.randn(len(some), A, K, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     weights = [0.65, -0.4, 0.5]
-    sums = sums_on_host(rewards_PAK, Labels.of([{"grades": each} for each in some], K, A), weights)
+    sums = sums_on_host(rewards_PAK, Labels.of([{"grades": each} for each in some], Rankings(), K, A), weights)
     compared = [len(set(values)) > 1 for each in some for values in each if values]
     assert sums.comparisons == sum(compared)
     rewards_PK = np.einsum("a,pak->pk", weights, rewards_PAK.numpy())
@@ -211,7 +211,7 @@ def test_rows_may_lack_an_attribute() -> None:
         {**TWO, "scores": {"helpful": None, "brief": [1, 2]}},
         {**TWO, "scores": {"helpful": [1, 2], "brief": [3, 3]}},
     ]
-    prepared = prepare(rows, rankings=RankingKind(attributes=NAMES))
+    prepared = prepare(rows, kinds=[Rankings(attributes=NAMES)])
     assert prepared["grades"] == [[None, [1.0, 2.0]], [[1.0, 2.0], [3.0, 3.0]]]
 
 

@@ -70,7 +70,7 @@ def exact_model(family: str, way: str = "plain") -> Any:
     ("family", "way"),
     [
         *((family, "plain") for family in (*HYBRIDS, *DECODERS, *WITH_CLASS)),
-        *((family, "planned") for family in HYBRIDS),
+        *((family, "planned") for family in (*HYBRIDS, "exaone4", "gpt_oss")),
         *(("qwen3_5_text", way) for way in ("recomputed", "LoRA", "recomputed, LoRA", "recomputed, LoRA, planned")),
         ("granitemoehybrid", "recomputed"),
         *((family, "trees together") for family in ("llama4_text", "gpt_oss", "gemma4_text", "qwen3_5_text")),

@@ -16,8 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from preference_rows import assistant, prepare, rows_of_every_format, tiny_model, tiny_tokenizer, write_jsonl
 
-from trl_tpu.data.collators import old_columns
-from trl_tpu.data.length_stats import PAIR
+from trl_tpu.data.collators import OldPairs, old_columns
+from trl_tpu.data.kinds import Pairs
 
 FORMS = rows_of_every_format()
 
@@ -76,15 +76,13 @@ import json, sys
 from datasets import Dataset, Features, Sequence, Value
 from preference_rows import prepare, tiny_tokenizer
 from trl_tpu.data import tokenize
-from trl_tpu.data.solutions import prepare_solutions, tokenize_solution
+from trl_tpu.data.kinds import Solutions
 root, folder = sys.argv[1:]
 assert tokenize.__file__.startswith(root)
 rows = Dataset.from_json(f"{folder}/rows.jsonl", cache_dir=folder)
 pairs = prepare(rows.select_columns(["chosen", "rejected"]), max_length=4, truncation_mode="keep_end")
-settings = {"step_separator": "!", "max_length": None, "max_completion_length": None}
-settings |= {"tokenizer": tiny_tokenizer(), "train_on_last_step_only": False, "is_eval": False}
 steps = rows.select_columns(["prompt", "completions", "labels"])
-steps = prepare_solutions(steps, tokenize_solution, settings, num_embeddings=999, num_proc=None, name="train")
+steps = prepare(steps, kinds=[Solutions("!")])
 print(json.dumps([pairs["chosen_ids"][:], steps["input_ids"][:]]))
 """
 
@@ -105,7 +103,7 @@ def test_cached_tokens_are_reused_until_the_code_changes(tmp_path: Path) -> None
     texts, files = prepared()
     assert texts == ["one<|im_end|>", "2+24!"] and len(files) == 3  # one file per map: tokens, truncated pairs, steps
     assert prepared() == (texts, files)
-    changes = [("checks", "dialogue + eos", "dialogue + '?'"), ("solutions", "ids + sep", "ids + ids + sep")]
+    changes = [("kinds/base", "dialogue + eos", "dialogue + '?'"), ("kinds/solutions", "ids + sep", "ids + ids + sep")]
     for name, old, new in changes:
         module = root / "trl_tpu" / "data" / f"{name}.py"
         assert module.read_text().count(old) == 1
@@ -138,10 +136,11 @@ def test_long_pairs_are_truncated_together(
     mode: str, which: int, are_old: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Shared tokens stay shared, and margins stay with their pairs."""
-    rows: list[Any] = [dict(zip(PAIR, case[0], strict=True)) | {"margin": at} for at, case in enumerate(LONG)]
+    rows: list[Any] = [dict(zip(Pairs.columns, case[0], strict=True)) | {"margin": at} for at, case in enumerate(LONG)]
     dataset = Dataset.from_list(list(map(old_columns, rows)) if are_old else rows)
     expected = {at: [*case[which]] for at, case in enumerate(LONG) if case[which]}
-    settings: Any = {"max_length": 4, "truncation_mode": mode, "are_old": are_old}
+    settings: Any = {"max_length": 4, "truncation_mode": mode}
+    settings |= {"kinds": [OldPairs(tiny_tokenizer())]} if are_old else {}
     with caplog.at_level(logging.WARNING, logger="trl_tpu"):
         made = prepare(dataset, **settings)
     for found in (list(made), list(prepare(dataset.to_iterable_dataset(), **settings))):
@@ -176,7 +175,9 @@ def trl_0_23(dataset: Dataset, tokenizer: Any) -> list[list[list[int]]]:
 def test_old_columns_equal_those_of_trl_0_23(form: str, caplog: pytest.LogCaptureFixture) -> None:
     rows = [{**row, "margin": [row["margin"]]} for row in FORMS[form][:2]]
     dataset, tokenizer = Dataset.from_list(rows), tiny_tokenizer()
-    prepared, streamed = (prepare(each, are_old=True) for each in (dataset, dataset.to_iterable_dataset()))
+    prepared, streamed = (
+        prepare(each, kinds=[OldPairs(tokenizer)]) for each in (dataset, dataset.to_iterable_dataset())
+    )
     assert pairs_in(prepared) == trl_0_23(dataset, tokenizer)
     assert prepared["margin"][:] == [row["margin"] for row in FORMS[form][:2]]
     assert list(streamed) == list(prepared)

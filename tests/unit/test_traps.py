@@ -11,7 +11,7 @@ from preference_rows import TOOLS, assistant, prepare, rows_of_every_format, tin
 from tokenizers.processors import TemplateProcessing
 
 from trl_tpu.data.formats import apply_template
-from trl_tpu.data.length_stats import PAIR
+from trl_tpu.data.kinds import Pairs
 from trl_tpu.errors import UserError
 from trl_tpu.scoring.stream import Form, flatten_items
 from trl_tpu.scripts.synthetic import load_dataset
@@ -188,7 +188,7 @@ def test_other_formats_are_trained_and_scored_as_messages(form: str, caplog: pyt
         caplog.clear()
         with caplog.at_level(logging.WARNING, logger="trl_tpu"):
             (found,) = prepare([row], streaming=streaming)
-        assert [found[key] for key in PAIR] == [expected[key] for key in PAIR]
+        assert [found[key] for key in Pairs.columns] == [expected[key] for key in Pairs.columns]
         is_told = form not in ("a null prompt", "single messages")
         assert [each.name for each in caplog.records] == ["trl_tpu.data.traps"] * is_told
     scored = flatten_items(Form.of(GOOD).read(Dataset.from_list([row])[0], "Row 0", tokenizer))
@@ -204,7 +204,7 @@ def test_sharegpt_system_prompts_and_rankings_are_read(turns: dict[str, Any]) ->
     (found,) = prepare([{"system": "s", **turns, "completions": answers, "scores": [1.0, 0.0]}])
     system = {"role": "system", "content": "s"}
     (expected,) = prepare([{half: [system, *CHAT[half]] for half in GOOD}])
-    assert found["answer_ids"] == [expected[key] for key in PAIR]
+    assert found["answer_ids"] == [expected[key] for key in Pairs.columns]
 
 
 def test_text_that_resembles_messages_stays_text() -> None:

@@ -12,6 +12,8 @@ import overridden
 import pytest
 import subprocesses
 import trl
+from torch.optim import AdamW
+from torch.optim.lr_scheduler import LambdaLR
 from training import logged, trained
 
 import trl_tpu
@@ -33,7 +35,7 @@ def test_losses_of_customized_models_equal_trls(name: str, tmp_path: Path) -> No
     make = getattr(customized, name)
     trainer, losses = customized.losses(trl_tpu, make(), tmp_path)
     assert losses == pytest.approx(json.loads(process.stdout.splitlines()[-1]), abs=1e-5)
-    assert (trainer.batch_plan.shapes is None) == (make in customized.KEEP_LENGTHS)
+    assert (trainer.batch_plan.layout.shapes is None) == (make in customized.KEEP_LENGTHS)
 
 
 def test_loss_copied_from_trl_trains(tmp_path: Path) -> None:
@@ -46,6 +48,23 @@ def test_loss_copied_from_trl_trains(tmp_path: Path) -> None:
     for pasted, own in zip(logged(theirs), logged(ours), strict=True):
         for name in ("loss", "num_tokens", "accuracy", "margin", "max_reward"):
             assert pasted[name] == pytest.approx(own[name], abs=1e-5), name
+
+
+def test_optimizer_and_schedule_of_a_subclass_need_no_super(tmp_path: Path) -> None:
+    class Own(trl_tpu.RewardTrainer):
+        def create_optimizer(self, model: Any = None) -> Any:
+            self.optimizer = AdamW((model or self.model).parameters(), lr=self.args.learning_rate, weight_decay=0.0)
+            return self.optimizer
+
+        def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+            self.lr_scheduler = LambdaLR(optimizer or self.optimizer, lambda step: 1 - step / num_training_steps)
+            return self.lr_scheduler
+
+    args = trl_tpu.RewardConfig(str(tmp_path), **customized.SETTINGS | {"max_steps": 4, "max_shapes": 1})
+    data = {"train_dataset": customized.PAIRS, "processing_class": customized.TOKENIZER}
+    own, ours = (trained(each(customized.plain(), args, **data)) for each in (Own, trl_tpu.RewardTrainer))
+    assert logged(own) == logged(ours)
+    assert [each for each in own.optimizer.param_groups if each["capturable"]] == own.optimizer.param_groups
 
 
 def test_hyperparameter_search_trains_trials_as_separate_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

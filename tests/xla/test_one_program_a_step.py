@@ -86,7 +86,7 @@ def test_unused_parameters_do_not_decay(
     tokenizer = AutoTokenizer.from_pretrained(model_folder)
     data = tiny.uneven_pairs(64)
     trainer = trainer_class(model, args, train_dataset=data, processing_class=tokenizer, callbacks=[counter])
-    assert trainer.batch_plan.accumulates == settings["packing"]
+    assert trainer.batch_plan.layout.accumulates == settings["packing"]
     before = model.score.weight.detach().cpu().clone()
     trainer.train()
     weights = {name: weight.detach().cpu() for name, weight in trainer.model.named_parameters()}

@@ -18,7 +18,7 @@ def test_progress_bar_names_each_shape_before_its_compilation(
     args = config(max_steps=4, logging_steps=1, disable_tqdm=False, packing=False, max_shapes=2, eval_strategy="steps")
     args.eval_steps = 3
     trainer = RewardTrainer(model_folder, args, train_dataset=pairs, eval_dataset=pairs.select(range(20)))
-    planned = trainer.batch_plan.shapes
+    planned = trainer.batch_plan.layout.shapes
     trainer.train()
     said = list(dict.fromkeys(re.findall(r"compiling shape [^:]*", capsys.readouterr().err)))
     evaluation = [each for each in said if each.endswith(" for evaluation")]

@@ -14,7 +14,8 @@ from subprocesses import selected_cases
 from transformers import PreTrainedModel
 
 from trl_tpu.checkpoint.state_dict import to_host
-from trl_tpu.modeling.static_shapes import fit_to_device
+from trl_tpu.modeling.static_shapes import use_static_shapes
+from trl_tpu.modeling.tree_states import recompute_in_same_batch, use_tree_states
 from trl_tpu.runtime import current
 
 
@@ -23,12 +24,14 @@ def model_on_xla(checkpointing: bool, family: str | None = None) -> PreTrainedMo
         model: Any = tiny.tiny_model(tiny.tiny_tokenizer(["a few words to spell"], vocab_size=300))
     else:
         model = tiny_classifier(family, vocab_size=300, vocab_size_per_layer_input=300)
-    fit_to_device(model, is_static=True)
+    use_static_shapes(model)
     runtime = current()
     model.to("xla").train().tie_weights()
     if checkpointing:
         model.activation_checkpointing_enable()
         runtime.recompute_layers(model, "full")
+        use_tree_states(model)  # as in packed runs
+        recompute_in_same_batch(model)
     return model
 
 

@@ -32,19 +32,13 @@ RUNS = [
     "qwen3:data=2,fsdp=2,tensor=2:padded+steps",
 ]
 LONG_RUNS = [
-    "qwen3:data=2,fsdp=2,tensor=2:packed+steps",
-    "llama:data=2,fsdp=2,tensor=2:padded+attributes",
-    "qwen3:fsdp=8:padded+ranked",
     "qwen3_moe:tensor=8:packed+accumulated",
     "llama_grouped:tensor=8:packed+expanded",
     "qwen3:data=2,fsdp=2,tensor=2:padded+dots+scanned",
     "llama:fsdp=8:packed+accumulated+scanned",
     "llama:fsdp=4,tensor=2:packed+expanded",
     "llama_grouped:data=2,fsdp=2,tensor=2:packed+expanded",
-    "qwen3:tensor=8:padded",
-    "gemma3_text:fsdp=8:packed+accumulated",
     "qwen3_moe:data=2,fsdp=2,tensor=2:packed",
-    "llama_lora:tensor=8:padded",
     "llama_lora:fsdp=8:packed+accumulated+scanned",
 ]
 

@@ -62,22 +62,11 @@ def test_save_compiles_nothing(runs: dict[bool, CountSaves]) -> None:
     assert runs[True].compiles_of_saves == [0, 0]
 
 
-def test_scanned_training_and_state_equal_separate_layers(runs: dict[bool, CountSaves]) -> None:
-    """Weights of about 1 differ by at most 1e-5: sums have another order over four steps of Adam at rate 1e-3."""
-    assert_close(state_of(runs[True]), state_of(runs[False]))
-    logs = [
-        [(each["loss"], each["grad_norm"]) for each in trainer.state.log_history if "loss" in each]
-        for trainer in (runs[False], runs[True])
-    ]
-    for unstacked, scanned in zip(*logs, strict=True):
-        assert scanned == pytest.approx(unstacked, abs=1e-5)
-
-
 @pytest.mark.parametrize("scan", [True, False])
 def test_scanned_and_unscanned_runs_resume_each_other(
     runs: dict[bool, CountSaves], config: Callable[..., Any], model_folder: str, scan: bool
 ) -> None:
-    """Resumes are bitwise from the same kind of run, and within the same tolerance from the other kind."""
+    """Resumes are bitwise from the same kind of run. From the other kind, sums have another order over two steps."""
     for begun in (scan, not scan):
         args = config(scan_layers=scan, **SETTINGS | {"save_strategy": "no"})
         resumed = RewardTrainer(model_folder, args, train_dataset=tiny.made_up_pairs(64))

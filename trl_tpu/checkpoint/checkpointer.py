@@ -117,16 +117,17 @@ class Checkpointer:
         limit: Maximum number of checkpoints to keep; None keeps all.
     """
 
+    latest = ""
+    """Folder or URL of the checkpoint that was last begun."""
+    _pending: Future[None] | None = None
+
     def __init__(
         self, runtime: Runtime, processes: Processes, *, writes: bool, shares_disk: bool, limit: int | None
     ) -> None:
         self._runtime, self._processes = runtime, processes
         self._writes, self._shares_disk, self._limit = writes, shares_disk, limit
-        self.latest = ""
-        """Folder or URL of the checkpoint that was last begun."""
         self.failed: list[str] = []
         """Folders or URLs of checkpoints that could not be saved."""
-        self._pending: Future[None] | None = None
 
     @property
     def _has_tensors(self) -> bool:
@@ -287,16 +288,17 @@ class CheckpointLoader:
         shares_disk: Whether all processes see the same folder.
     """
 
+    progress: dict[str, Any] | None = None
+    """Content of the checkpoint's progress file; None for a checkpoint of another trainer."""
+    folder: str | None = None
+    """The checkpoint's folder on this host."""
+    place: str | None = None
+    """The checkpoint's folder or URL as requested."""
+    _must_be_same = False  # "auto" was asked for
+
     def __init__(self, runtime: Runtime, processes: Processes, *, shares_disk: bool) -> None:
         self._runtime, self._processes, self._shares_disk = runtime, processes, shares_disk
         self._download = ExitStack()  # owns the local copy of a checkpoint at a URL
-        self._must_be_same = False  # "auto" was asked for
-        self.progress: dict[str, Any] | None = None
-        """Content of the checkpoint's progress file; None for a checkpoint of another trainer."""
-        self.folder: str | None = None
-        """The checkpoint's folder on this host."""
-        self.place: str | None = None
-        """The checkpoint's folder or URL as requested."""
 
     def find(self, asked: str | bool | None, run: RunFolder, layout: str, identity: Mapping[str, Any]) -> str | None:
         """Find and verify the checkpoint to resume from, and return its local folder; None to start from scratch.

@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from transformers import AutoConfig, PreTrainedModel
 from transformers.dynamic_module_utils import get_relative_imports
 
+from ..compat.transformers4 import add_transformers4_names
 from ..config.reward_config import is_url
 from ..errors import UserError
 from ..modeling.adapters import adapter_weights, empty_adapters, load_adapted_model
@@ -29,7 +30,6 @@ from ..modeling.classifier import load_classifier
 from ..modeling.head_spec import (
     BASE_CONFIG,
     HeadSpec,
-    add_transformers4_names,
     fold_attributes,
     saved_scale,
     set_inference_metadata,
@@ -221,7 +221,7 @@ def _write_adapters(
         stored = _stored_dtype(checkpoint / STATE_FOLDER, WEIGHT_PREFIX)
         config = AutoConfig.from_pretrained(_base_name(checkpoint, base), trust_remote_code=trust_remote_code)
         spec = HeadSpec.saved(checkpoint)
-        write_head_spec(config, [*spec.attributes], spec.weights, spec.step_separator)
+        write_head_spec(config, [*spec.attributes], spec.weights, spec.step_separator, spec.labels_as)
         model = model_without_weights(config, stored, trust_remote_code)
         adapted = empty_adapters(model, str(checkpoint), stored)
         read_weights(adapted, checkpoint, Runtime())

@@ -4,7 +4,6 @@ Manifests distinguish complete checkpoints from damaged ones, staging folders hi
 two runs from using one folder.
 """
 
-import contextlib
 import fcntl
 import glob
 import hashlib
@@ -143,7 +142,7 @@ def path_below(folder: str | Path, name: str) -> Path:
         OSError: The path leads out of the folder.
     """
     root = os.path.realpath(folder)
-    with contextlib.suppress(ValueError):  # raised for a null character in the name
+    with suppress(ValueError):  # raised for a null character in the name
         path = Path(os.path.realpath(os.path.join(root, name)))
         if Path(root) in path.parents:
             return path
@@ -189,7 +188,7 @@ def staging_of(target: Path) -> Path:
 def discard(staging: Path) -> None:
     """Remove a staging folder, and its parent if that is then empty."""
     shutil.rmtree(staging, ignore_errors=True)
-    with contextlib.suppress(OSError):
+    with suppress(OSError):
         staging.parent.rmdir()
 
 
@@ -202,7 +201,7 @@ def retire(folder: Path) -> None:
     discard(retired)
 
 
-@contextlib.contextmanager
+@contextmanager
 def atomic_folder(folder: Path) -> Iterator[Path]:
     """Yield a staging folder for a model's files. On success, all files appear in ``folder`` at the end.
 

@@ -241,9 +241,8 @@ def are_in_model_files(model: nn.Module) -> bool:
 def unique_tensors(tensors: Mapping[str, Any], prefer: Set[str] = frozenset()) -> dict[str, Any]:
     """Return each tensor under one name: its first name, or the first in ``prefer`` if it has such a name."""
     names: dict[int, str] = {}
-    for name, tensor in tensors.items():
-        if id(tensor) not in names or (name in prefer and names[id(tensor)] not in prefer):
-            names[id(tensor)] = name
+    for name in sorted(tensors, key=lambda name: name not in prefer):  # a stable sort
+        names.setdefault(id(tensors[name]), name)
     return {name: tensors[name] for name in names.values()}
 
 

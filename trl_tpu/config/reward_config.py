@@ -68,7 +68,7 @@ VERDICT_METRICS = ("accuracy_low", "accuracy_high", "ece", "brier")
 #: Metrics of a verdict that need pairs with longer chosen answers and pairs with shorter ones.
 LENGTH_METRICS = ("length_only_accuracy", "length_controlled_accuracy")
 #: Metrics that improve as they decrease.
-ERRORS = ("ece", "brier")
+ERRORS = ("ece", "brier", "squared_error")
 #: Metrics of every evaluation. transformers computes the last three.
 METRICS = (
     *("loss", "num_tokens", *REWARD_METRICS, *VERDICT_METRICS),

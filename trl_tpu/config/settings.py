@@ -192,7 +192,8 @@ _add("hub_strategy hub_always_push", needs="push_to_hub=True")
 
 _add = partial(_declare, "Logs", False)
 _add("disable_tqdm log_level log_level_replica log_on_each_node log_grad_norms logging_first_step")
-_add("logging_nan_inf_filter logging_strategy skip_memory_metrics")
+_add("logging_nan_inf_filter logging_strategy")
+_add("skip_memory_metrics", _NO_LOOP._replace(value="False"))
 _add("report_to", _NO_LOOP)
 _add("project trackio_space_id trackio_bucket_id trackio_static_space_id", needs="report_to=trackio")
 _add("logging_steps", needs="logging_strategy=steps")
@@ -220,8 +221,10 @@ _add("eval_by", No("solutions"))
 _add("max_eval_steps per_device_eval_batch_size", valid=_at_least(1))
 _add("eval_do_concat_batches", No("always", "leave it out: compute_metrics receives one array of all pairs", "False"))
 _add("include_for_metrics", No("always", "take inputs from the evaluation data: predictions have its order", "inputs"))
-_add("bf16_full_eval", No("xla ranks", "leave it out: with bf16=True evaluation computes in bfloat16 already"))
-_add("fp16_full_eval", No("xla ranks", "leave it out: evaluation runs in the training precision"))
+_add(
+    "bf16_full_eval", No("xla ranks", "leave it out: with bf16=True evaluation computes in bfloat16 already"), _NO_LOOP
+)
+_add("fp16_full_eval", No("xla ranks", "leave it out: evaluation runs in the training precision"), _NO_LOOP)
 
 _add = partial(_declare, "Data", False)
 _add("dataset_num_proc", valid=_at_least(1))

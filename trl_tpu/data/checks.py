@@ -1,37 +1,26 @@
 """Checks of rows before training: errors about bad rows, and warnings about columns."""
 
-import difflib
 import logging
 import signal
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.compute as pc
 from datasets import Dataset, IterableDataset
 
-from ..errors import UserError, UserKeyError, UserTypeError
-from .length_stats import OLD_KEYS, PAIR, TOKENS, row_format_of
+from ..errors import UserError, UserTypeError
 
 logger = logging.getLogger(__name__)
 
 Row = Mapping[str, Any]
 
 RAW_COLUMNS = ("chosen", "rejected")
-_OPTIONAL_COLUMNS = ("prompt", "margin", "chosen_probability", "tools", "chat_template_kwargs")
+OLD_KEYS = ("input_ids_chosen", "attention_mask_chosen", "input_ids_rejected", "attention_mask_rejected")
+"""Names of token columns of pairs, and of the keys of a batch, in TRL up to 0.23."""
 _RENDERING_SECONDS = 20.0  # limit for one conversation; most take milliseconds
 LARGEST = float(np.finfo(np.float32).max)  # losses are float32
-_ACCEPTED = (
-    "Preference data has the columns `chosen` and `rejected` (text, or lists of messages), optionally with `prompt`, "
-    "`margin`, `chosen_probability`, `tools` and `chat_template_kwargs`; or, already tokenized, `chosen_ids` and "
-    "`rejected_ids`, optionally with `margin` or `chosen_probability`. Rankings have `completions` (a list of "
-    "answers) and their `scores` or `ranks`; single answers have a `completion` and its `label` or `score`. Pairs "
-    "tokenized for TRL up to 0.23 have "
-    f"{', '.join(OLD_KEYS)}."
-)
 
 
 def row_of(index: int, name: str, column: str | None = None) -> str:
@@ -60,36 +49,6 @@ def column_names(dataset: Dataset | IterableDataset, name: str = "given") -> lis
     if not columns or (isinstance(dataset, Dataset) and not len(dataset)):
         raise UserError(f"The {name} dataset is empty: it needs at least one pair. Check its split, file and filters.")
     return columns
-
-
-def check_columns(columns: list[str], name: str) -> None:
-    """Raise UserKeyError if a required column is missing; warn if an optional column looks misspelled."""
-    present = set(columns)
-    if not present.issuperset(PAIR) and present & set(OLD_KEYS):
-        needed: tuple[str, ...] = OLD_KEYS
-    else:
-        needed = RAW_COLUMNS if present.issuperset(RAW_COLUMNS) or not present & set(PAIR) else PAIR
-    missing = [column for column in needed if column not in columns]
-    if missing:
-        raise UserKeyError(
-            f"The {name} dataset lacks {' and '.join(f'`{column}`' for column in missing)}; its columns are "
-            f"{sorted(columns)}. {_ACCEPTED} Rename columns with other names: `dataset.rename_column(old, new)`."
-        )
-    for absent in set(_OPTIONAL_COLUMNS) - present:
-        for similar in difflib.get_close_matches(absent, columns, n=1, cutoff=0.85):
-            logger.warning(f"The {name} dataset's column `{similar}` is not used; if `{absent}` is meant, rename it.")
-
-
-def check_one_form(columns: Iterable[str], what: str) -> None:
-    """Raise UserError if rows with these columns can be read both as pairs and as rankings."""
-    present = set(columns)
-    grades = sorted({"scores", "ranks"} & present)
-    for halves in (RAW_COLUMNS, PAIR):
-        if present.issuperset(halves) and "completions" in present and grades:
-            raise UserError(
-                f"{what} has both pairs ({', '.join(halves)}) and rankings (completions, {', '.join(grades)}), so it "
-                f"can be read in two ways. Drop the columns of one form, such as `dataset.remove_columns({grades})`."
-            )
 
 
 # ---- raw rows
@@ -245,33 +204,6 @@ def check_ids(ids: Any, where: str, num_embeddings: int) -> None:
         )
 
 
-def check_tokens(table: pa.Table, first: int, num_embeddings: int, name: str) -> None:
-    """Check the token ids of a table's rows as `check_ids` does: all at once, and row by row to name a bad row.
-
-    Args:
-        first: Index of the table's first row in the dataset.
-    """
-    tokens = [column for column in TOKENS if column in table.column_names]
-    lists = (pc.list_flatten(table[name]) if name == "answer_ids" else table[name] for name in tokens)
-    if not all(_are_ids(column, num_embeddings) for column in lists):
-        for index, row in enumerate(table.to_pylist(), start=first):
-            check_row_ids(row, index, num_embeddings, name)
-
-
-def check_row_ids(row: Mapping[str, Any], index: int, num_embeddings: int, name: str) -> None:
-    """Check the token ids of all answers of a row; see `check_ids`."""
-    for column in [column for column in row_format_of(row) if column in TOKENS]:
-        for ids in row[column] if column == "answer_ids" else [row[column]]:
-            check_ids(ids, row_of(index, name, column), num_embeddings)
-
-
-def _are_ids(lists: pa.ChunkedArray, num_embeddings: int) -> bool:
-    if lists.null_count or not pa.types.is_integer(getattr(lists.type, "value_type", pa.null())):
-        return False
-    ids_T, lengths_D = pc.list_flatten(lists).to_numpy(), pc.list_value_length(lists).to_numpy()
-    return bool((lengths_D > 0).all() and (ids_T >= 0).all() and (ids_T < num_embeddings).all())
-
-
 # ---- labels
 
 
@@ -283,57 +215,3 @@ def check_margin(value: Any, where: str) -> None:
             f"{where} is {value!r}. Every `margin` must be a finite number, since it is subtracted from the pair's "
             "reward margin in the loss: fill it with 0, or drop the row or the column."
         )
-
-
-# ---- pairs
-
-
-class PairKind:
-    """Reader and checker of rows with a chosen and a rejected answer, and optional `margin` or `chosen_probability`.
-
-    Classes for other kinds of rows have the same methods.
-    """
-
-    columns = PAIR
-    """Columns that tokenization adds."""
-    has_traps = True
-    """Whether raw rows are searched for likely mistakes, see `traps`."""
-
-    def raw_answers(self, row: Row, where: str) -> dict[str, Any]:
-        """Check a raw row, and return its answers by their place in the row.
-
-        Args:
-            where: Beginning of error messages, see `row_of`.
-        """
-        answers = {column: row[column] for column in RAW_COLUMNS}
-        check_raw_row(row, answers, where)
-        return answers
-
-    def with_prompt(self, row: Row, answer: Any, tokenizer: Any) -> Any:
-        """Return the text or messages to tokenize: an answer of a checked raw row, after the row's prompt."""
-        return row.get("prompt", answer[:0]) + with_eos(answer, tokenizer)
-
-    def tokenized(self, row: Row, ids_K: list[list[int]], where: str) -> dict[str, Any]:
-        """Return the tokenized columns of a checked raw row, from the token ids of its answers."""
-        return dict(zip(PAIR, ids_K, strict=True))
-
-    def check_labels(self, row: Row, where: str) -> None:
-        """Check the labels of a tokenized row.
-
-        Raises:
-            UserError: The margin is not a finite number, or the probability is not from 0 to 1.
-        """
-        if "margin" in row:
-            check_margin(row["margin"], f"{where}: `margin`")
-        value = row.get("chosen_probability", 0)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
-            raise UserError(
-                f"{where}: `chosen_probability` is {value!r}; it must be the probability that the chosen answer is "
-                "better, from 0 to 1. Correct or remove such rows, or drop the column."
-            )
-
-
-def with_eos(dialogue: Any, processing_class: Any) -> Any:
-    """Append the end-of-sequence token to a text that does not end with it; return messages unchanged."""
-    eos = processing_class.eos_token or ""
-    return dialogue + eos if isinstance(dialogue, str) and not dialogue.endswith(eos) else dialogue

@@ -24,9 +24,10 @@ import numpy as np
 import torch
 
 from ..errors import UserError
-from ..packing.batch import POINTWISE_KINDS, Batch, Comparisons, Kind
+from ..packing.batch import Batch, Comparisons
 from ..packing.pack import Sequences, last_scored
-from .length_stats import STEP_ENDS, answers_of, labels_of
+from .kinds import TIE_MODELS, Pairs, RowKind, answers_of, labels_of
+from .kinds.solutions import STEP_ENDS
 
 Example = Mapping[str, Any]
 
@@ -44,6 +45,7 @@ class ComparisonRule:
         attribute_weights: Weight of each attribute's loss; None weighs all attributes equally.
         answers: K, the maximum number of answers or steps per row.
         attributes: A, the number of attributes; 0 if `grades` has no attributes.
+        kind: The kind of the rows.
     """
 
     learns_ties: bool = False
@@ -52,10 +54,24 @@ class ComparisonRule:
     attribute_weights: Sequence[float] | None = None
     answers: int = 2
     attributes: int = 0
+    kind: RowKind = Pairs()
+
+    @classmethod
+    def of(cls, args: Any, kind: RowKind, answers: int) -> "ComparisonRule":
+        """Return the rule for the settings of a `RewardConfig`, and for rows of this kind with up to K answers."""
+        return cls(
+            args.ties in TIE_MODELS,
+            args.average_over == "comparisons",
+            args.margin_scale,
+            args.attribute_loss_weights,
+            answers,
+            len(args.attributes or ()),
+            kind.of(args),
+        )
 
     def table(self, rows: Sequence[Example], count: int | None = None) -> "Comparisons[np.ndarray]":
         """Return the comparison table of prepared rows, padded to ``count`` rows."""
-        return compare(Labels.of(rows, self.answers, self.attributes), self, count)
+        return compare(Labels.of(rows, self.kind, self.answers, self.attributes), self, count)
 
 
 @dataclass(frozen=True)
@@ -67,38 +83,32 @@ class Labels:
             pair are (1, 0), or `chosen_probability` and 1 minus it. The grade of a step is the probability that the
             step is right.
         margin_P: Target margin of each pair; None if the data has no margins.
-        kind: The form of the rows. Grades of rankings only order the answers; other grades are probabilities. Rewards
-            of steps and of single answers are compared with the constant 0.
+        kind: The kind of the rows. It says what a grade means, and which rewards are compared.
     """
 
     grade_PAK: np.ndarray
     margin_P: np.ndarray | None = None
-    kind: Kind = "pairs"
+    kind: RowKind = Pairs()
 
     @classmethod
-    def of(cls, rows: Sequence[Example], answers: int, attributes: int = 0) -> "Labels":
+    def of(cls, rows: Sequence[Example], kind: RowKind, answers: int, attributes: int = 0) -> "Labels":
         """Read the labels of prepared rows.
 
         Args:
-            rows: Prepared rows, all of the same form.
+            rows: Prepared rows.
+            kind: Their kind.
             answers: K, the maximum number of answers or steps; rows may have fewer.
-            attributes: A, the number of attributes; 0 if `grades` has no attributes.
+            attributes: A, the number of attributes; 0 if rows have one list of grades.
         """
         grade_PAK = np.full((len(rows), attributes or 1, answers), np.nan)
         labels_P = list(map(labels_of, rows))
-        if "grades" not in labels_P[0]:
-            if answers == 1:
-                return cls(grade_PAK)  # single answers without labels, for scoring only
-            chosen_P = np.array([labels.get("chosen_probability", 1.0) for labels in labels_P])
-            grade_PAK[:, 0] = np.stack([chosen_P, 1 - chosen_P], axis=-1)
-            has_margin = "margin" in labels_P[0]
-            return cls(grade_PAK, np.array([pair["margin"] for pair in labels_P], np.float32) if has_margin else None)
         for grade_AK, labels in zip(grade_PAK, labels_P, strict=True):
-            for grade_K, grades in zip(grade_AK, labels["grades"] if attributes else [labels["grades"]], strict=True):
-                if grades is not None:
-                    grade_K[: len(grades)] = grades
-        kind: Kind = "steps" if STEP_ENDS in labels_P[0] else "answers" if answers == 1 else "rankings"
-        return cls(grade_PAK, None, kind)
+            grades = kind.grades(labels)
+            for grade_K, values in zip(grade_AK, grades if attributes else [grades], strict=True):
+                if values is not None:
+                    grade_K[: len(values)] = values
+        margin_P = np.array([row["margin"] for row in labels_P], np.float32) if "margin" in labels_P[0] else None
+        return cls(grade_PAK, margin_P, kind)
 
     def grades_of(self, rows: Any) -> "Labels":
         """Return the grades of the selected rows, without the margins that only training uses."""
@@ -137,32 +147,22 @@ def compare(labels: Labels, rule: ComparisonRule, rows: int | None = None) -> Co
     count, attributes, answers = labels.grade_PAK.shape
     grade_PAK = np.pad(labels.grade_PAK, ((0, (rows or count) - count), (0, 0), (0, 0)), constant_values=np.nan)
     grade_GK = grade_PAK.reshape(-1, answers)
-    if labels.kind in POINTWISE_KINDS:
-        first_M, second_M = np.arange(answers), np.full(answers, -1)
-        first_GM, second_GM = grade_GK, np.where((grade_GK >= 0) & (grade_GK <= 1), 1 - grade_GK, np.nan)
-    else:
-        first_M, second_M = np.triu_indices(answers, 1)
-        first_GM, second_GM = grade_GK[:, first_M], grade_GK[:, second_M]
-    compared_GM = ~np.isnan(first_GM + second_GM)
-    probability_GM = np.maximum(first_GM, second_GM)
-    if labels.kind == "rankings":
-        probability_GM = np.where(first_GM == second_GM, 0.5, 1.0)
-        compared_GM &= (first_GM != second_GM) | rule.learns_ties
+    first_M, second_M, probability_GM = labels.kind.compared(grade_GK, rule.learns_ties)
+    compared_GM, is_first_GM = ~np.isnan(probability_GM), probability_GM >= 0.5
 
     ranking_weight_PA = (~np.isnan(grade_PAK)).any(-1) * np.array(rule.attribute_weights or [1.0] * attributes)
     total_P1 = ranking_weight_PA.sum(-1, keepdims=True)
     ranking_weight_G = (ranking_weight_PA / np.where(total_P1 > 0, total_P1, 1)).reshape(-1, 1)
     row_weight_P = (np.arange(len(grade_PAK)) < count).astype(np.float32)
     weight_GM = compared_GM * ranking_weight_G / compared_GM.sum(1, keepdims=True).clip(1)
-    if labels.kind == "steps" or rule.counts_comparisons:
+    if labels.kind.weighs_comparisons or rule.counts_comparisons:
         weight_GM, row_weight_P = compared_GM, compared_GM.reshape(len(grade_PAK), -1).sum(1, dtype=np.float32)
 
-    is_first_GM = first_GM >= second_GM
     margin_GM = np.zeros(compared_GM.shape)
     if labels.margin_P is not None:
         margin_GM[:count] = np.where(is_first_GM[:count], 1, -1) * labels.margin_P[:, None]
-    elif rule.margin_scale is not None and labels.kind == "rankings":
-        margin_GM = rule.margin_scale * np.abs(first_GM - second_GM)
+    elif rule.margin_scale is not None:
+        margin_GM = rule.margin_scale * np.abs(grade_GK[:, first_M] - grade_GK[:, second_M])
 
     def numbers(answer_GM: np.ndarray) -> np.ndarray:
         place_GM = np.arange(len(grade_GK))[:, None]
@@ -176,7 +176,7 @@ def compare(labels: Labels, rule: ComparisonRule, rows: int | None = None) -> Co
     return Comparisons(
         better_C=numbers(np.where(is_first_GM, first_M, second_M)),
         worse_C=numbers(np.where(is_first_GM, second_M, first_M)),
-        probability_C=values(probability_GM),
+        probability_C=values(np.maximum(probability_GM, 1 - probability_GM)),
         margin_C=values(margin_GM),
         weight_C=values(weight_GM),
         grade_SA=_in_float32(grade_PAK).swapaxes(1, 2).reshape(-1, attributes),
@@ -203,10 +203,10 @@ def sequences_of(
         answers = [np.asarray(answer, np.int32) for answer in answers_of(row)]
         ids += answers
         pair_D += [pair] * len(answers)
-        if table.kind == "steps":
-            at.append(np.array(labels_of(row)[STEP_ENDS], np.int64))
-        else:
+        if (ends := labels_of(row).get(STEP_ENDS)) is None:
             at += [np.array([last_scored(answer, pad_token_id)]) for answer in answers]
+        else:  # a solution without labeled steps has a reward without a grade, so that its row is present
+            at.append(np.array(ends or [0], np.int64))
     return Sequences(ids, at, np.array(pair_D), pad_token_id, table)
 
 

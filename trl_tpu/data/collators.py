@@ -4,10 +4,11 @@ The package's own batches are made by `trl_tpu.data.collate`. This module also c
 to 0.23.
 """
 
+import logging
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -21,9 +22,12 @@ from ..packing.batch import Batch, Comparisons
 from ..packing.shapes import round_up
 from . import checks
 from .chat_templates import maybe_apply_chat_template
-from .checks import RAW_COLUMNS, PairKind, Row
+from .checks import OLD_KEYS, RAW_COLUMNS, Row
 from .collate import ComparisonRule, Example, Part, compare, pairs_of, sequences_of
-from .length_stats import NO_LABEL, OLD_KEYS, PAIR, SOLUTION, answers_of, labels_of, row_format_of
+from .kinds import Pairs, answers_of, kind_of, labels_of
+from .kinds.solutions import NO_LABEL
+
+logger = logging.getLogger(__name__)
 
 Collate = Callable[[list[Any]], dict[str, Any]]
 
@@ -100,7 +104,7 @@ class DictCollator:
         if (needs_table(examples[0]) or is_short) and {"input_ids", "input_ids_chosen"} & batch.keys():
             table = part.table(examples[:real], examples[0], self.rule)
             batch[TABLE] = self._scored_positions(batch, rows, table).map_tensors(torch.from_numpy)
-        return self._pad_to_planned_length(batch, has_steps=row_format_of(examples[0]) == SOLUTION)
+        return self._pad_to_planned_length(batch)
 
     def _scored_positions(
         self, batch: Mapping[str, Any], rows: Sequence[Example], table: Comparisons[np.ndarray]
@@ -108,8 +112,9 @@ class DictCollator:
         """Return a batch without tokens: the positions in TRL's row order at which the rows' rewards are read."""
         pairs = len(table.row_weight_P)
         row_PK, column_PK, tokens_PK = np.zeros((3, pairs, self.rule.answers), np.int32)
+        labels_PL = batch.get("labels") if table.kind.is_one_sequence else None  # the collator pads them, too
         for place, row in enumerate(rows):
-            if row_format_of(row):
+            if kind_of(row):
                 lengths = np.concatenate(sequences_of([row], self.pad_token_id, table).tokens)
             elif "attention_mask" in batch:  # rows with the user's columns
                 lengths = batch["attention_mask"][place::pairs].sum(-1).numpy()
@@ -117,19 +122,21 @@ class DictCollator:
                 lengths = np.array([batch[key][place].sum().item() for key in OLD_KEYS[1::2]])
             index = place, slice(len(lengths))
             row_PK[index], column_PK[index] = place + pairs * np.arange(len(lengths)), lengths - 1
-            if table.kind == "steps":
-                row_PK[index], column_PK[index] = place, (batch["labels"][place] != NO_LABEL).nonzero().flatten()
+            if labels_PL is not None:
+                ends = (labels_PL[place] != NO_LABEL).nonzero().flatten()
+                row_PK[index], column_PK[index] = place, ends if len(ends) else 0
             tokens_PK[index] = lengths
         no_tokens: Any = None
         present_P: Any = tokens_PK.any(-1)
         return Batch(no_tokens, row_PK.ravel(), column_PK.ravel(), tokens_PK.ravel(), table.among(present_P))
 
-    def _pad_to_planned_length(self, batch: dict[str, Any], has_steps: bool) -> dict[str, Any]:
+    def _pad_to_planned_length(self, batch: dict[str, Any]) -> dict[str, Any]:
         """Pad to the shortest planned length that fits; a batch longer than all planned lengths keeps its length.
 
         A batch with user-defined keys also keeps its length: the values of these keys may have the same length.
         """
-        names = [*(("input_ids", "attention_mask") if "input_ids" in batch else OLD_KEYS), *["labels"] * has_steps]
+        names = [*(("input_ids", "attention_mask") if "input_ids" in batch else OLD_KEYS)]
+        names += ["labels"] * self.rule.kind.is_one_sequence
         tensors = {name: batch[name] for name in names if name in batch}
         if not batch.keys() <= {*tensors, TABLE, "margin", "return_loss"}:
             return batch
@@ -174,7 +181,7 @@ def read_dict(inputs: Mapping[str, Any], pad_token_id: int, padding_side: str = 
         )
     if not isinstance(batch, Batch):
         batch = batch_of_pairs(len(input_ids_RL) // 2, input_ids_RL.device, mask_RL, inputs.get("margin"))
-    elif batch.table.kind == "steps":
+    elif batch.table.kind.is_one_sequence:
         known_keys |= {"labels"}  # with `labels`, the model would compute another loss
     # TRL up to 0.23 ignored other keys
     extras = {} if is_old else {key: value for key, value in inputs.items() if key not in known_keys}
@@ -279,7 +286,7 @@ def read_old_row(row: Row, index: int, num_embeddings: int, name: str) -> dict[s
         UserError: The model lacks a token id, or an attention mask has a gap or the wrong length.
     """
     answers = dict[str, Any]()
-    for new, old in zip(PAIR, OLD_IDS, strict=True):
+    for new, old in zip(Pairs.columns, OLD_IDS, strict=True):
         ids, mask, where = row[old], row[old.replace("input_ids", "attention_mask")], checks.row_of(index, name, old)
         checks.check_ids(ids, where, num_embeddings)
         attended = np.flatnonzero(mask)
@@ -311,7 +318,7 @@ _OLD_TOKEN_COLUMNS = {"chosen_input_ids": "chosen_ids", "rejected_input_ids": "r
 
 def rename_old_columns(dataset: Any, columns: list[str]) -> tuple[Any, list[str]]:
     """Rename a dataset's token columns to TRL's current names; return the dataset and its columns."""
-    if not set(_OLD_TOKEN_COLUMNS) <= set(columns) or set(PAIR) <= set(columns):
+    if not set(_OLD_TOKEN_COLUMNS) <= set(columns) or set(Pairs.columns) <= set(columns):
         return dataset, columns
     warnings.warn(
         "The columns `chosen_input_ids` and `rejected_input_ids` are deprecated and will not be supported in v1 "
@@ -323,11 +330,19 @@ def rename_old_columns(dataset: Any, columns: list[str]) -> tuple[Any, list[str]
 
 
 @dataclass(frozen=True)
-class OldPairKind(PairKind):
+class OldPairs(Pairs):
     """Raw pairs, tokenized as in TRL up to 0.23: without the prompt and without an added end-of-sequence token."""
 
     tokenizer: PreTrainedTokenizerBase
     has_traps = False
+
+    def check_dataset(self, dataset: Any, columns: Collection[str], name: str) -> Self:
+        if "prompt" in columns and set(RAW_COLUMNS) <= set(columns):
+            logger.warning(
+                f"{name} dataset: as in TRL up to 0.23, the column `prompt` is left out of the tokens, so rewards do "
+                "not depend on it. Put it at the beginning of both answers, or use TRL's current columns and collator."
+            )
+        return super().check_dataset(dataset, columns, name)
 
     def raw_answers(self, row: Row, where: str) -> dict[str, Any]:
         super().raw_answers(row, where)
@@ -350,8 +365,8 @@ def _tokenize(batch: Row, tokenizer: PreTrainedTokenizerBase) -> dict[str, list[
 
 def old_columns(row: Example) -> Example:
     """Return a tokenized pair in the columns of TRL up to 0.23, with its other columns, for users' collators."""
-    if row_format_of(row) != PAIR:
+    if not set(Pairs.columns) <= row.keys():
         return row
-    chosen, rejected = (row[column] for column in PAIR)
+    chosen, rejected = (row[column] for column in Pairs.columns)
     halves = zip(OLD_KEYS, (chosen, [1] * len(chosen), rejected, [1] * len(rejected)), strict=True)
-    return {name: value for name, value in row.items() if name not in PAIR} | dict(halves)
+    return {name: value for name, value in row.items() if name not in Pairs.columns} | dict(halves)

@@ -1,14 +1,13 @@
-"""Tokenized rows: their formats, token ids, labels and length statistics.
+"""Prepared datasets: their rows as arrays, and length statistics.
 
-A tokenized row has one of three formats: `PAIR`, `RANKING`, or `SOLUTION` (labeled steps, for process rewards). A
-dataset counts as prepared if it is tokenized and is not a stream.
+A dataset counts as prepared if its rows are tokenized and it is not a stream. `trl_tpu.data.kinds` has the columns.
 
 Letters in names of arrays: N rows, K answers per row, D sequences of all rows, T tokens.
 """
 
 import os
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain, islice, pairwise
 from typing import Any
@@ -21,52 +20,10 @@ import pyarrow.compute as pc
 from datasets import Dataset
 
 from ..packing.shapes import PairLengths
+from .kinds import ANSWERS, TOKENS, Pairs, RowKind, answers_of, kind_of, kind_of_columns, labels_of
+from .kinds.solutions import STEP_ENDS
 
-NO_LABEL = -100
-"""Label of tokens that do not end a labeled step; the same value as `ignore_index` in torch's losses."""
-# Columns of tokenized rows by format. Pairs and solutions have TRL's names, rankings have names of this package.
-PAIR = ("chosen_ids", "rejected_ids")
-PAIR_LABELS = ("margin", "chosen_probability")
-RANKING = ("answer_ids", "grades")
-SOLUTION = ("input_ids", "labels")
-OLD_KEYS = ("input_ids_chosen", "attention_mask_chosen", "input_ids_rejected", "attention_mask_rejected")
-"""Names of pair columns, and of the keys of a batch, in TRL up to 0.23."""
-COLUMNS = (*PAIR, *RANKING, *SOLUTION, *PAIR_LABELS)
-"""All columns that training reads."""
-TOKENS = (*PAIR, "answer_ids", "input_ids")
-"""The columns of token ids in `COLUMNS`."""
-ANSWERS, STEP_ENDS = "answers", "step_ends"  # keys that no dataset has: see `answers_of` and `labels_of`
 _TABLE_ROWS = 1000  # rows per arrow table
-
-
-def row_format_of(columns: Collection[str]) -> tuple[str, ...]:
-    """Return the columns of a row's format: `PAIR`, `RANKING` or `SOLUTION`; empty if the row is not tokenized."""
-    return next((row_format for row_format in (PAIR, RANKING, SOLUTION) if set(row_format) <= set(columns)), ())
-
-
-def answers_of(row: Mapping[str, Any]) -> list[Any]:
-    """Return the token ids of each answer of a tokenized row. A solution has one answer.
-
-    A row that is not from a dataset, such as a trial input, has its token ids in `answers`, and its labels under the
-    names that `labels_of` returns.
-    """
-    if (row_format := row_format_of(row)) == PAIR:
-        return [row[column] for column in PAIR]
-    return [row["input_ids"]] if row_format == SOLUTION else row["answer_ids" if row_format == RANKING else ANSWERS]
-
-
-def labels_of(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the labels of a tokenized row by name.
-
-    Pairs may have `margin` and `chosen_probability`. Rankings have `grades`. Solutions have `step_ends`, the indices
-    of the tokens at which labeled steps end, and `grades`, the labels of these steps.
-    """
-    if (row_format := row_format_of(row)) != SOLUTION:
-        names_by_format: dict[Any, tuple[str, ...]] = {PAIR: PAIR_LABELS, RANKING: ("grades",)}
-        names = names_by_format.get(row_format, (*PAIR_LABELS, "grades", STEP_ENDS))
-        return {name: row[name] for name in names if name in row}
-    ends = np.flatnonzero(np.asarray(row["labels"]) != NO_LABEL).tolist()
-    return {STEP_ENDS: ends, "grades": [float(row["labels"][end]) for end in ends]}
 
 
 def read_table(table: pa.Table) -> list[dict[str, Any]]:
@@ -108,12 +65,19 @@ _STATS_BY_DATASET: WeakKeyDictionary[Dataset, LengthStats] = WeakKeyDictionary()
 
 def is_prepared(dataset: Any) -> bool:
     """Check whether a dataset is tokenized and is not a stream."""
-    return isinstance(dataset, Dataset) and bool(row_format_of(dataset.column_names))
+    return isinstance(dataset, Dataset) and kind_of_columns(dataset.column_names) is not None
 
 
-def has_row_format(dataset: Any, form: tuple[str, ...]) -> bool:
-    """Check whether a dataset is tokenized in the row format ``form``, and is not a stream."""
-    return isinstance(dataset, Dataset) and row_format_of(dataset.column_names) == form
+def kind_of_dataset(dataset: Any) -> RowKind:
+    """Return the kind of a prepared dataset's rows, with the default settings. A stream has pairs.
+
+    The number of answers per row distinguishes kinds with the same columns.
+    """
+    if not is_prepared(dataset):
+        return Pairs()
+    kind = kind_of_columns(dataset.column_names)
+    assert kind is not None  # known of prepared datasets
+    return (len(dataset) and kind_of(dataset.with_format(None)[0])) or kind
 
 
 def length_stats(dataset: Dataset) -> LengthStats:
@@ -175,9 +139,10 @@ def length_stats_of_tables(tables: Iterable[pa.Table]) -> LengthStats:
 
 def tables_of(dataset: Dataset) -> Iterator[pa.Table]:
     """Yield the token ids and labels of tokenized rows in arrow tables of up to 1,000 rows."""
-    row_format = row_format_of(dataset.column_names)
-    labels = [name for name in PAIR_LABELS if name in dataset.column_names and row_format == PAIR]
-    return dataset.with_format("arrow", columns=[*row_format, *labels]).iter(batch_size=_TABLE_ROWS)
+    kind = kind_of_columns(dataset.column_names)
+    assert kind is not None  # the rows are tokenized
+    labels = [name for name in kind.optional_columns if name in dataset.column_names]
+    return dataset.with_format("arrow", columns=[*kind.columns, *labels]).iter(batch_size=_TABLE_ROWS)
 
 
 def rows_of(dataset: Dataset) -> Iterator[dict[str, Any]]:

@@ -14,7 +14,6 @@ from typing import Any, cast
 import numpy as np
 import torch
 import torch.distributed
-import transformers.trainer
 from accelerate import PartialState
 from accelerate.data_loader import SeedableRandomSampler, SkipBatchSampler, SkipDataLoader
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler
@@ -24,8 +23,9 @@ from transformers.trainer_utils import seed_worker
 
 from ..errors import UserError
 from ..packing.pack import in_order
-from .length_stats import PAIR, answers_of, has_row_format, is_prepared, length_stats
-from .prompts import prompt_groups, shared_prefixes
+from .kinds import answers_of
+from .length_stats import is_prepared, kind_of_dataset, length_stats
+from .prompts import RAW_BY_PREPARED, prompt_groups, shared_prefixes
 
 logger = logging.getLogger(__name__)
 
@@ -45,8 +45,9 @@ def prompts_in_training(train: Any, evaluation: Any, name: str = "") -> tuple[in
     both = (train, evaluation)
     if not all(map(is_prepared, both)):
         return ()
-    if all("prompt" in data.column_names for data in both):
-        train_prompts, prompts = ({hash(json.dumps(value)) for value in data["prompt"] if value} for data in both)
+    texts = [RAW_BY_PREPARED.get(data, data) for data in both]
+    if all("prompt" in data.column_names for data in texts):
+        train_prompts, prompts = ({hash(json.dumps(value)) for value in data["prompt"] if value} for data in texts)
     else:
         min_bytes = [4 * (length_stats(data).shared_prefix + _MIN_PROMPT) for data in both]
         train_prompts, prompts = (
@@ -118,13 +119,13 @@ def sizes_by_prompt(dataset: Any, pairs: int) -> np.ndarray:
     for these sizes can hold any batch.
 
     Raises:
-        UserError: The data is a stream, or has rankings.
+        UserError: The data is a stream, or has no pairs.
     """
-    if not has_row_format(dataset, PAIR):
+    if not is_prepared(dataset) or kind_of_dataset(dataset).sequences != 2:
+        has = f"has {kind_of_dataset(dataset).name}" if is_prepared(dataset) else "is a stream, whose order is fixed"
         raise UserError(
-            "group_by_prompt=True reorders pairs, but train_dataset is a stream, whose order is fixed, or has "
-            "rankings, which hold all answers to a prompt already: load a stream whole (without dataset_streaming), "
-            "or leave group_by_prompt out."
+            f"group_by_prompt=True reorders pairs, but train_dataset {has}. Load a stream whole (without "
+            "dataset_streaming), or leave group_by_prompt out."
         )
     stats, group_N = length_stats(dataset), prompt_groups(dataset)
     order_N, added = list(PromptGroupSampler(group_N, pairs)), list[int]()
@@ -192,24 +193,6 @@ def skip_batches(loader: DataLoader[Any], count: int) -> DataLoader[Any]:
     sampler = SkipBatchSampler(batches, skip_batches=count)
     sampler.sampler = getattr(batches, "sampler", None)  # `set_epoch` is called on this attribute
     return DataLoader(loader.dataset, batch_sampler=sampler, **settings)
-
-
-@contextmanager
-def skipping_by(skip: Callable[[Any, int], Any], loader: Any) -> Iterator[None]:
-    """Make transformers' training loop use ``skip`` for ``loader`` when it skips batches inside the context.
-
-    By default the loop calls accelerate's function; it would rebuild the loader without its sharding.
-    """
-    original = transformers.trainer.skip_first_batches
-
-    def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
-        return (skip if dataloader is loader else original)(dataloader, num_batches)
-
-    transformers.trainer.skip_first_batches = skip_first_batches
-    try:
-        yield
-    finally:
-        transformers.trainer.skip_first_batches = original
 
 
 class UnsplitStream(IterableDataset[Any]):

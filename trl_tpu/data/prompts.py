@@ -10,7 +10,8 @@ import numpy as np
 from datasets import Dataset
 
 from .formats import convert_row
-from .length_stats import COLUMNS, answers_of, is_prepared, length_stats, rows_of
+from .kinds import COLUMNS, answers_of
+from .length_stats import is_prepared, length_stats, rows_of
 
 #: A hash of the prompt, or the common prefix of a row's answers; empty if the row's prompt is unknown.
 Prompt = int | bytes

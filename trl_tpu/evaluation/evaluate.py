@@ -12,17 +12,20 @@ import torch
 from datasets import Dataset
 
 from ..data.collate import ComparisonRule, Labels, compare, pairs_of
-from ..data.length_stats import is_prepared, length_stats, rows_of
+from ..data.kinds import Pairs, RowKind
+from ..data.length_stats import is_prepared, kind_of_dataset, length_stats, rows_of
 from ..data.prompts import Prompt, group_prompts, prompts_of
 from ..errors import UserError
-from ..packing.batch import POINTWISE_KINDS, Comparisons, Kind
+from ..packing.batch import Comparisons
 from .verdict import (
     MOST_GROUPS,
     BestOfN,
     Proportion,
+    ScoreFit,
     Verdict,
     calibration_of,
     check_groups,
+    correlation_of,
     distribution_of,
     label_of,
     length_bias_of,
@@ -151,7 +154,7 @@ def comparison_stats(
     Comparisons with probability 0.5 do not count.
     """
     better_C, worse_C = table.compared(rewards_SA)
-    rankings = len(better_C) if table.kind == "steps" else len(table.ranking_weight_G)
+    rankings = len(better_C) if table.kind.compares_with_zero else len(table.ranking_weight_G)
     decided_PM = (table.probability_C > 0.5).unflatten(0, (len(present_P), -1)) & present_P[:, None]
     decided_GM1 = decided_PM.view(rankings, -1, 1)
     value_C3 = torch.stack([better_C > worse_C, better_C == worse_C, better_C - worse_C], dim=-1)
@@ -224,7 +227,8 @@ class Evaluation:
 
     def __init__(self) -> None:
         self._rows = self._left_out = 0
-        self._kind: Kind = "pairs"
+        self._kind: RowKind = Pairs()
+        self._graded: list[np.ndarray] = []  # of rewards that are compared with zero: row, reward, and grade
         self._results: list[np.ndarray] = []  # of rows with comparisons: row, `comparison_stats`, and top-1 accuracy
         self._groups: list[str | None] = []
         self._prompts: list[Prompt] = []
@@ -254,6 +258,9 @@ class Evaluation:
         finite_rows = np.flatnonzero(_is_finite(rewards_NK, grade_NK))
         self._left_out += int((~np.isnan(grade_NK)).any(axis=1).sum()) - len(finite_rows)
         self._kind = labels.kind
+        if labels.kind.compares_with_zero:
+            graded = (finite_rows + self._rows, rewards_NK[finite_rows, 0], grade_NK[finite_rows, 0])
+            self._graded.append(np.column_stack(graded))
         for part, table in tables_on_host(labels.grades_of(finite_rows)):
             row_J = finite_rows[part]
             rewards_S1 = torch.from_numpy(np.nan_to_num(rewards_NK[row_J])).double().reshape(-1, 1)
@@ -288,13 +295,19 @@ class Evaluation:
             sample_M6 = np.concatenate(self._sample)
             self._sample = [sample_M6[np.argsort(sample_M6[:, -1])[:_SAMPLE]]]
 
-    def verdict(self) -> Verdict:
+    def verdict(self) -> Verdict | ScoreFit:
         """Return the verdict on all rows that were added.
+
+        Single answers with scores that are no probabilities get a `ScoreFit`.
 
         Raises:
             NoComparisons: No row has two finite rewards with a label that says which one should be higher.
         """
-        of = self._kind if self._kind in POINTWISE_KINDS else "pairs"
+        of, compares_with_zero = self._kind.unit, self._kind.compares_with_zero
+        if any(map(len, self._graded)):
+            graded_N3 = np.concatenate(self._graded)
+            if self._kind.predicts_scores or not ((graded_N3[:, 2] >= 0) & (graded_N3[:, 2] <= 1)).all():
+                return self._score_fit(graded_N3)
         if not any(map(len, self._results)):
             raise NoComparisons(
                 f"None of {self._rows} {of} has two finite rewards with one labeled as better: there is nothing to "
@@ -310,13 +323,9 @@ class Evaluation:
             return share_of(values_J[mask_J], np.ones(len(row_J))[mask_J], units_2J[:, mask_J])
 
         rewards = np.stack([better_M, worse_M], axis=-1).ravel()
-        if of in POINTWISE_KINDS:
+        if compares_with_zero:
             rewards = better_M + worse_M  # one of the two is always 0
-        rows_by_name = defaultdict[str | None, list[int]](list)
-        for place, row in enumerate(units_2J[0]):
-            rows_by_name[self._groups[row]].append(place)
-        names = sorted(name for name in rows_by_name if name is not None)
-        groups = {name: share(right_J, rows_by_name[name]) for name in names if len(names) <= MOST_GROUPS}
+        groups = {name: share(right_J, places) for name, places in self._places_by_group(units_2J[0]).items()}
         worst_first = [at for at in np.argsort(margin_M, kind="stable") if margin_M[at] <= 0][:_MAX_WORST_ROWS]
         return Verdict(
             pairs=round(count_J.sum()),
@@ -331,14 +340,39 @@ class Evaluation:
             groups=groups,
             mean_over_groups=mean_of(groups),
             worst=tuple(dict.fromkeys(units_2M[0, worst_first].tolist())),
-            top1_accuracy=share(top1_J) if self._kind == "rankings" else None,
-            kendall_tau=float((2 * right_J + tied_J - 1).mean()) if self._kind == "rankings" else None,
+            top1_accuracy=share(top1_J) if self._kind.orders_answers else None,
+            kendall_tau=float((2 * right_J + tied_J - 1).mean()) if self._kind.orders_answers else None,
             of=of,
             prompts=len(np.unique(units_2J[1])) if any(self._prompts) else None,
         )
 
+    def _score_fit(self, graded_N3: np.ndarray) -> ScoreFit:
+        """Return the verdict on rewards that predict scores."""
+        row_N, reward_N, score_N = graded_N3.T
+        error_N, rows_N = (reward_N - score_N) ** 2, row_N.astype(int)
+        by_group = self._places_by_group(rows_N)
+        groups = {name: float(error_N[places].mean()) for name, places in by_group.items()}
+        return ScoreFit(
+            answers=len(row_N),
+            left_out=self._left_out,
+            squared_error=float(error_N.mean()),
+            variance=float(score_N.var()),
+            correlation=correlation_of(reward_N, score_N),
+            rewards=distribution_of(reward_N, np.ones(len(row_N))),
+            groups=groups,
+            worst=tuple(rows_N[np.argsort(-error_N, kind="stable")[:_MAX_WORST_ROWS]].tolist()),
+        )
 
-def evaluate_rows(rewards_NK: np.ndarray, labels: Labels, *more: Any, **named: Any) -> Verdict:
+    def _places_by_group(self, row_J: np.ndarray) -> dict[str, list[int]]:
+        """Return the places in ``row_J`` of each group's rows; empty if there are too many groups."""
+        places = defaultdict[str | None, list[int]](list)
+        for place, row in enumerate(row_J.tolist()):
+            places[self._groups[row]].append(place)
+        names = sorted(name for name in places if name is not None)
+        return {name: places[name] for name in names if len(names) <= MOST_GROUPS}
+
+
+def evaluate_rows(rewards_NK: np.ndarray, labels: Labels, *more: Any, **named: Any) -> Verdict | ScoreFit:
     """Return the verdict on rows in memory; see `Evaluation.add` for arguments, `Evaluation.verdict` for errors."""
     evaluation = Evaluation()
     evaluation.add(rewards_NK, labels, *more, **named)
@@ -433,7 +467,7 @@ def ties_score(right_NK: np.ndarray, wrong_NK: np.ndarray, ids: Sequence[str]) -
 
 def evaluate_rewards(
     rewards_NAK: torch.Tensor, labels: Labels, dataset: Any, eval_by: str | None, names: Sequence[str]
-) -> Verdict | None:
+) -> Verdict | ScoreFit | None:
     """Return the verdict on the rewards of an evaluation; warn and return None if nothing can be compared.
 
     Args:
@@ -447,24 +481,23 @@ def evaluate_rewards(
     if not len(rewards_NAK):
         return None
     rows, attributes, answers = rewards_NAK.shape
-    shape = (-1, 1) if labels.kind == "steps" else (-1, answers)  # each step becomes one row
+    shape = (-1, 1 if labels.kind.compares_with_zero else answers)  # each step becomes one row
     rewards_NK, grade_NK = (np.asarray(values).reshape(shape) for values in (rewards_NAK.double(), labels.grade_PAK))
     groups, lengths_NK, prompts = list(names) * rows or None, None, None
     if isinstance(dataset, Dataset):
         per_row = len(rewards_NK) // rows  # attributes, or steps
         prompts = [prompt for prompt in islice(prompts_of(dataset), rows) for _ in range(per_row)]
-    if isinstance(dataset, Dataset) and labels.kind != "steps":
-        if is_prepared(dataset) and labels.kind != "answers":
+        if is_prepared(dataset) and not labels.kind.compares_with_zero:
             lengths = length_stats(dataset).lengths
             lengths_NK = (lengths.prefix_P[:, None] + lengths.tails_PK)[:rows].repeat(attributes, axis=0)
         try:
             if eval_by is not None:
-                groups = [label for label in _group_labels(dataset, eval_by)[:rows] for _ in range(attributes)]
+                groups = [label for label in _group_labels(dataset, eval_by)[:rows] for _ in range(per_row)]
                 check_groups(groups)
         except UserError as reason:  # the trainer's own data was checked before, but not data of a later call
             logger.warning("The metrics have no groups. %s", reason)
             groups = None
-    elif eval_by is not None and labels.kind != "steps":
+    elif eval_by is not None:
         logger.warning("eval_by=%r is ignored: the order of the rows is unknown.", eval_by)
     try:
         return evaluate_rows(rewards_NK, replace(labels, grade_PAK=grade_NK[:, None]), lengths_NK, groups, prompts)
@@ -527,14 +560,15 @@ def check_best_metric(args: Any, eval_dataset: Any) -> None:
 
 
 def _metric_names(args: Any, dataset: Any) -> list[str]:
-    """Return the names of an evaluation's metrics, by evaluating prepared data with rewards of 0."""
+    """Return the names of an evaluation's metrics, by evaluating prepared data with some rewards."""
     labels = pairs_of(1)
     if is_prepared(dataset):
         most = (args.max_eval_steps or len(dataset)) * args.eval_batch_size * args.world_size
         rows = list(rows_of(dataset.select(range(min(most, len(dataset))))))
-        labels = Labels.of(rows, length_stats(dataset).answers, len(args.attributes or ()))
+        kind = kind_of_dataset(dataset).of(args)
+        labels = Labels.of(rows, kind, length_stats(dataset).answers, len(args.attributes or ()))
         dataset = None if args.train_sampling_strategy == "group_by_length" else dataset
-    rewards_NAK = torch.zeros(labels.grade_PAK.shape)
+    rewards_NAK = torch.arange(labels.grade_PAK.size).view(labels.grade_PAK.shape).float()  # a correlation needs two
     verdict = evaluate_rewards(rewards_NAK, labels, dataset, args.eval_by, args.attributes or ())
     measured = [*sums_on_host(rewards_NAK, labels, [1.0] * len(args.attributes or ())).metrics()]
     measured += [] if verdict is None else [*verdict.metrics()]

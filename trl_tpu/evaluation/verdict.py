@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -347,3 +347,46 @@ class BestOfN:
     groups: dict[str, Proportion]
     mean_over_groups: float | None
     worst: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class ScoreFit:
+    """Evaluation of rewards that predict scores, each in the unit of the scores.
+
+    Attributes:
+        answers: Number of answers with a finite reward and a score.
+        left_out: Number of answers with a reward that is not finite.
+        squared_error: Mean of ``(reward - score)**2``.
+        variance: Variance of the scores: the squared error of always predicting their mean.
+        correlation: Pearson's correlation of rewards and scores; nan if all rewards or all scores are equal.
+        rewards: Distribution of the rewards.
+        groups: Squared error by group, sorted by label.
+        worst: Indices of the rows with the largest errors, largest first.
+        prompts_in_training: See `Verdict`.
+    """
+
+    answers: int
+    left_out: int
+    squared_error: float
+    variance: float
+    correlation: float
+    rewards: Distribution
+    groups: dict[str, float]
+    worst: tuple[int, ...]
+    prompts_in_training: tuple[int, ...] = ()
+
+    def metrics(self) -> dict[str, float]:
+        """Return the metrics to log, by name without the prefix of the evaluation."""
+        named = {"squared_error": self.squared_error, "correlation": self.correlation}
+        named |= {f"squared_error/{name}": error for name, error in self.groups.items()}
+        return {name: value for name, value in named.items() if value == value}  # without nan
+
+
+def correlation_of(first_N: np.ndarray, second_N: np.ndarray) -> float:
+    """Return Pearson's correlation of two arrays; nan if all values of one are equal."""
+    if np.ptp(first_N) == 0 or np.ptp(second_N) == 0:
+        return float("nan")
+    return float(np.corrcoef(first_N, second_N)[0, 1])
+
+
+AnyVerdict: TypeAlias = Verdict | BestOfN | ScoreFit

@@ -6,7 +6,7 @@ from typing import Any
 
 from ..config.checks import check_limits
 from ..config.reward_config import RewardConfig, help_from_docstring
-from ..data.solutions import tokenize_solution
+from ..data.kinds.solutions import tokenize_solution
 from ..modeling.build import build_dataset
 from ..trainer.reward_trainer import RewardTrainer
 from ..trainer.utils import compute_accuracy as compute_accuracy
@@ -74,4 +74,4 @@ class PRMTrainer(RewardTrainer):
     tokenize_row = staticmethod(tokenize_solution)
 
     def _prepare_dataset(self, dataset: Any, processing_class: Any, args: Any, dataset_name: str) -> Any:
-        return build_dataset(dataset, self.model, processing_class, args, dataset_name, False, self.tokenize_row)
+        return build_dataset(dataset, self.model, processing_class, args, dataset_name, tokenize_row=self.tokenize_row)

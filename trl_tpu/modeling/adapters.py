@@ -14,9 +14,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import AutoTokenizer, BitsAndBytesConfig, PreTrainedModel
 
+from ..compat.transformers4 import add_transformers4_names
 from ..errors import UserError, explaining
 from .classifier import load_classifier
-from .head_spec import BASE_CONFIG, HeadSpec, add_transformers4_names, find_file, hub_settings
+from .head_spec import BASE_CONFIG, HeadSpec, find_file, hub_settings
 
 if TYPE_CHECKING:
     from peft import LoraConfig, PeftConfig, PeftModel
@@ -198,9 +199,8 @@ def load_adapted_model(folder: str, step_separator: str | None = None, **kwargs:
 
 def read_attribute_weights(model: Any) -> dict[str, float]:
     """Return the weights, by name, that `write_attribute_weights` wrote into the adapters' config; empty if none."""
-    configs = model.peft_config.values() if is_peft_model(model) else ()
-    noted = (config.auto_mapping[_ATTRIBUTES] for config in configs if _ATTRIBUTES in (config.auto_mapping or ()))
-    return dict(next(noted, ()))
+    mappings = (config.auto_mapping or {} for config in model.peft_config.values())
+    return dict(next((mapping[_ATTRIBUTES] for mapping in mappings if _ATTRIBUTES in mapping), ()))
 
 
 def write_attribute_weights(model: Any, attributes: Mapping[str, float]) -> None:
@@ -209,7 +209,7 @@ def write_attribute_weights(model: Any, attributes: Mapping[str, float]) -> None
     peft drops unknown keys. Its `auto_mapping` can hold the weights: it is a dict, and unused by adapters with a
     `task_type`.
     """
-    for config in model.peft_config.values() if is_peft_model(model) and attributes else ():
+    for config in model.peft_config.values() if attributes else ():
         config.auto_mapping = {_ATTRIBUTES: [*map(list, attributes.items())]}
 
 
@@ -231,8 +231,6 @@ def warn_if_head_is_frozen(model: nn.Module) -> None:
     A new head is random, and a frozen head stays random. An adapter saves neither a frozen head nor the frozen weight
     under an adapted head, so the reloaded model would compute rewards by another random head.
     """
-    if not is_peft_model(model):
-        return
     base = without_adapters(model)
     for name, module in base.named_children():
         parameters = dict(module.named_parameters())

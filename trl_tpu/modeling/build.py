@@ -3,6 +3,7 @@
 import copy
 import logging
 from collections.abc import Iterator, Mapping
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -12,11 +13,12 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from .. import runtime
 from ..config.checks import unused_settings
 from ..config.reward_config import RewardConfig
+from ..data.collators import OldPairs
 from ..data.formats import convert_row
-from ..data.length_stats import answers_of, is_prepared, length_stats
-from ..data.rankings import RankingKind
-from ..data.solutions import prepare_solutions, tokenize_solution
-from ..data.tokenize import prepare_preference_dataset
+from ..data.kinds import answers_of, kinds_for, labels_as
+from ..data.kinds.solutions import tokenize_solution
+from ..data.length_stats import is_prepared, length_stats
+from ..data.tokenize import prepare
 from ..errors import UserError, UserTypeError
 from ..parallel.shard import distributed_config, place_model, plan_model
 from .adapters import (
@@ -31,7 +33,7 @@ from .adapters import (
     write_attribute_weights,
 )
 from .classifier import remove_offload_hooks
-from .head_spec import HeadSpec, find_file, hub_settings, set_inference_metadata, write_head_spec
+from .head_spec import ONE_REWARD, HeadSpec, find_file, hub_settings, set_inference_metadata, write_head_spec
 from .layers import disable_dropout_in_model, freeze
 from .load import (
     check_num_labels,
@@ -41,12 +43,10 @@ from .load import (
     load_tokenizer,
     set_special_tokens,
 )
-from .losses import TIES
 from .model_shape import learned_positions
 
 logger = logging.getLogger(__name__)
 
-_SOLUTION_SETTINGS = ("step_separator", "max_length", "max_completion_length", "train_on_last_step_only")
 _SAMPLED_ANSWERS = 100  # answers whose last tokens are checked before training
 
 
@@ -92,10 +92,10 @@ def build_reward_model(
     Raises:
         UserError, ImportError: A step failed. The message says what to do.
     """
-    outputs = HeadSpec(dict.fromkeys(args.attributes or (), 1.0), args.step_separator)
+    outputs = HeadSpec(dict.fromkeys(args.attributes or (), 1.0), args.step_separator, labels_as(args))
     files: dict[str, Any] = {"trust_remote_code": args.trust_remote_code}
     name, in_files = model, False
-    attribute_weights: Mapping[str, float] = read_attribute_weights(model)
+    attribute_weights: Mapping[str, float] = read_attribute_weights(model) if is_peft_model(model) else {}
     if isinstance(peft_config, Mapping):
         peft_config = read_peft_config(peft_config, "TOKEN_CLS" if outputs.step_separator else "SEQ_CLS")
     if isinstance(name, str):
@@ -131,7 +131,9 @@ def build_reward_model(
     check_num_labels(base, outputs)
     if attribute_weights:
         write_head_spec(base.config, [*attribute_weights], [*attribute_weights.values()], None)
-    write_head_spec(base.config, args.attributes or (), args.attribute_weights, outputs.step_separator)
+    if not outputs == HeadSpec.of(base.config) == ONE_REWARD:
+        spec = (args.attributes or (), args.attribute_weights, outputs.step_separator, outputs.labels_as)
+        write_head_spec(base.config, *spec)
     tokenizer = load_processing_class(model, processing_class, **files)
     tokenizer, added_tokens = set_special_tokens(model, tokenizer, args)
     if in_files:  # before the adapters: peft puts them on the device of the base weights
@@ -141,8 +143,8 @@ def build_reward_model(
         model = add_adapters(model, peft_config, added_tokens)
     if is_peft_model(model):
         prepare_adapters(model, gradient_checkpointing=bool(args.activation_checkpointing))
-    write_attribute_weights(model, HeadSpec.of(base.config).attributes)
-    warn_if_head_is_frozen(model)
+        write_attribute_weights(model, HeadSpec.of(base.config).attributes)
+        warn_if_head_is_frozen(model)
     freeze(model, args.frozen_parameters)
     if args.disable_dropout:
         disable_dropout_in_model(model)
@@ -164,9 +166,11 @@ def _loads_in_parts(args: RewardConfig, peft_config: Any) -> bool:
 
 def with_attribute_order(model: Any, args: RewardConfig) -> RewardConfig:
     """Return ``args`` with attributes in the order of the model's outputs."""
+    if not (names := args.attributes):
+        return args
     order = [*HeadSpec.of(without_adapters(model).config).attributes]
-    if order != (args.attributes or []):
-        args, places = copy.copy(args), [(args.attributes or []).index(name) for name in order]
+    if order != names:
+        args, places = copy.copy(args), [names.index(name) for name in order]
         for name in ("attributes", "attribute_weights", "attribute_loss_weights"):
             values = getattr(args, name)
             setattr(args, name, values and [values[place] for place in places])
@@ -180,7 +184,7 @@ def build_dataset(
     args: RewardConfig,
     name: str,
     old_columns: bool = False,
-    tokenize_solution: Any = tokenize_solution,
+    tokenize_row: Any = tokenize_solution,
 ) -> Any:
     """Convert a dataset in any accepted format to prepared rows for ``model``.
 
@@ -188,29 +192,35 @@ def build_dataset(
         UserError: The data cannot be trained on. The message names the dataset, the row and the fix.
     """
     embeddings: Any = model.get_input_embeddings()
-    how: Any = {"num_embeddings": embeddings.weight.shape[0], "num_proc": args.dataset_num_proc, "name": name}
-    if args.step_separator is not None:
-        settings = {key: getattr(args, key) for key in _SOLUTION_SETTINGS}
-        settings |= {"tokenizer": processing_class, "is_eval": name != "train"}
-        how["neutral"] = getattr(args, "neutral_steps", None)
-        return _within_positions(prepare_solutions(dataset, tokenize_solution, settings, **how), model, name)
-    is_regression = args.loss_type == "regression"
-    rankings = RankingKind(
-        may_tie=is_regression or args.ties is not None,
-        may_all_tie=is_regression or args.ties in TIES,
-        needs_scores=is_regression,
-        attributes=tuple(args.attributes or ()),
-        settings=tuple(unused_settings(args, "pairs")),
+    kinds: Any = kinds_for(args, is_eval=name != "train", tokenize_row=tokenize_row)
+    if old_columns and not args.attributes:  # TRL's old columns hold no attribute grades
+        kinds = (OldPairs(processing_class),)
+    prepared = prepare(
+        dataset,
+        processing_class,
+        num_embeddings=embeddings.weight.shape[0],
+        max_length=args.max_length,
+        truncation_mode=args.truncation_mode,
+        num_proc=args.dataset_num_proc,
+        name=name,
+        kinds=kinds,
+        unused_settings=partial(unused_settings, args),
     )
-    how |= {"max_length": args.max_length, "truncation_mode": args.truncation_mode}
-    are_old = old_columns and not args.attributes  # TRL's old columns hold no attribute grades
-    prepared = prepare_preference_dataset(dataset, processing_class, rankings=rankings, are_old=are_old, **how)
     return _within_positions(prepared, model, name)
 
 
-def first_answers(rows: Any) -> list[list[int]] | None:
-    """Return the token ids of the first answer in each of the first rows; None for a stream."""
-    return [answers_of(row)[0] for row in islice(rows, _SAMPLED_ANSWERS)] if is_prepared(rows) else None
+def warn_of_unscored_eos(tokenizer: PreTrainedTokenizerBase, rows: Any) -> None:
+    """Warn if the pad token is the eos token, and answers of the first rows end in it, or are in a stream."""
+    eos = tokenizer.eos_token_id
+    if tokenizer.pad_token_id != eos:
+        return
+    firsts = islice(rows, _SAMPLED_ANSWERS) if is_prepared(rows) else ()
+    if not is_prepared(rows) or any(list(answers_of(row)[0][-1:]) == [eos] for row in firsts):
+        logger.warning(
+            f"The pad token is the eos token ({tokenizer.eos_token!r}), and sequences end in it: training scores the "
+            "token before it, as TRL and transformers do. Servers that score the very last token (vLLM, SGLang) "
+            "give other rewards. Set own_pad_token=True to pad with another token."
+        )
 
 
 def first_chat(dataset: Any) -> Iterator[tuple[Any, Mapping[str, Any]]]:

@@ -11,22 +11,19 @@ Letters: R rows, M chunks per row, C tokens per chunk.
 """
 
 import inspect
-from collections.abc import Callable, Mapping
-from functools import lru_cache, partial, wraps
-from types import FunctionType, MethodType
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
 from torch.autograd.function import once_differentiable
+from torch.utils._pytree import tree_map
 
 from ..packing.batch import Batch
 from ..packing.shapes import CHUNK
 from ..runtime import current
 from .forward import PackingImpossible, current_packed_batch
-
-# parameter of transformers' functions that carry a recurrent state over a sequence, by its two names
-_INITIAL_STATES = ("initial_state", "initial_states")
+from .recurrent_layers import LayerCall, States, arguments_of, is_per_token, replace_rules
 
 
 def parents_of_chunks(batch: Batch[torch.Tensor]) -> torch.Tensor:
@@ -38,21 +35,12 @@ def parents_of_chunks(batch: Batch[torch.Tensor]) -> torch.Tensor:
     return (is_ancestor_RMM * (number_M + 1)).amax(-1) - 1
 
 
-def call_by_chunks(
-    forward: Callable[..., Any],
-    batch: Batch[torch.Tensor],
-    cache: str,
-    tokens: Mapping[str, torch.Tensor],
-    others: Any,
-) -> Any:
-    """Call a recurrent layer's own ``forward`` with the chunks of all rows as its batch.
+def call_by_chunks(call: LayerCall, batch: Batch[torch.Tensor]) -> Any:
+    """Call a recurrent layer's own forward with the chunks of all rows as its batch.
 
     Args:
-        forward: The layer's bound forward.
+        call: The layer's call for the whole rows.
         batch: Packed rows whose sequences share whole chunks.
-        cache: Name of the layer's cache parameter.
-        tokens: Arguments with a value per token, [R, L, ...], by name.
-        others: All other arguments, by name.
 
     Raises:
         PackingImpossible: If the row length is not a multiple of `CHUNK`, or a convolution computes its state itself.
@@ -60,55 +48,10 @@ def call_by_chunks(
     rows, length = batch.input_ids_RL.shape
     if length % CHUNK:
         raise PackingImpossible(f"recurrent layers read rows whose length is a multiple of {CHUNK} (got {length})")
-    chunks = {name: value.reshape(-1, CHUNK, *value.shape[2:]) for name, value in tokens.items()}
-    output = _with_chunked_rules(forward)(**chunks, **others, **{cache: _ChunkStates(parents_of_chunks(batch))})
-    if isinstance(output, tuple):
-        return tuple(part.reshape(rows, length, *part.shape[2:]) for part in output)
-    return output.reshape(rows, length, *output.shape[2:])
-
-
-class States:
-    """A recurrent layer's cache for one node: holds the parent's states until the layer writes the node's states.
-
-    It has the methods of transformers' `Cache` that recurrent layers call.
-    """
-
-    def __init__(self, before: "States | None" = None) -> None:
-        self._conv: dict[int, torch.Tensor] = dict(before._conv) if before else {}
-        self._recurrent: dict[int, torch.Tensor] = dict(before._recurrent) if before else {}
-
-    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
-        return self._conv.get(state_idx)
-
-    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
-        return self._recurrent.get(state_idx)
-
-    def is_recording_past(self, layer_idx: int) -> bool:
-        return True  # a layer that recorded no past would write into a state in place
-
-    def update_conv_state(
-        self,
-        conv_states: torch.Tensor,
-        layer_idx: int,
-        state_idx: int = 0,
-        conv_kernel_size: int | None = None,
-        **_: Any,
-    ) -> torch.Tensor:
-        """Store the last inputs of a convolution, and return the inputs with the parent's last inputs before them."""
-        if conv_kernel_size is None:  # `conv_states` is the state itself, not the inputs
-            self._conv[state_idx] = conv_states
-            return conv_states
-        before = self._conv.get(state_idx)
-        inputs = conv_states if before is None else torch.cat([before, conv_states], dim=-1)
-        last = inputs[..., -conv_kernel_size:]
-        self._conv[state_idx] = nn.functional.pad(last, (conv_kernel_size - last.shape[-1], 0))
-        return inputs
-
-    def update_recurrent_state(
-        self, recurrent_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **_: Any
-    ) -> torch.Tensor:
-        self._recurrent[state_idx] = recurrent_states
-        return recurrent_states
+    chunks = {name: value.reshape(-1, CHUNK, *value.shape[2:]) for name, value in call.tokens.items()}
+    chunked = call._replace(forward=replace_rules(call.forward, _scan_rule))
+    output = chunked.read(chunks, _ChunkStates(parents_of_chunks(batch)))
+    return tree_map(lambda part: part.reshape(rows, length, *part.shape[2:]), output)
 
 
 class _ChunkStates(States):
@@ -140,49 +83,24 @@ class _ChunkStates(States):
         return torch.cat([before_RM.flatten(0, 1), conv_states], dim=-1)
 
 
-def _with_chunked_rules(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a layer's forward that calls `_scan_rule` instead of the functions that carry recurrent states.
-
-    These functions are globals of the family's module. The returned forward is a copy with other globals, so the
-    module and all other models are unchanged.
-    """
-    return MethodType(_copy_with_chunked_rules(inspect.unwrap(forward.__func__)), forward.__self__)  # type: ignore[attr-defined]
-
-
-@lru_cache
-def _copy_with_chunked_rules(function: FunctionType) -> FunctionType:
-    rules = dict[str, Any]()
-    for name in function.__code__.co_names:
-        rule = function.__globals__.get(name)
-        if inspect.isfunction(rule) and any(name in inspect.signature(rule).parameters for name in _INITIAL_STATES):
-            rules[name] = wraps(rule)(partial(_scan_rule, rule))
-    copy = FunctionType(
-        function.__code__, function.__globals__ | rules, function.__name__, function.__defaults__, function.__closure__
-    )
-    copy.__kwdefaults__ = function.__kwdefaults__
-    return copy
-
-
-def _scan_rule(rule: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Call ``rule`` chunk by chunk. A rule takes an initial state, and returns outputs and the last state."""
+def _scan_rule(rule: Callable[..., Any], state: str, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Call ``rule`` chunk by chunk. A rule takes an initial ``state``, and returns outputs and the last state."""
     batch = current_packed_batch()
     assert batch is not None
     parent_RM = parents_of_chunks(batch)
     rows, count = parent_RM.shape
-    arguments = inspect.signature(rule).bind(*args, **kwargs).arguments
-    arguments |= arguments.pop("kwargs", {})
-    state_parameter = next(name for name in _INITIAL_STATES if name in inspect.signature(rule).parameters)
-    arguments.pop(state_parameter, None)
+    arguments = arguments_of(inspect.signature(rule), args, kwargs)
+    arguments.pop(state, None)
     names = [name for name, value in arguments.items() if isinstance(value, torch.Tensor)]
     others = {name: value for name, value in arguments.items() if name not in names}
 
     def by_chunk(value: torch.Tensor) -> torch.Tensor:
-        if value.shape[:2] == (rows * count, CHUNK):
+        if is_per_token(value, rows * count, CHUNK):
             return value.unflatten(0, (rows, count)).transpose(0, 1)
         return value.expand(count, *value.shape)  # a weight of the rule: the gradients of all chunks add up
 
     def on_chunk(initial: torch.Tensor | None, *tensors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return rule(**dict(zip(names, tensors, strict=True)), **others, **{state_parameter: initial})
+        return rule(**dict(zip(names, tensors, strict=True)), **others, **{state: initial})
 
     outputs_MR: torch.Tensor = _ChunkScan.apply(on_chunk, parent_RM, *(by_chunk(arguments[name]) for name in names))
     return outputs_MR.transpose(0, 1).flatten(0, 1), outputs_MR.new_zeros(())

@@ -227,7 +227,7 @@ def _load_in_files(
     offloading_logger.setLevel(logging.ERROR)  # hide warnings about offloading: it is intended here
     try:
         config = AutoConfig.from_pretrained(name, **kwargs)
-        write_head_spec(config, (), None, outputs.step_separator)
+        write_head_spec(config, (), None, outputs.step_separator, outputs.labels_as)
         empty = model_without_weights(config, None, kwargs.get("trust_remote_code", False))
         offloaded = set(empty.base_model.modules()) - {empty.get_input_embeddings()}
         device_map = {

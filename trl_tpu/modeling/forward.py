@@ -100,29 +100,18 @@ def register_attention(
     model.set_attn_implementation(f"{OURS}{name}")
 
 
-def packed_scores(model: nn.Module, batch: Batch[torch.Tensor], **kwargs: Any) -> torch.Tensor:
-    """Compute the score head's outputs for each token of packed rows, [R, L, outputs].
+@contextmanager
+def run_packed(model: nn.Module, batch: Batch[torch.Tensor], **kwargs: Any) -> Iterator[PackedOutputs]:
+    """Call ``model`` with packed rows, and yield its recorded mask rules and its scores of each token.
 
-    The whole model is called, so its wrappers (LoRA, data parallelism, autocast) take effect.
+    The whole model is called, so its wrappers (LoRA, data parallelism, autocast) take effect. Use the results within
+    the context: a traced program cannot read the recorded values after it is closed.
 
     Args:
         model: A decoder with a `score` head over its hidden states, such as transformers' classifiers.
             `use_tree_masks` must have been called.
         batch: Packed rows. Their expansion is used if `use_expanded_attention` was called.
         kwargs: Further arguments of the model.
-
-    Raises:
-        UserError: If the model has no `score` head, or did not ask for a mask.
-    """
-    with run_packed(model, batch, **kwargs) as recorded:
-        return recorded.scores[0]
-
-
-@contextmanager
-def run_packed(model: nn.Module, batch: Batch[torch.Tensor], **kwargs: Any) -> Iterator[PackedOutputs]:
-    """Call ``model`` with packed rows, and yield its recorded mask rules and scores.
-
-    Use the results within the context: a traced program cannot read the recorded values after it is closed.
 
     Raises:
         UserError: If the model has no `score` head, or did not ask for a mask.
@@ -174,7 +163,8 @@ def rewards_of(model: nn.Module, batch: Batch[torch.Tensor], **extras: Any) -> t
     assert not batch.earlier  # one micro-batch, not a whole batch
     extras = {**batch.extras, **extras}
     if batch.is_packed:
-        return read_scores(packed_scores(model, batch, **extras), batch), None
+        with run_packed(model, batch, **extras) as recorded:
+            return read_scores(recorded.scores[0], batch), None
     outputs = model(input_ids=batch.input_ids_RL, attention_mask=batch.attention_mask_RL, **extras)
     return read_scores(outputs.logits, batch), outputs
 
@@ -188,4 +178,4 @@ def read_scores(scores: torch.Tensor, batch: Batch[torch.Tensor]) -> torch.Tenso
     scores = scores.unsqueeze(-1) if scores.dim() == 1 else scores
     scores_SA = scores[row_S, column_S] if scores.dim() == 3 else scores[row_S]
     scores_SA = scores_SA.to(torch.promote_types(scores.dtype, torch.float32))
-    return scores_SA[:, 1:] - scores_SA[:, :1] if batch.table.kind == "steps" else scores_SA
+    return batch.table.kind.rewards_of(scores_SA)

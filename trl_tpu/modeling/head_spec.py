@@ -86,10 +86,12 @@ class HeadSpec:
     Args:
         attributes: Weight of each attribute by name, in the order of the outputs; empty without attributes.
         step_separator: The text after each step of process rewards; None for rewards of conversations.
+        labels_as: How evaluations read the labels of answers or steps, see `trl_tpu.data.kinds`; None as usual.
     """
 
     attributes: Mapping[str, float] = field(default_factory=dict)
     step_separator: str | None = None
+    labels_as: str | None = None
 
     @classmethod
     def of(cls, config: PretrainedConfig | dict[str, Any]) -> "HeadSpec":
@@ -99,7 +101,7 @@ class HeadSpec:
         weights = map(float, values.get("attribute_weights") or ())
         # most models have labels, but no attribute weights
         attributes = zip((names[place] for place in sorted(names, key=int)), weights, strict=False)
-        return cls(dict(attributes), values.get("step_separator"))
+        return cls(dict(attributes), values.get("step_separator"), values.get("labels_as"))
 
     @classmethod
     def saved(cls, model: str | Path) -> "HeadSpec":
@@ -118,6 +120,11 @@ class HeadSpec:
         return (-1.0, 1.0) if self.step_separator is not None else tuple(self.attributes.values()) or (1.0,)
 
     @property
+    def pipeline_tag(self) -> str:
+        """The Hub's name of the task."""
+        return "text-classification" if self.step_separator is None else "token-classification"
+
+    @property
     def auto_class(self) -> Any:
         """transformers' auto class for models with these outputs."""
         return AutoModelForSequenceClassification if self.step_separator is None else AutoModelForTokenClassification
@@ -127,7 +134,11 @@ ONE_REWARD = HeadSpec()
 
 
 def write_head_spec(
-    config: PretrainedConfig, names: Sequence[str], weights: Sequence[float] | None, step_separator: str | None
+    config: PretrainedConfig,
+    names: Sequence[str],
+    weights: Sequence[float] | None,
+    step_separator: str | None,
+    labels_as: str | None = None,
 ) -> None:
     """Write a head specification into a model's config, in place of the specification of its base model.
 
@@ -136,7 +147,7 @@ def write_head_spec(
         names: Names of the attributes; empty without attributes. If the config has the same names, their order in the
             config is kept.
         weights: One weight per name. None keeps the weights in the config; without any, all weights are equal.
-        step_separator: The text after each step of process rewards; None for rewards of conversations.
+        step_separator, labels_as: See `HeadSpec`.
 
     Raises:
         UserError: The config has attributes with other names.
@@ -149,7 +160,7 @@ def write_head_spec(
             f"The model's outputs are the attributes {[*before]}, but attributes={[*names]} differ. Set "
             f"attributes={[*before]} to train them further, or start from a model without attributes."
         )
-    for name in ("attribute_weights", "step_separator"):
+    for name in ("attribute_weights", "step_separator", "labels_as"):
         vars(config).pop(name, None)
     if names:
         attributes = (
@@ -160,6 +171,8 @@ def write_head_spec(
         config.id2label, config.label2id = dict(enumerate(names)), {name: place for place, name in enumerate(names)}
     if step_separator is not None:
         config.step_separator = step_separator
+    if labels_as is not None:
+        config.labels_as = labels_as
 
 
 def fold_attributes(model: PreTrainedModel, outputs: HeadSpec) -> None:
@@ -170,7 +183,7 @@ def fold_attributes(model: PreTrainedModel, outputs: HeadSpec) -> None:
     Raises:
         UserError: The model has attributes, but no `score` head.
     """
-    write_head_spec(model.config, (), None, outputs.step_separator)
+    write_head_spec(model.config, (), None, outputs.step_separator, outputs.labels_as)
     if not outputs.attributes:
         return
     if (head := find_score_head(model)) is None:
@@ -185,7 +198,6 @@ def fold_attributes(model: PreTrainedModel, outputs: HeadSpec) -> None:
 IDENTITY = "torch.nn.modules.linear.Identity"
 #: Config file in a folder of adapters. With a `config.json`, transformers would look for a whole model's weights.
 BASE_CONFIG = "base_model_config.json"
-_PHI3_ROPE_FIELDS = {"rope_type", "type", "short_factor", "long_factor", "original_max_position_embeddings"}
 
 
 @dataclass(frozen=True)
@@ -269,50 +281,3 @@ def saved_scale(model: str | Path) -> RewardScale | None:
     if not isinstance(mean, int | float) or not isinstance(std, int | float) or not std > 0:
         return None
     return RewardScale(float(mean), float(std))
-
-
-def add_transformers4_names(folder: str | Path) -> None:
-    """Rewrite a saved model's or tokenizer's config for transformers before 5.
-
-    In the tokenizer's config, names that only transformers 5 reads are replaced by the old names. transformers 5 reads
-    the old names too.
-    """
-    _write_old_rope_names(folder)
-    path = Path(folder, "tokenizer_config.json")
-    config = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    if config.get("tokenizer_class") == "TokenizersBackend":
-        # by default, the old class also makes token_type_ids, and most models reject them
-        config.setdefault("model_input_names", ["input_ids", "attention_mask"])
-        config["tokenizer_class"] = "PreTrainedTokenizerFast"
-    if isinstance(config.get("extra_special_tokens"), list):
-        config["additional_special_tokens"] = config.pop("extra_special_tokens")
-    if config:
-        path.write_text(json.dumps(config, indent=2, sort_keys=True, ensure_ascii=False) + "\n", encoding="utf-8")
-
-
-def _write_old_rope_names(folder: str | Path) -> None:
-    """Add the rotary settings of transformers before 5 to a saved config, in addition to ``rope_parameters``.
-
-    Older versions (rewardbench pins one) silently use a base of 10,000 if they do not find their setting, and compute
-    other rewards. transformers 5 reads both. Bases that depend on the kind of layer had no common name, and are left
-    out.
-    """
-    path = Path(folder, CONFIG_NAME)
-    config = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    rope = config.get("rope_parameters")
-    if not isinstance(rope, dict) or "rope_theta" not in rope or "rope_theta" in config:
-        return
-    config["rope_theta"] = rope["rope_theta"]
-    if config.get("model_type") == "gpt_neox":  # its old config has other names
-        config |= {"rotary_emb_base": rope["rope_theta"], "rotary_pct": rope["partial_rotary_factor"]}
-    elif "partial_rotary_factor" in rope:
-        config["partial_rotary_factor"] = rope["partial_rotary_factor"]
-    if rope.get("rope_type", "default") != "default":
-        top_level = ("rope_theta", "partial_rotary_factor")
-        scaling = {name: value for name, value in rope.items() if name not in top_level}
-        if config.get("model_type") == "phi3" and scaling.keys() <= _PHI3_ROPE_FIELDS:
-            # Its old config accepts exactly these three fields. Other fields, such as a factor, are kept: old versions
-            # then raise an error instead of computing other rewards.
-            scaling = {"type": rope["rope_type"]} | {name: rope[name] for name in ("short_factor", "long_factor")}
-        config["rope_scaling"] = scaling
-    path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")

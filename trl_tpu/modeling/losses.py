@@ -13,12 +13,12 @@ import torch
 from torch import nn
 from torch.nn.functional import logsigmoid
 
+from ..data.kinds import TIE_MODELS
 from ..errors import UserError
 from ..packing.batch import WEIGHTS, Batch, Comparisons
 from ..runtime import current
 from .forward import rewards_of
 
-TIES = ("rao_kupper", "davidson")
 LISTWISE_LOSSES = ("plackett_luce", "regression")
 """Values of `loss_type` that read whole rankings. "sigmoid" compares two rewards."""
 
@@ -74,7 +74,7 @@ class Loss:
     def _comparison_losses(self, difference_C: torch.Tensor, probability_C: torch.Tensor) -> torch.Tensor:
         if self.loss_type != "sigmoid":
             raise UserError(f"loss_type must be 'sigmoid', 'plackett_luce' or 'regression', got {self.loss_type!r}.")
-        if self.ties in TIES:
+        if self.ties in TIE_MODELS:
             won_C, tied_C = tie_losses(difference_C, self.ties, self.tie_threshold)
             return torch.where(probability_C == 0.5, tied_C, won_C)
         return comparison_losses(difference_C, probability_C, self.label_smoothing)
@@ -183,8 +183,8 @@ class StepResult:
 
     def detach(self) -> "StepResult":
         """Return a copy without autograd graph and model outputs."""
-        loss, losses_P, rewards_SA = self.loss.detach(), self.losses_P.detach(), self.rewards_SA.detach()
-        return StepResult(loss, losses_P, rewards_SA, self.tokens_S, self.table)
+        detached = {name: getattr(self, name).detach() for name in ("loss", "losses_P", "rewards_SA")}
+        return replace(self, **detached, outputs=None)
 
 
 def batch_loss(model: nn.Module, batches: Sequence[Batch[torch.Tensor]], loss: Loss, **extras: Any) -> StepResult:

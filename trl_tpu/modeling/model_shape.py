@@ -13,7 +13,6 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from ..data.length_stats import length_stats
 from ..packing.shapes import PairLengths
-from ..parallel.sharding_plan import bare_name
 from .head_spec import HeadSpec
 from .heads import auto_class_of
 
@@ -113,7 +112,7 @@ def model_shape_of(model: Any) -> ModelShape:
         sizes[parameter.requires_grad] += parameter.numel()
         # Vectors and embedding tables multiply no token, nor does an original module that PEFT trains a copy of.
         if parameter.dim() > 1 and id(parameter) not in tables and ".original_module." not in name:
-            is_routed = "experts" in bare_name(name).split(".")
+            is_routed = "experts" in name.split(".")
             products[parameter.requires_grad] += parameter.numel() * (share if is_routed else 1.0)
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     dims = (getattr(config, name, None) or head_dim for name in ("qk_head_dim", "v_head_dim"))

@@ -20,11 +20,11 @@ from ..packing.pack import pack_unpadded, pad
 from ..packing.planned import pack
 from ..packing.shapes import CHUNK, RowPlan, RowShape
 from .adapters import without_adapters
-from .chunk_states import States
-from .forward import OURS, PackingImpossible, record_scores, register_attention, run_packed
+from .forward import OURS, PackingImpossible, read_scores, record_scores, register_attention, run_packed
 from .head_spec import find_score_head
+from .recurrent_layers import States, call_with_states, carries_states
 from .row_attention import MaskRule
-from .tree_states import call_with_states, carries_states, restore_layer_forwards, use_tree_states
+from .tree_states import restore_layer_forwards, use_tree_states
 
 # largest relative difference between float32 sums of the same numbers in two orders
 _ROUNDING = 2e-5
@@ -310,16 +310,16 @@ def _read(model: nn.Module, batch: Batch[torch.Tensor]) -> tuple[dict[str, torch
     The caller compares hidden states too, since a head with small weights hides their differences. Scores of padded
     rows come from the model's own pooling.
     """
-    rules, hidden_states, scored = list[MaskRule](), list[torch.Tensor](), (batch.score_row_S, batch.score_column_S)
+    rules, hidden_states = list[MaskRule](), list[torch.Tensor]()
     head: Any = find_score_head(model)
     with head.register_forward_pre_hook(lambda _, args: hidden_states.append(args[0])):
         if batch.is_packed:
             with run_packed(model, batch) as recorded:
-                scores, rules = recorded.scores[0][scored], recorded.rules
+                scores, rules = recorded.scores[0], recorded.rules
         else:
-            logits = model(input_ids=batch.input_ids_RL, attention_mask=batch.attention_mask_RL).logits
-            scores = logits[scored] if logits.dim() == 3 else logits[batch.score_row_S]
-    return {"hidden states": hidden_states[0][scored], "rewards": scores}, rules
+            scores = model(input_ids=batch.input_ids_RL, attention_mask=batch.attention_mask_RL).logits
+    hidden_SH = hidden_states[0][batch.score_row_S, batch.score_column_S]
+    return {"hidden states": hidden_SH, "rewards": read_scores(scores, batch)}, rules
 
 
 def _reject_hidden_windows(model: PreTrainedModel, rules: list[MaskRule]) -> None:

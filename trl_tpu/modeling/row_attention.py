@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -128,6 +127,10 @@ class JointTrees(RowAttention):
     @classmethod
     def of(cls, plain: Masks, batch: Batch[Any], rule: MaskRule, *args: Any, **kwargs: Any) -> "JointTrees":
         """Build the mask of a batch's trees by a model's mask function ``plain`` from its ``rule``."""
+
+        def rule_of_only_row(row: torch.Tensor, *indices: torch.Tensor) -> Any:
+            return rule(torch.zeros_like(row), *indices)  # the model knows of one row
+
         end_RL: Any = batch.subtree_end_RL
         position_RL: Any = batch.position_ids_RL
         sizes = [tree.stop - tree.start for tree in batch.trees or ()]
@@ -140,21 +143,12 @@ class JointTrees(RowAttention):
         end_TL = torch.where(column_L < size_T[:, None], end_RL[0, column_TL] - start_T[:, None], column_L + 1)
         in_rows = {"batch_size": rows, "q_length": length, "kv_length": length, "q_offset": 0, "kv_offset": 0}
         in_rows |= {"attention_mask": None, "allow_is_causal_skip": False}
-        in_rows |= {"mask_function": tree_rule(end_TL, position_RL[0, column_TL], partial(_rule_of_first_row, rule))}
+        in_rows |= {"mask_function": tree_rule(end_TL, position_RL[0, column_TL], rule_of_only_row)}
         row_S = torch.arange(rows, device=end_RL.device).repeat_interleave(size_T, output_size=len(column_S))
         return cls(column_TL, column_S + (row_S * length - start_T[row_S]), plain(*args, **kwargs | in_rows))
 
     def attend(self, plain: Attention, module: nn.Module, *states_BNLD: Any, **kwargs: Any) -> Outputs:
-        rows = map(self._rows_of, states_BNLD)
+        column_M, shape = self.column_TL.flatten(), self.column_TL.shape
+        rows = (state[0].index_select(1, column_M).unflatten(1, shape).transpose(0, 1) for state in states_BNLD)
         output_TLND = plain(module, *rows, self.mask, **kwargs)[0]
         return output_TLND.flatten(0, 1).index_select(0, self.place_S)[None], None
-
-    def _rows_of(self, states_1NSD: torch.Tensor) -> torch.Tensor:
-        """Copy heads' states of the unpadded row to the T rows: [T, N, L, D]."""
-        states_NMD = states_1NSD[0].index_select(1, self.column_TL.flatten())
-        return states_NMD.unflatten(1, self.column_TL.shape).transpose(0, 1)
-
-
-def _rule_of_first_row(rule: MaskRule, row: torch.Tensor, *indices: torch.Tensor) -> Any:
-    """Apply a model's rule in any row of a joint mask. The model knows of one row."""
-    return rule(torch.zeros_like(row), *indices)

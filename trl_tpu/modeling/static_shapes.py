@@ -21,9 +21,9 @@ from ..runtime import PartitionSpec
 from ..runtime.native import einsum, masked_attention
 from .adapters import without_adapters
 from .forward import register_attention, tree_masks
-from .head_spec import keep_heads_in_float32, wrap_forward
+from .head_spec import wrap_forward
+from .recurrent_layers import carries_states
 from .row_attention import MaskRule, RowAttention
-from .tree_states import carries_states
 
 
 def static_sdpa_mask(*args: Any, **kwargs: Any) -> torch.Tensor | None:
@@ -107,21 +107,19 @@ def _all_experts(experts: Any, input_ETI: torch.Tensor, name: str) -> torch.Tens
     return output_ETO + getattr(experts, f"{name}_bias").unsqueeze(1) if experts.has_bias else output_ETO
 
 
-def fit_to_device(model: nn.Module, *, is_static: bool) -> None:
-    """Let ``model`` compute rewards in float32 and, if ``is_static``, with shapes that do not depend on the data.
+def use_static_shapes(model: nn.Module) -> None:
+    """Let ``model`` compute with shapes that do not depend on the data.
 
-    Static shapes replace sdpa attention and mixtures of experts; other attention implementations stay. Recurrent
-    layers then always get a padding mask: checking whether a batch has padding would read a value from the device.
+    This replaces sdpa attention and mixtures of experts; other attention implementations stay. Recurrent layers then
+    always get a padding mask: checking whether a batch has padding would read a value from the device.
     """
-    keep_heads_in_float32(model)
-    if is_static:
-        base = without_adapters(model)
-        if base.config._attn_implementation == "sdpa":
-            register_attention(base, "static", static_sdpa_mask, static_sdpa_attention)
-        ALL_EXPERTS_FUNCTIONS.register(STATIC_EXPERTS, static_experts)
-        base.set_experts_implementation(STATIC_EXPERTS)
-        if any(map(carries_states, base.modules())):
-            wrap_forward(base, _with_all_masks)
+    base = without_adapters(model)
+    if base.config._attn_implementation == "sdpa":
+        register_attention(base, "static", static_sdpa_mask, static_sdpa_attention)
+    ALL_EXPERTS_FUNCTIONS.register(STATIC_EXPERTS, static_experts)
+    base.set_experts_implementation(STATIC_EXPERTS)
+    if any(map(carries_states, base.modules())):
+        wrap_forward(base, _with_all_masks)
 
 
 def _with_all_masks(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -1,13 +1,8 @@
-"""Recurrent layers over packed rows: each branch of a prefix tree resumes from the state after the shared prefix.
+"""Recurrent layers over unpadded rows: each branch of a prefix tree resumes from the state after the shared prefix.
 
-Linear attention (Gated DeltaNet, KDA), state-space layers and short convolutions carry a state from token to token.
-When transformers generates text, such a layer reads its state from the cache and writes the next state back. Here the
-layer is called once per node of the prefix trees. A node is a stretch of tokens without a branch, and its call gets a
-cache that holds the states after its parent node. All other modules of the model read the whole row. No model code is
-copied.
-
-Results are exact in float64 for every family of transformers 5.23 whose scan takes an initial state. A trial before
-training rejects all other families (`packability.check_packing_is_exact`).
+A layer is called once per node of the prefix trees. A node is a stretch of tokens without a branch, and its call gets
+a cache that holds the states after its parent node. All other modules of the model read the whole row. Results are
+exact in float64 for every family of transformers 5.23 whose scan takes an initial state.
 """
 
 import inspect
@@ -17,18 +12,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map
 
-from ..packing.batch import Tree
-from ..packing.shapes import CHUNK
-from .chunk_states import States, call_by_chunks
+from ..packing.batch import Batch, Tree
+from .chunk_states import call_by_chunks
 from .forward import current_packed_batch, reading
 from .head_spec import is_wrapped, wrap_forward
-
-# A layer that calls one of these methods carries states. Attention layers update keys and values instead.
-_STATE_UPDATES = {"update_conv_state", "update_recurrent_state"}
-# names of a layer's cache parameter: `cache` since transformers 5.24
-_CACHE_PARAMETERS = ("cache", "cache_params", "past_key_values")
-_MASK_PARAMETERS = ("attention_mask", "conv_mask")
+from .recurrent_layers import LayerCall, States, carries_states
 
 
 class Node(NamedTuple):
@@ -53,27 +43,6 @@ def nodes_of(trees: tuple[Tree, ...]) -> tuple[Node, ...]:
             number_by_stop[stop] = len(nodes)
             nodes.append(Node(tree.start + start, tree.start + stop, parent))
     return tuple(nodes)
-
-
-def carries_states(module: nn.Module) -> bool:
-    """Return whether the code of a layer's forward updates states in transformers' caches."""
-    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
-    return bool(_STATE_UPDATES & set(getattr(code, "co_names", ())))
-
-
-def shared_chunk(model: nn.Module) -> int:
-    """Return the granularity of shared prefixes in planned rows, in tokens: `CHUNK` with recurrent layers, else 1."""
-    return CHUNK if any(map(carries_states, model.modules())) else 1
-
-
-def call_with_states(layer: nn.Module, hidden_1LH: torch.Tensor, states: States) -> Any:
-    """Call a recurrent layer with ``states``; the layer replaces them by the states after these tokens."""
-    return layer(hidden_1LH, **{_cache_parameter(inspect.signature(layer.forward)): states})
-
-
-def _cache_parameter(forward: inspect.Signature) -> str:
-    """Return the name of the layer's cache parameter."""
-    return next(name for name in _CACHE_PARAMETERS if name in forward.parameters)
 
 
 def use_tree_states(model: nn.Module) -> bool:
@@ -109,54 +78,56 @@ def recompute_in_same_batch(model: nn.Module) -> None:
 def _checkpoint_in_batch(
     checkpoint: Callable[..., Any], forward: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
-    batch = current_packed_batch()
-
-    def forward_in_batch(*args: Any, **kwargs: Any) -> Any:
-        with reading(batch):
-            return forward(*args, **kwargs)
-
-    return checkpoint(forward_in_batch, *args, **kwargs)
+    call = partial(forward)  # with the keywords of a partial `forward`: on XLA, some are inputs with a gradient
+    in_batch = partial(_call_in_batch, current_packed_batch(), call.func, *call.args, **call.keywords)
+    return checkpoint(in_batch, *args, **kwargs)
 
 
-def _read_by_nodes(
-    forward: Callable[..., Any], signature: inspect.Signature, *args: Any, **kwargs: Any
-) -> torch.Tensor | tuple[torch.Tensor, ...]:
+def _call_in_batch(batch: Batch[Any] | None, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    with reading(batch):
+        return forward(*args, **kwargs)
+
+
+def _read_by_nodes(forward: Callable[..., Any], signature: inspect.Signature, *args: Any, **kwargs: Any) -> Any:
     """Call a layer's ``forward`` once per node of the row, or once for a batch that is not packed."""
     batch = current_packed_batch()
     if batch is None:
         return forward(*args, **kwargs)
-    arguments = signature.bind(*args, **kwargs).arguments
-    arguments |= arguments.pop("kwargs", {})
-    tokens = dict[str, torch.Tensor]()  # arguments with a value per token of the row
-    shape = batch.input_ids_RL.shape
-    for name, value in arguments.items():
-        if isinstance(value, torch.Tensor) and value.shape[:2] == shape and name not in _MASK_PARAMETERS:
-            tokens[name] = value
-    cache = _cache_parameter(signature)
-    others = {name: value for name, value in arguments.items() if name not in (*tokens, *_MASK_PARAMETERS, cache)}
+    call = LayerCall.of(forward, signature, args, kwargs, batch.input_ids_RL.shape)
     if batch.trees is None:
-        return call_by_chunks(forward, batch, cache, tokens, others)
+        return call_by_chunks(call, batch)
     nodes = nodes_of(batch.trees)
     # One split of the whole row: the backward of separate slices would write a row of zeros per slice.
-    parts = {name: value.split([node.stop - node.start for node in nodes], dim=1) for name, value in tokens.items()}
-    states, lone_tokens, outputs = list[States](), list[Mapping[str, torch.Tensor]](), list[Any]()
-    for number, node in enumerate(nodes):
-        inputs: Mapping[str, torch.Tensor] = {name: values[number] for name, values in parts.items()}
-        before = States(states[node.parent]) if node.parent >= 0 else States()
-        skipped = 0
-        if node.parent >= 0 and (first := lone_tokens[node.parent]):
-            skipped = next(iter(first.values())).shape[1]
-            inputs = {name: torch.cat([first[name], value], dim=1) for name, value in inputs.items()}
-        # A layer would read a lone token with a state as a step of generation, by kernels without a backward. So the
-        # token is read twice, its own state is not kept, and its children read the token again.
-        is_lone = node.parent >= 0 and skipped + node.stop - node.start == 1
-        read = {name: torch.cat([value, value], dim=1) for name, value in inputs.items()} if is_lone else inputs
-        after = States(before)
-        output = forward(**read, **others, **{cache: after})
-        part = slice(skipped, skipped + node.stop - node.start)
-        outputs.append(tuple(tensor[:, part] for tensor in output) if isinstance(output, tuple) else output[:, part])
-        states.append(before if is_lone else after)
-        lone_tokens.append(inputs if is_lone else {})
-    if isinstance(outputs[0], tuple):
-        return tuple(torch.cat(tensors, dim=1) for tensors in zip(*outputs, strict=True))
-    return torch.cat(outputs, dim=1)
+    sizes = [node.stop - node.start for node in nodes]
+    values = zip(*(value.split(sizes, dim=1) for value in call.tokens.values()), strict=True)
+    outputs, after_nodes = list[Any](), [_After(None, {})]  # first what comes before a tree's first node
+    for node, parts in zip(nodes, values, strict=True):
+        tokens = dict(zip(call.tokens, parts, strict=True))
+        output, after = _read_node(call, tokens, *after_nodes[node.parent + 1])
+        outputs.append(output)
+        after_nodes.append(after)
+    return tree_map(lambda *parts: torch.cat(parts, dim=1), *outputs)
+
+
+class _After(NamedTuple):
+    """What the children of a node continue."""
+
+    states: States | None
+    unread: Mapping[str, torch.Tensor]
+    """The node's token if ``states`` do not contain it."""
+
+
+def _read_node(
+    call: LayerCall, tokens: Mapping[str, torch.Tensor], before: States | None, unread: Mapping[str, torch.Tensor]
+) -> tuple[Any, _After]:
+    """Read a node's tokens, and return the layer's output for them.
+
+    A layer would read a lone token with a state as a step of generation, by kernels without a backward. So the token
+    is read twice, its own state is not kept, and the node's children read the token again.
+    """
+    inputs = {name: torch.cat([unread[name], value], dim=1) for name, value in tokens.items()} if unread else tokens
+    length, size = (next(iter(values.values())).shape[1] for values in (inputs, tokens))
+    is_lone, after = before is not None and length == 1, States(before)
+    read = {name: torch.cat([value, value], dim=1) for name, value in inputs.items()} if is_lone else inputs
+    output = tree_map(lambda part: part[:, length - size : length], call.read(read, after))
+    return output, _After(before, inputs) if is_lone else _After(after, {})

@@ -9,7 +9,7 @@ R rows of tokens, L columns per row.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Generic, Literal, NamedTuple, NoReturn, TypeVar, cast
+from typing import Any, Generic, NamedTuple, NoReturn, TypeVar, cast
 
 import numpy as np
 import torch
@@ -18,9 +18,6 @@ from torch.nn.utils.rnn import pad_sequence
 from ..errors import UserTypeError
 
 Array = TypeVar("Array")  # numpy arrays during packing, torch tensors after the collator
-Kind = Literal["pairs", "rankings", "answers", "steps"]
-POINTWISE_KINDS = ("answers", "steps")
-"""Kinds of rows whose rewards are compared with the constant 0."""
 WEIGHTS = ("weight_C", "ranking_weight_G", "row_weight_P")
 """Fields of `Comparisons` that a micro-batch sets to 0 for data rows of other micro-batches."""
 
@@ -95,8 +92,8 @@ class Comparisons(Arrays, Generic[Array]):
     """Divisor of the loss: the sum of the global batch's row weights, or a process's share of this sum."""
     answers: int
     """K."""
-    kind: Kind = "pairs"
-    """Kind of the data rows."""
+    kind: Any
+    """Kind of the data rows, see `trl_tpu.data.kinds`."""
 
     def among(self, here_P: np.ndarray) -> "Comparisons[Any]":
         """Return the table with weight 0 for all data rows that ``here_P`` does not mark (numpy only)."""
@@ -109,12 +106,17 @@ class Comparisons(Arrays, Generic[Array]):
         rewards = rewards_SA.flatten()
 
         def of(number_C: Any) -> torch.Tensor:
-            if self.kind not in POINTWISE_KINDS:
+            if not self.kind.compares_with_zero:
                 return rewards[number_C]
             # A 0 in front of the rewards would do, but TorchTPU 0.2 confuses gradients that are parts of larger ones.
             return torch.where(number_C < 0, 0.0, rewards[number_C.clamp(min=0)])
 
         return of(self.better_C), of(self.worse_C)
+
+    def graded_S(self, tokens_S: Any) -> Any:
+        """Return the mask of the rewards with a grade in these rows, [S] (torch only)."""
+        grade_SA: Any = self.grade_SA
+        return (tokens_S > 0) & ~grade_SA.isnan().all(-1)
 
     def by_ranking(self, values_SA: Any) -> Any:
         """Rearrange values [S, A] by ranking, [G, K]."""
@@ -239,6 +241,10 @@ class Batch(Arrays, Generic[Array]):
         rows, fill = (ids_D, self.pad_token_id) if key == "input_ids" else (list(map(torch.ones_like, ids_D)), 0)
         return pad_sequence(rows, batch_first=True, padding_value=fill).to(stored.device)
 
+    def items(self) -> list[tuple[str, torch.Tensor]]:
+        """Return the keys and tensors of `__getitem__`, for code that moves or passes on TRL's dict."""
+        return [(key, self[key]) for key in ("input_ids", "attention_mask")]
+
     def _sequences(self) -> list[np.ndarray]:
         """Return sequences up to their last scored token: first all first answers, then all second answers, ..."""
         sequences, answers = dict[tuple[int, int], np.ndarray](), self.table.answers
@@ -251,7 +257,8 @@ class Batch(Arrays, Generic[Array]):
                 ids_L = ids_RL[row, : column + 1]
                 if end_RL is not None:
                     ids_L = ids_L[end_RL[row, : column + 1] > column]
-                sequences[0 if part.table.kind == "steps" else place % answers, place // answers] = ids_L
+                answer = 0 if part.table.kind.is_one_sequence else place % answers
+                sequences[answer, place // answers] = ids_L
         return [sequences[key] for key in sorted(sequences)]
 
 

@@ -32,10 +32,6 @@ class ShardReport:
     """Bytes of each full parameter by name. A tied parameter counts once."""
 
     @property
-    def total_bytes(self) -> int:
-        return sum(self.sizes.values())
-
-    @property
     def bytes_per_device(self) -> int:
         return sum(size // self.placements[name].parts(self.mesh) for name, size in self.sizes.items())
 
@@ -44,7 +40,7 @@ class ShardReport:
 
         The same parameter of all layers is one line.
         """
-        part, total = (f"{size / 2**20:.2f} MiB" for size in (self.bytes_per_device, self.total_bytes))
+        part, total = (f"{size / 2**20:.2f} MiB" for size in (self.bytes_per_device, sum(self.sizes.values())))
         lines = [f"mesh {self.mesh} on {self.mesh.devices} device(s): {part} of parameters per device, {total} in all"]
         if self.mesh.devices > 1:
             lines += dict.fromkeys(
@@ -200,6 +196,19 @@ def _with_whole_heads(base: Any, mesh: MeshShape, styles: Mapping[str, str]) -> 
     return styles
 
 
+def keep_whole(model: nn.Module, mesh: MeshShape, rules: Rules | None, runtime: Runtime) -> ShardReport:
+    """Report on a model that is on one device.
+
+    Raises:
+        UserError: From ``rules``, as on a mesh.
+    """
+    if rules is not None:
+        plan_model(model, mesh, rules)
+    runtime.set_mesh(mesh.sizes, mesh.slices)
+    sizes = {name: tensor.nbytes for name, tensor in model.named_parameters()}
+    return ShardReport(mesh, dict.fromkeys(sizes, Placement((), "one device")), sizes)
+
+
 def place_model(model: nn.Module, plan: Plan, runtime: Runtime, device: torch.device) -> ShardReport:
     """Move ``model`` to the plan's mesh in place: parameters are sharded, buffers replicated.
 
@@ -242,7 +251,7 @@ def shard_activations(model: nn.Module, plan: Plan, placements: Mapping[str, Pla
     """
     for name, module in model.named_modules():
         weight = placements.get(f"{name}.weight")
-        if isinstance(module, nn.Embedding) and weight is not None and weight.axes[0] is None and weight.is_sharded:
+        if isinstance(module, nn.Embedding) and weight is not None and weight.axes[0] is None and weight.names:
             _look_up_features(module, weight.axes[1], plan.mesh, runtime)
         elif isinstance(module, nn.Linear) and weight is not None:
             gathered = plan.style_of(f"{bare_name(name)}.weight") in GATHERED_OUTPUTS

@@ -169,10 +169,6 @@ class Placement:
         """All mesh axes that split the parameter."""
         return tuple(name for axes in self.axes for name in names_of(axes))
 
-    @property
-    def is_sharded(self) -> bool:
-        return bool(self.names)
-
     def __str__(self) -> str:
         return f"{_text(self.axes)}  # {self.reason}"
 

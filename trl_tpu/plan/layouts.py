@@ -12,14 +12,14 @@ from typing import Any
 from datasets import Dataset
 
 from ..config.reward_config import RewardConfig
-from ..data.length_stats import PAIR, has_row_format, length_stats
+from ..data.length_stats import kind_of_dataset, length_stats
 from ..modeling.adapters import without_adapters
 from ..modeling.model_shape import ModelShape, model_shape_of, training_flops
-from ..modeling.tree_states import shared_chunk
+from ..modeling.recurrent_layers import shared_chunk
 from ..packing.shapes import PairLengths, round_up
 from ..parallel.mesh import GiB, MeshShape, MiB, TpuSlice
 from ..runtime import Remat
-from ..training.planned_shapes import LONG_ROW, plan_rows_of
+from ..training.batch_plan import LONG_ROW, plan_rows_of
 from .compile import CompiledProgram, compile_for
 from .trace import StepRequest, trace_step
 
@@ -65,7 +65,7 @@ class Layout:
         """Maximum number of answers per prompt, or of steps per solution; None for pairs."""
         if self.tokens is None and (self.args.attributes or self.args.step_separator is not None):
             return 2
-        is_many = self.tokens is not None and not has_row_format(self.tokens, PAIR)
+        is_many = self.tokens is not None and kind_of_dataset(self.tokens).sequences != 2
         return length_stats(self.tokens).answers if is_many else None
 
     @cached_property

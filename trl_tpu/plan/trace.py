@@ -16,7 +16,8 @@ from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerF
 
 from .. import runtime
 from ..config.reward_config import RewardConfig
-from ..data.length_stats import NO_LABEL, PAIR, RANKING, SOLUTION
+from ..data.kinds import Pairs, Rankings, Solutions
+from ..data.kinds.solutions import NO_LABEL
 from ..errors import UserError
 from ..experimental.prm import PRMConfig, PRMTrainer
 from ..modeling.head_spec import HeadSpec
@@ -165,9 +166,9 @@ def _make_dataset(request: StepRequest, count: int) -> Dataset:
         if spec.step_separator is not None:
             solution = prompt + [4] * (answers if request.rows else 1)
             labels = [NO_LABEL] * (len(solution) - answers) + [1] * answers
-            rows.append(dict(zip(SOLUTION, (solution, labels), strict=True)))
+            rows.append(dict(zip(Solutions.columns, (solution, labels), strict=True)))
         elif request.answers is not None:
-            rows.append(dict(zip(RANKING, (ids, grades), strict=True)))
+            rows.append(dict(zip(Rankings.columns, (ids, grades), strict=True)))
         else:
-            rows.append(dict(zip(PAIR, ids, strict=True)))
+            rows.append(dict(zip(Pairs.columns, ids, strict=True)))
     return Dataset.from_list(rows)

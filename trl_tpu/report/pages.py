@@ -21,7 +21,7 @@ from transformers import PreTrainedTokenizerBase
 
 from .. import __version__
 from ..errors import UserError
-from ..evaluation.verdict import BestOfN, LengthBias, Proportion, Verdict
+from ..evaluation.verdict import AnyVerdict, LengthBias, Proportion, ScoreFit, Verdict
 from ..modeling.head_spec import HeadSpec
 from .verdicts import (
     VERDICT_FILE,
@@ -49,7 +49,7 @@ _TEMPLATE = Path(__file__).with_name("page.html.jinja")
 _CURVES = ("loss", "accuracy", "margin", "learning_rate", "grad_norm")
 
 Series = tuple[list[int], list[float]]
-Verdicts = Mapping[str, Verdict | BestOfN]
+Verdicts = Mapping[str, AnyVerdict]
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,11 @@ def pictures_of(verdicts: Verdicts, runs: Sequence[RunHistory] = ()) -> dict[str
         return {}
     pairs = {name: verdict for name, verdict in verdicts.items() if isinstance(verdict, Verdict)}
     lengths = {name: each.length for name, each in pairs.items() if each.length and each.length.has_length_differences}
-    groups = {name: verdict.groups for name, verdict in verdicts.items() if verdict.groups}
+    groups = {
+        name: verdict.groups
+        for name, verdict in verdicts.items()
+        if not isinstance(verdict, ScoreFit) and verdict.groups
+    }
     height = 3.0 + 0.2 * max(map(len, groups.values()), default=0)
     charts: list[tuple[str, Mapping[str, Any], Callable[..., None], float]] = [
         ("Margins", pairs, _draw_margins, 4.0),
@@ -238,7 +242,7 @@ def draw_training(figure: Any, runs: Sequence[RunHistory], shown: Sequence[str])
     figure.legend(lines.values(), lines.keys(), loc="outside lower center", ncols=2)
 
 
-def write_verdicts(verdicts: Mapping[str, Verdict], folder: Path, draws: bool) -> str:
+def write_verdicts(verdicts: Mapping[str, AnyVerdict], folder: Path, draws: bool) -> str:
     """Write the verdicts of evaluations into a model's folder, and return a Markdown section for its card.
 
     Args:
@@ -269,7 +273,7 @@ def write_verdicts(verdicts: Mapping[str, Verdict], folder: Path, draws: bool) -
 
 def write_page(
     runs: Sequence[RunHistory], scored: Mapping[str, ScoredRows], folder: Path
-) -> tuple[Path, dict[str, Verdict | BestOfN]]:
+) -> tuple[Path, dict[str, AnyVerdict]]:
     """Write the page, its pictures as PNG files and each verdict as JSON; return the page's path and the verdicts.
 
     Args:
@@ -355,15 +359,15 @@ def make_model_card(
         outputs: The model's outputs.
         **shown: Other values for the template: `location`, a Hub id or a folder; `args`, the training arguments;
             `scale`, the measured mean and std of rewards; `date`, the date that the chat template wrote into
-            conversations; `columns`, the columns of the prepared data; `own_loss`, whether the training script
-            computed the loss; `evaluation`, a section in Markdown.
+            conversations; `kind`, the kind of the training rows; `columns`, the columns of the prepared data;
+            `own_loss`, whether the training script computed the loss; `evaluation`, a section in Markdown.
     """
     metadata = ModelCardData(  # the template reads these names, too
         base_model=base_model,
         datasets=[dataset_name] if dataset_name else None,
         library_name="transformers",
         model_name=name,
-        pipeline_tag="text-classification" if outputs.step_separator is None else "token-classification",
+        pipeline_tag=outputs.pipeline_tag,
         tags=sorted({_TAG, *tags}),
         licence="license",
     )

@@ -3,7 +3,7 @@
 import dataclasses
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
@@ -12,62 +12,76 @@ from urllib.parse import quote
 import numpy as np
 import pyarrow.parquet as pq
 
-from ..data.checks import check_one_form
 from ..data.collate import Labels
-from ..data.formats import convert_row
+from ..data.kinds import check_one_form, kind_counting, scored_kind
 from ..data.prompts import Prompt, prompt_of
-from ..data.rankings import grades_of
-from ..data.solutions import NEUTRAL, is_label_list
 from ..errors import UserError
 from ..evaluation.evaluate import evaluate_best_of_n, evaluate_rows, padded
-from ..evaluation.verdict import BestOfN, LengthBias, Proportion, Verdict, check_groups, label_of
-from ..packing.batch import POINTWISE_KINDS, Kind
+from ..evaluation.verdict import AnyVerdict, BestOfN, LengthBias, Proportion, ScoreFit, Verdict, check_groups, label_of
 
 VERDICT_FILE = "verdict.json"
-_KINDS: dict[str, type[Verdict] | type[BestOfN]] = {"pairs": Verdict, "best_of_n": BestOfN}
+_TYPES: dict[str, type[AnyVerdict]] = {"pairs": Verdict, "best_of_n": BestOfN, "scores": ScoreFit}
 
 Row = Mapping[str, Any]
 Clean = Callable[[str], str]
 
 
-def sentences_of(verdict: Verdict | BestOfN) -> list[str]:
+def sentences_of(verdict: AnyVerdict) -> list[str]:
     """Return sentences that interpret a verdict for training a policy on the model."""
-    accuracy = verdict.accuracy
-    share = f"{accuracy.value:.1%} ({accuracy.low:.1%} to {accuracy.high:.1%} at 95 %)"
-    if isinstance(verdict, BestOfN):
-        of, lacks = "rows", "a reward that is not finite"
+    if isinstance(verdict, ScoreFit):
+        of, lacks, sentences = "answers", "a reward that is not finite", _sentences_on_scores(verdict)
+    elif isinstance(verdict, BestOfN):
+        of, lacks, share = "rows", "a reward that is not finite", _share(verdict.accuracy)
         sentences = [f"The highest reward goes to a right answer in {share} of {verdict.rows:,} rows."]
         if verdict.mean_over_groups is not None:
             sentences.append(f"The mean over {len(verdict.groups)} groups is {verdict.mean_over_groups:.1%}.")
     else:
-        of, lacks = verdict.of, "a reward that is not finite"
-        shares_prompts = (verdict.prompts or accuracy.count) < accuracy.count
-        of_prompts = f" of {verdict.prompts:,} prompt{'s' * (verdict.prompts != 1)}" if shares_prompts else ""
-        does, swapped = "prefers the chosen answer", "chosen and rejected"
-        count = f"{verdict.pairs:,} {of}{of_prompts}"
-        if of in POINTWISE_KINDS:
-            does, swapped, lacks = "tells right from wrong", "the labels", "no finite reward, or no label"
-        if verdict.top1_accuracy is not None:
-            count = (
-                f"comparisons, averaged over {accuracy.count:,} rankings{of_prompts} ({verdict.pairs:,} comparisons)"
-            )
-        sentences = [f"The model {does} in {share} of {count}."]
-        if verdict.prompts is None:
-            sentences.append(f"Prompts are unknown: the intervals assume that all {of} are independent.")
-        if accuracy.high < 0.5:
-            sentences.append(f"This is worse than chance: check whether {swapped} are swapped.")
-        elif accuracy.low <= 0.5:
-            sentences.append(f"This cannot be distinguished from chance: use more {of} or a better model.")
-        sentences += _sentences_on_length(verdict.length, accuracy) if of == "pairs" else []
-        sentences.append(f"The expected calibration error of the margins is {verdict.calibration.ece:.3f}; 0 is best.")
-        if below := [name for name, share_right in verdict.groups.items() if share_right.high < 0.5]:
-            sentences.append(f"The model is worse than chance on: {', '.join(below)}.")
-        if (ties := verdict.ties / verdict.pairs) > 0.01:
-            sentences.append(f"{ties:.1%} of the {of} get equal rewards. A policy learns nothing from ties.")
-        if verdict.prompts_in_training and verdict.prompts_in_training[0]:
-            shared, prompts = verdict.prompts_in_training
-            sentences.append(f"{shared:,} of {prompts:,} evaluation prompts also occur in the training data.")
+        of, lacks, sentences = verdict.of, kind_counting(verdict.of).lacks, _sentences_on_comparisons(verdict)
     return sentences + [f"{verdict.left_out:,} more {of} were left out: they have {lacks}."] * bool(verdict.left_out)
+
+
+def _share(share: Proportion) -> str:
+    return f"{share.value:.1%} ({share.low:.1%} to {share.high:.1%} at 95 %)"
+
+
+def _sentences_on_comparisons(verdict: Verdict) -> list[str]:
+    accuracy, of, kind = verdict.accuracy, verdict.of, kind_counting(verdict.of)
+    shares_prompts = (verdict.prompts or accuracy.count) < accuracy.count
+    of_prompts = f" of {verdict.prompts:,} prompt{'s' * (verdict.prompts != 1)}" if shares_prompts else ""
+    count = f"{verdict.pairs:,} {of}{of_prompts}"
+    if verdict.top1_accuracy is not None:
+        count = f"comparisons, averaged over {accuracy.count:,} rankings{of_prompts} ({verdict.pairs:,} comparisons)"
+    sentences = [f"The model {kind.does} in {_share(accuracy)} of {count}."]
+    if verdict.prompts is None:
+        sentences.append(f"Prompts are unknown: the intervals assume that all {of} are independent.")
+    if accuracy.high < 0.5:
+        sentences.append(f"This is worse than chance: check whether {kind.swapped} are swapped.")
+    elif accuracy.low <= 0.5:
+        sentences.append(f"This cannot be distinguished from chance: use more {of} or a better model.")
+    sentences += [] if kind.compares_with_zero else _sentences_on_length(verdict.length, accuracy)
+    sentences.append(f"The expected calibration error of the margins is {verdict.calibration.ece:.3f}; 0 is best.")
+    if below := [name for name, share_right in verdict.groups.items() if share_right.high < 0.5]:
+        sentences.append(f"The model is worse than chance on: {', '.join(below)}.")
+    if (ties := verdict.ties / verdict.pairs) > 0.01:
+        sentences.append(f"{ties:.1%} of the {of} get equal rewards. A policy learns nothing from ties.")
+    return sentences + _sentences_on_prompts(verdict.prompts_in_training)
+
+
+def _sentences_on_scores(verdict: ScoreFit) -> list[str]:
+    sentences = [
+        f"The rewards of {verdict.answers:,} answers predict their scores with a mean squared error of "
+        f"{verdict.squared_error:.4g}; always predicting the mean score has {verdict.variance:.4g}.",
+        f"The correlation of rewards and scores is {verdict.correlation:.3f}; 1 is best."
+        if verdict.correlation == verdict.correlation
+        else "All rewards or all scores are equal, so they have no correlation.",
+    ]
+    return sentences + _sentences_on_prompts(verdict.prompts_in_training)
+
+
+def _sentences_on_prompts(in_training: tuple[int, ...]) -> list[str]:
+    if not in_training or not in_training[0]:
+        return []
+    return [f"{in_training[0]:,} of {in_training[1]:,} evaluation prompts also occur in the training data."]
 
 
 def _sentences_on_length(length: LengthBias | None, accuracy: Proportion) -> list[str]:
@@ -107,7 +121,7 @@ class Table:
         return "\n".join([f"**{self.title}**", "", *(f"| {line} |" for line in aligned)])
 
 
-def as_markdown(verdicts: Mapping[str, Verdict | BestOfN], clean: Clean) -> str:
+def as_markdown(verdicts: Mapping[str, AnyVerdict], clean: Clean) -> str:
     """Return verdicts as sentences and tables in Markdown, for a terminal or a model card.
 
     Args:
@@ -121,22 +135,24 @@ def as_markdown(verdicts: Mapping[str, Verdict | BestOfN], clean: Clean) -> str:
     return "\n\n".join([*parts, *(table.markdown(clean) for table in tables_of(verdicts))])
 
 
-def tables_of(verdicts: Mapping[str, Verdict | BestOfN]) -> list[Table]:
+def tables_of(verdicts: Mapping[str, AnyVerdict]) -> list[Table]:
     """Return tables of verdicts, given by name: totals and accuracy by group, with one column per verdict."""
     tables, verdicts = [], {name or "value": verdict for name, verdict in verdicts.items()}
-    kinds = (("Verdict", Verdict, _PAIR_MEASURES), ("Best of several answers", BestOfN, _BEST_OF_N_MEASURES))
-    for title, kind, measures in kinds:
-        columns = {name: verdict for name, verdict in verdicts.items() if isinstance(verdict, kind)}
+    for title, type_, measures in _MEASURES:
+        columns = {name: verdict for name, verdict in verdicts.items() if isinstance(verdict, type_)}
         rows = [
             (measure, *(_cell(value(verdict)) for verdict in columns.values()), meaning)
             for measure, value, meaning in measures
         ]
         filled_rows = tuple(row for row in rows if any(row[1:-1]))
         tables += [Table(title, ("measure", *columns, "meaning"), filled_rows)] if columns else []
-    groups = {name: verdict.groups for name, verdict in verdicts.items() if verdict.groups}
-    names = sorted({name for shares in groups.values() for name in shares})
-    rows = [(name, *(_cell(shares.get(name), with_count=True) for shares in groups.values())) for name in names]
-    return [*tables, *([Table("Accuracy by group", ("group", *groups), tuple(rows))] if groups else [])]
+    for title, types in (("Accuracy by group", Verdict | BestOfN), ("Squared error by group", ScoreFit)):
+        of_type = {name: verdict for name, verdict in verdicts.items() if isinstance(verdict, types)}
+        groups: dict[str, Any] = {name: verdict.groups for name, verdict in of_type.items() if verdict.groups}
+        names = sorted({name for shares in groups.values() for name in shares})
+        rows = [(name, *(_cell(shares.get(name), with_count=True) for shares in groups.values())) for name in names]
+        tables += [Table(title, ("group", *groups), tuple(rows))] if groups else []
+    return tables
 
 
 def _cell(value: Proportion | float | None, with_count: bool = False) -> str:
@@ -174,6 +190,19 @@ _BEST_OF_N_MEASURES: Any = (
     ("accuracy", lambda verdict: verdict.accuracy, "highest reward goes to a right answer; 95 % interval"),
     ("mean over groups", lambda verdict: verdict.mean_over_groups, "RewardBench 2's score for its subsets"),
 )
+_SCORE_MEASURES: Any = (
+    ("answers", lambda verdict: verdict.answers, "answers with a finite reward and a score"),
+    ("squared error", lambda verdict: verdict.squared_error, "mean of (reward - score) squared; 0 is best"),
+    ("variance of scores", lambda verdict: verdict.variance, "squared error of always predicting the mean"),
+    ("correlation", lambda verdict: verdict.correlation, "of rewards and scores; 1 is best"),
+    ("mean reward", lambda verdict: verdict.rewards.mean, ""),
+    ("std of rewards", lambda verdict: verdict.rewards.std, ""),
+)
+_MEASURES: Any = (
+    ("Verdict", Verdict, _PAIR_MEASURES),
+    ("Best of several answers", BestOfN, _BEST_OF_N_MEASURES),
+    ("Prediction of scores", ScoreFit, _SCORE_MEASURES),
+)
 
 
 def printable(text: str) -> str:
@@ -195,15 +224,15 @@ def verdict_file_name(dataset: str) -> str:
     return f"verdict-{quote(dataset, safe='')}.json" if dataset else VERDICT_FILE
 
 
-def verdict_json(verdict: Verdict | BestOfN) -> str:
+def verdict_json(verdict: AnyVerdict) -> str:
     """Return a verdict as JSON, with null for numbers that are not finite."""
-    kind = next(name for name, type_ in _KINDS.items() if isinstance(verdict, type_))
+    kind = next(name for name, type_ in _TYPES.items() if isinstance(verdict, type_))
     text = json.dumps({"kind": kind} | dataclasses.asdict(verdict))
     content = json.loads(text, parse_constant=lambda _: None)
     return f"{json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False)}\n"
 
 
-def read_verdict(path: Path) -> Verdict | BestOfN:
+def read_verdict(path: Path) -> AnyVerdict:
     """Read a verdict from a file that was written with `verdict_json`.
 
     Raises:
@@ -213,7 +242,7 @@ def read_verdict(path: Path) -> Verdict | BestOfN:
         content = json.loads(path.read_text(encoding="utf-8"))
         if "loss" in content:  # its name in earlier files
             content["pairwise_loss"] = content.pop("loss")
-        verdict: Verdict | BestOfN = _from_json(_KINDS[content.pop("kind")], content)
+        verdict: AnyVerdict = _from_json(_TYPES[content.pop("kind")], content)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         reason = f"{type(error).__name__}: {error}"
         raise UserError(f"{path} cannot be read as a verdict ({reason}). Delete it and evaluate again.") from error
@@ -235,7 +264,6 @@ def _from_json(kind: Any, value: Any) -> Any:
     return _from_json(parts[0], value) if parts else value  # the first part of `X | None` is X
 
 
-_REWARD_COLUMNS = ("reward_chosen", "reward_rejected")
 _GROUP_COLUMNS = ("attribute", "subset")  # added for models with attributes, and RewardBench's
 
 
@@ -268,16 +296,12 @@ class LabeledRewards:
         Raises:
             UserError: A reward is not a number.
         """
-        is_pairs, has_steps = set(columns).issuperset(_REWARD_COLUMNS), "step_rewards" in columns
-        kind: Kind = "pairs" if is_pairs else "steps" if has_steps else "rankings"
-        parts = [part for row in rows for part in _PART_READERS[kind](row)]
-        has_answer_lists = any(isinstance(row.get(column), list) for row in rows for column in _REWARD_COLUMNS)
-        tokens_N2 = None
-        if kind == "pairs" and not has_answer_lists:
-            tokens = [[row.get(f"tokens_{half}") for half in ("chosen", "rejected")] for row, *_ in parts]
-            tokens_N2 = np.array(tokens, dtype=np.float64).reshape(-1, 2)
+        kind = scored_kind(columns, rows)
+        parts = [part for row in rows for part in kind.from_scored(row)]
+        has_answer_lists = any(map(kind.lists_answers, rows))
+        counts = [] if has_answer_lists else [kind.token_counts(row) for row, *_ in parts]
+        tokens_N2 = None if None in counts or not counts else np.array(counts, dtype=np.float64)
         grade_NK = padded([grades for _, _, grades in parts])
-        kind = "answers" if kind == "rankings" and grade_NK.shape[1] == 1 else kind
         labels = Labels(grade_NK[:, None], kind=kind)
         return cls(
             [row for row, *_ in parts], padded([part[1] for part in parts]), labels, tokens_N2, has_answer_lists
@@ -295,74 +319,12 @@ class LabeledRewards:
         return None if column is None else [label_of(row.get(column)) for row in self.rows]
 
 
-_SWAPS = (("chosen", "rejected"), ("rejected", "chosen"))
-
-#: An evaluated item, the rewards of its answers, and their grades.
-_Part = tuple[Row, list[float], list[float]]
-
-
-def _pair(row: Row) -> Iterator[_Part]:
-    chosen, rejected = (_numbers(row.get(column)) for column in _REWARD_COLUMNS)
-    probability = row.get("chosen_probability")
-    better = float(probability) if isinstance(probability, int | float) else 1.0
-    if better == 0.5 and len(chosen) + len(rejected) > 2:  # no answer is labeled as right
-        return
-    if better < 0.5:  # swap the halves: the report shows the better answer as chosen
-        names = [(f"{stem}{to}", f"{stem}{source}") for stem in ("", "reward_", "tokens_") for to, source in _SWAPS]
-        row = {**row, "chosen_probability": 1 - better, **{to: row[source] for to, source in names if source in row}}
-        chosen, rejected, better = rejected, chosen, 1 - better
-    yield row, [*chosen, *rejected], [better] * len(chosen) + [1 - better] * len(rejected)
-
-
-def _steps(row: Row) -> Iterator[_Part]:
-    rewards, labels, steps = row.get("step_rewards"), row.get("labels"), row.get("completions") or []
-    if not isinstance(rewards, list) or not isinstance(labels, list) or not is_label_list(labels, len(rewards)):
-        yield row, [math.nan], [1.0]  # nan: the verdict counts the row as left out
-        return
-    numbers = _numbers(rewards) if rewards else []
-    for end, (label, reward) in enumerate(zip(labels, numbers, strict=True), start=1):
-        if label == NEUTRAL:
-            continue
-        yield {**row, "completions": steps[:end], "reward": reward}, [reward], [float(label)]
-
-
-def _ranking(row: Row) -> Iterator[_Part]:
-    row = row if "completions" in row else convert_row(row)[0]  # a single `completion` with a label
-    scores, by_attribute = row.get("scores"), row.get("rewards_by_attribute") or [None]
-    graded = scores if isinstance(scores, dict) and None not in by_attribute else {}
-    if names := [name for name in graded if name in by_attribute[0]]:
-        for name in names:
-            values = [rewards[name] for rewards in by_attribute]
-            part = {"attribute": name, "scores": graded[name], "rewards": values, "rewards_by_attribute": None}
-            yield from _ranking({**row, **part})
-        return
-    rewards, grades = row.get("rewards"), row.get("scores" if "scores" in row else "ranks")
-    if "completions" in row and isinstance(rewards, list) and isinstance(grades, list):
-        is_number = [isinstance(grade, int | float) and math.isfinite(grade) for grade in grades]
-        if is_number == [True] * len(rewards):
-            yield row, _numbers(rewards), grades_of(row)
-            return
-    yield row, [], []
-
-
-_PART_READERS: dict[str, Callable[[Row], Iterator[_Part]]] = {"pairs": _pair, "steps": _steps, "rankings": _ranking}
-
-
-def _numbers(value: Any) -> list[float]:
-    """Return the rewards of a row's answers as a list. Null becomes nan."""
-    try:
-        numbers: list[float] = np.atleast_1d(np.array(value, dtype=np.float64)).tolist()
-    except (TypeError, ValueError) as error:
-        raise UserError(f"A reward must be a number, or a list of numbers (got {value!r:.80}).") from error
-    return numbers or [math.nan]
-
-
 @dataclass(frozen=True)
 class ScoredRows:
     """Rows with rewards, as read from a file, and the verdict on their pairs, rankings or lists of answers."""
 
     rows: Sequence[Row]
-    verdict: Verdict | BestOfN
+    verdict: AnyVerdict
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
@@ -398,17 +360,17 @@ def read_scored(path: Path, eval_by: str | None = None) -> ScoredRows:
     """
     rows = read_rows(path)
     columns = sorted({name for row in rows for name in row})
-    if "step_rewards" not in columns:
-        check_one_form(columns, str(path))
+    check_one_form(columns, str(path))
     try:
         scored = LabeledRewards.of(rows, columns)
     except UserError as error:
         raise UserError(f"{path}: {error}") from error
-    if not set(columns).issuperset(_REWARD_COLUMNS) and not np.isfinite(scored.rewards_NK).any():
+    if not np.isfinite(scored.rewards_NK).any():
         raise UserError(
-            f"{path} does not say which answer is better: its columns are {', '.join(columns)}. With `trl-tpu score "
-            f"--output`, score pairs (this writes {' and '.join(_REWARD_COLUMNS)}), completions with scores or ranks, "
-            "or steps with labels 0 or 1."
+            f"{path} has {len(rows)} {scored.labels.kind.name}, but no finite reward next to a label; its columns are "
+            f"{', '.join(columns)}. With `trl-tpu score --output`, score pairs (this writes reward_chosen and "
+            "reward_rejected), completions with scores or ranks, a completion with its label or score, or steps with "
+            "labels from 0 to 1."
         )
     if eval_by is not None and not any(eval_by in row for row in scored.rows):
         raise UserError(f"{path} has no column {eval_by!r}. Its columns are {', '.join(columns)}.")

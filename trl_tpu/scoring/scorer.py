@@ -14,15 +14,16 @@ import torch
 
 from .. import runtime
 from ..data.collate import BatchCollator, ComparisonRule, PackRows, Part
+from ..data.kinds import Answers
 from ..errors import UserError
 from ..modeling.adapters import is_peft_model
 from ..modeling.forward import PackingImpossible, rewards_of
-from ..modeling.head_spec import HeadSpec, RewardScale, saved_scale
+from ..modeling.head_spec import HeadSpec, RewardScale, keep_heads_in_float32, saved_scale
 from ..modeling.load import load_model, load_tokenizer
 from ..modeling.model_shape import learned_positions, position_groups
 from ..modeling.packability import make_packable
-from ..modeling.static_shapes import fit_to_device
-from ..modeling.tree_states import shared_chunk
+from ..modeling.recurrent_layers import shared_chunk
+from ..modeling.static_shapes import use_static_shapes
 from ..packing.batch import Batch
 from ..packing.pack import in_order, pack_unpadded, pad
 from ..packing.planned import pack
@@ -113,7 +114,7 @@ class Batches:
     ) -> Members:
         """Make a batch of the sequences ``members``, with a table of ``rows`` rows (by default one per sequence)."""
         part = None if rows is None else Part(rows)
-        collate = BatchCollator(pack_rows, self.pad_token_id, ComparisonRule(answers=1), part)  # makes no comparisons
+        collate = BatchCollator(pack_rows, self.pad_token_id, ComparisonRule(answers=1, kind=Answers()), part)
         return np.array(members), collate([{"answers": [dialogues[index]]} for index in members]).parts
 
 
@@ -179,7 +180,9 @@ class Scorer:
         self._group_of = position_groups(self.model)
         self.fingerprint = _fingerprint(self.model, self.tokenizer, self.outputs)
         is_static = self.runtime.plans_shapes
-        fit_to_device(self.model, is_static=is_static)
+        keep_heads_in_float32(self.model)
+        if is_static:
+            use_static_shapes(self.model)
         crossover = attention_crossover_length(self.model.config.get_text_config().hidden_size)
         plans_lengths = is_static and not self._group_of(math.inf)
         shards, chunk = self.mesh.batch_shards, shared_chunk(self.model)

@@ -18,7 +18,7 @@ In all forms but the last two, a ``prompt`` column is put before each answer. Th
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, islice
 from typing import Any
 
@@ -27,9 +27,8 @@ import numpy as np
 from ..data import checks
 from ..data.chat_templates import date_written
 from ..data.formats import convert_row
-from ..data.length_stats import NO_LABEL
-from ..data.solutions import check_solution, tokenize_solution
-from ..data.tokenize import tokenize_conversation
+from ..data.kinds import Pairs, Rankings, Solutions, check_one_form
+from ..data.kinds.base import LABELS_AS, tokenize_conversation, with_eos
 from ..data.traps import unread_columns, warn_of_new_traps
 from ..errors import UserError
 from .scorer import TOKENS_PER_PASS, Scorer
@@ -46,9 +45,9 @@ Row = Mapping[str, Any]
 Dialogue = str | list[dict[str, Any]] | np.ndarray  # a text, messages, or token ids
 
 # for each form, its columns to score, each with its reward column and its token count column
-_FORMS = (
-    {"chosen": ("reward_chosen", "tokens_chosen"), "rejected": ("reward_rejected", "tokens_rejected")},
-    {"completions": ("rewards", "tokens")},
+_FORMS: tuple[Mapping[str, tuple[str, str]], ...] = (
+    Pairs.scored_columns,
+    Rankings.scored_columns,
     {"completion": ("reward", "tokens")},
     {"messages": ("reward", "tokens")},
     {"text": ("reward", "tokens")},
@@ -87,13 +86,15 @@ class Form:
         outputs: For each column to score, the names of its reward column and its token count column.
         best_only: Whether only the best of each row's completions is kept.
         columns: All columns of the rows.
-        step_separator: Text after each step, for a model that scores steps; None for other models.
+        solutions: The kind of the rows, for a model that scores steps; None for other models.
+        labels_as: See `HeadSpec`.
     """
 
     outputs: Mapping[str, tuple[str, str]]
     best_only: bool = False
     columns: Sequence[str] = ()
-    step_separator: str | None = None
+    solutions: Solutions | None = None
+    labels_as: str | None = None
 
     @classmethod
     def of(cls, columns: Iterable[str], best_only: bool = False) -> "Form":
@@ -122,16 +123,18 @@ class Form:
         Raises:
             UserError: The model scores steps, but the rows have none; or the rows match two forms.
         """
-        form, separator = self, scorer.outputs.step_separator
+        separator, labels_as = scorer.outputs.step_separator, scorer.outputs.labels_as
+        form = replace(self, labels_as=None if self.best_only or "completions" not in self.outputs else labels_as)
         if separator is None and not self.best_only:
-            checks.check_one_form(self.columns, "The dataset")
+            check_one_form(self.columns, "The dataset")
         if separator is not None:
             if self.best_only or "completions" not in self.columns:
                 raise UserError(
                     "The model scores steps: rows need `prompt` and `completions` (the steps of one solution), and "
                     "best-of-N is not available."
                 )
-            form = Form({"completions": ("step_rewards", "tokens")}, False, self.columns, separator)
+            solutions = Solutions(separator, is_eval=True)
+            form = Form(solutions.scored_columns, False, self.columns, solutions, labels_as)
         # writing an empty row gives the names of all new columns
         empty: Items = {column: Item({}, "") for column in form.outputs}
         if replaced := form.written({}, empty, bool(scorer.outputs.attributes)).keys() & set(self.columns):
@@ -148,8 +151,8 @@ class Form:
         """
         if isinstance(row, UserError):
             return {column: Item({}, where, fault=str(row)) for column in self.outputs}
-        if self.step_separator is not None:
-            return {"completions": _steps(row, f"{where}: `completions", tokenizer, self.step_separator)}
+        if self.solutions is not None:
+            return {"completions": self._steps(self.solutions, row, where, tokenizer)}
         row = convert_row(row)[0]
         if "completion" in row and "completions" in self.outputs:  # also a row without a label, after rows with one
             row.setdefault("completions", [row["completion"]])
@@ -166,6 +169,14 @@ class Form:
             else:
                 items[column] = _read(row, prompt, answer, f"{place}`", tokenizer)
         return items
+
+    @staticmethod
+    def _steps(solutions: Solutions, row: Row, where: str, tokenizer: Any) -> Item | list[Item]:
+        try:
+            sequences = solutions.sequences_to_score(row, where, tokenizer)
+        except UserError as error:
+            return Item(row, f"{where}: `completions", fault=str(error))
+        return [Item(row, f"{where}: `completions[{place}]`", ids) for place, ids in enumerate(sequences)]
 
     def unread_columns(self, row: Row) -> list[str]:
         """Return traps for the columns of a converted row whose text is not scored."""
@@ -194,7 +205,8 @@ class Form:
             for field, name in columns.items():
                 values = [getattr(item, field) for item in (scored if isinstance(scored, list) else [scored])]
                 written[name] = values if isinstance(scored, list) else values[0]
-        return written | {REASON: f"{faults[0]}{more}" if faults else None}
+        read = {} if self.labels_as is None else {LABELS_AS: self.labels_as}
+        return written | read | {REASON: f"{faults[0]}{more}" if faults else None}
 
 
 def flatten_items(items: Items) -> list[Item]:
@@ -206,7 +218,7 @@ def _read(row: Row, prompt: Any, answer: Any, where: str, tokenizer: Any) -> Ite
     """Read an answer, after the prompt if there is one. A text gets an EOS token, as in training."""
     try:
         checks.check_conversation(answer, where)
-        dialogue = checks.with_eos(answer, tokenizer)
+        dialogue = with_eos(answer, tokenizer)
         if prompt is not None:
             if type(prompt) is not type(answer):
                 raise UserError(f"{where} and `prompt` must both be texts, or both lists of messages.")
@@ -215,19 +227,6 @@ def _read(row: Row, prompt: Any, answer: Any, where: str, tokenizer: Any) -> Ite
     except UserError as error:
         return Item(row, where, fault=str(error))
     return Item(row, where, dialogue)
-
-
-def _steps(row: Row, where: str, tokenizer: Any, step_separator: str) -> Item | list[Item]:
-    """Read a row's solution: the token ids from the prompt to the end of each step."""
-    try:
-        check_solution(row, where.rpartition(":")[0])
-        steps, options = row["completions"], (None, None, False, True)  # no truncation
-        solution = tokenize_solution({**row, "labels": [0] * len(steps)}, tokenizer, step_separator, *options)
-    except UserError as error:
-        return Item(row, where, fault=str(error))
-    ids = np.asarray(solution["input_ids"], np.int32)
-    ends = np.flatnonzero(np.asarray(solution["labels"]) != NO_LABEL)
-    return [Item(row, f"{where}[{place}]`", ids[: end + 1]) for place, end in enumerate(ends)]
 
 
 def tokenize(

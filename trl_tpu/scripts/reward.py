@@ -23,7 +23,7 @@ from trl_tpu.checkpoint.folders import RemoteRun, RunFolder
 from trl_tpu.config.checks import warn_of_unmet_needs
 from trl_tpu.config.reward_config import RewardConfig, help_from_docstring
 from trl_tpu.data.checks import RAW_COLUMNS
-from trl_tpu.data.length_stats import answers_of, labels_of
+from trl_tpu.data.kinds import answers_of, labels_of
 from trl_tpu.errors import BEST_LOST, NOT_SAVED, UNFINISHED, UserError
 from trl_tpu.experimental.prm import PRMConfig, PRMTrainer
 from trl_tpu.modeling.adapters import get_peft_config, get_quantization_config

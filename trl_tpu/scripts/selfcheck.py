@@ -84,6 +84,7 @@ def _train(folder: Path, settings: dict[str, Any], kills: bool) -> dict[str, Any
     from trl_tpu import RewardConfig, RewardTrainer
     from trl_tpu.runtime import current
     from trl_tpu.scripts import synthetic
+    from trl_tpu.training.layouts import Planned
 
     marks, runtime, is_long = list[tuple[float, int | None, int | None]](), current(), folder.name == "long"
 
@@ -113,11 +114,11 @@ def _train(folder: Path, settings: dict[str, Any], kills: bool) -> dict[str, Any
     trainer: Any = RewardTrainer(model, args, callbacks=[Marks()], **inputs)
     trainer.train()
     trainer.model.config.save_pretrained(folder / "config")  # for `trl-tpu plan`
-    plan, topology = trainer.batch_plan, runtime.topology()
+    layout, topology = trainer.batch_plan.layout, runtime.topology()
     return {
         **{"logs": [log for log in trainer.state.log_history if "loss" in log], "marks": marks, "start": start},
-        **{"batches": plan.describe(), "device": topology.description, "devices": topology.devices},
-        **{"row_length": plan.planned.training_rows.longest if plan.shapes and plan.packed else None},
+        **{"batches": str(layout), "device": topology.description, "devices": topology.devices},
+        **{"row_length": layout.rows.longest if isinstance(layout, Planned) else None},
         **{"chip": runtime.chip(), "is_spmd": runtime.is_spmd, "processes": topology.process_count},
     }
 

@@ -20,7 +20,9 @@ from transformers.trainer_utils import EvalLoopOutput, denumpify_detensorize
 from transformers.utils import CONFIG_NAME
 
 from ..data.collate import Labels
-from ..data.collators import NO_LABEL, TABLE, batch_of_pairs
+from ..data.collators import TABLE, batch_of_pairs
+from ..data.kinds import RowKind
+from ..data.length_stats import kind_of_dataset
 from ..evaluation.evaluate import RewardSums, evaluate_rewards, sums_of, sums_on_host
 from ..modeling.adapters import complete_config, is_peft_model
 from ..modeling.forward import read_scores
@@ -119,16 +121,13 @@ def numbered(name: str, value: Any) -> Evaluated:
     return {f"{name} {number}": tensor.detach() for number, tensor in enumerate(tensors)}
 
 
-def prediction_of(columns: Evaluated, with_losses: bool, kind: str | None) -> EvalPrediction | None:
-    """Return the argument of `compute_metrics`; None if predictions or labels are missing.
-
-    Labels of steps are integers, as in TRL, unless one of them is a probability.
-    """
+def prediction_of(columns: Evaluated, with_losses: bool, kind: RowKind) -> EvalPrediction | None:
+    """Return the argument of `compute_metrics`; None if predictions or labels are missing."""
     predictions, labels = _arrays(columns, "predictions"), _arrays(columns, "labels")
     if predictions is None or labels is None:
         return None
-    if kind == "steps" and isinstance(labels, np.ndarray) and (labels == labels.round()).all():
-        labels = labels.astype(np.int64)
+    if isinstance(labels, np.ndarray):
+        labels = kind.label_ids(labels)
     losses = losses_of(columns).numpy() if with_losses else None
     return EvalPrediction(predictions=predictions, label_ids=labels, losses=losses)
 
@@ -167,7 +166,7 @@ class EvaluatingTrainer(DeviceTrainer):
         if (last := self.trl_tpu.last_step) is None:
             return {}
         statistics = self.trl_tpu.statistics
-        sums = sums_of(last.rewards_SA, last.tokens_S > 0, last.table, statistics.attribute_weights)
+        sums = sums_of(last.rewards_SA, last.table.graded_S(last.tokens_S), last.table, statistics.attribute_weights)
         metrics = RewardSums.read(*self.trl_tpu.runtime.fetch(sums)).metrics()
         return metrics | {"num_tokens": statistics.num_tokens + statistics.read().tokens}
 
@@ -182,6 +181,7 @@ class EvaluatingTrainer(DeviceTrainer):
 
         - Pairs: rewards [P, 2], chosen first, and labels [P], all 0. The old API returns the softmax of the rewards.
         - Rankings: rewards (NaN for missing answers) and grades, [P, K] or with several attributes [P, A, K].
+        - Single answers: rewards and labels or scores, [P, 1].
         - Steps: logits of both labels [P, K, 2], always 0 for label 0, and labels [P, K], -100 for missing steps.
 
         Predictions and labels are None if ``prediction_loss_only``, or if `rewards_in` cannot read the outputs of a
@@ -223,13 +223,8 @@ class EvaluatingTrainer(DeviceTrainer):
         """Return the predictions and labels of a batch: see `prediction_step`."""
         rewards, table = result.rewards_by_row, result.table
         grade = table.grade_SA.unflatten(0, (-1, table.answers)).transpose(1, 2).reshape(rewards.shape)
-        if table.kind == "steps":
-            logits_PK2 = torch.stack([torch.zeros_like(rewards), rewards], dim=-1)
-            return logits_PK2, torch.where(grade.isnan(), NO_LABEL, grade.nan_to_num())
-        if table.kind == "rankings":
-            return torch.where(grade.isnan(), torch.nan, rewards), grade.nan_to_num()
-        labels_P = torch.zeros(len(rewards), dtype=torch.long, device=rewards.device)
-        return rewards.softmax(-1) if self.use_reward_data_collator else rewards, labels_P
+        predictions, labels = table.kind.predictions(rewards, grade)
+        return predictions.softmax(-1) if self.use_reward_data_collator else predictions, labels
 
     def evaluation_loop(
         self,
@@ -254,7 +249,7 @@ class EvaluatingTrainer(DeviceTrainer):
 
         def metrics_of_last_batch(is_last: bool) -> Any:
             components.runtime.step_boundary()
-            prediction = prediction_of(pairs.fetch(first=-1), with_losses, getattr(components.labels, "kind", None))
+            prediction = prediction_of(pairs.fetch(first=-1), with_losses, components.evaluated_kind)
             return {} if prediction is None else compute_metrics(prediction, compute_result=is_last)
 
         has_batch_metrics = args.batch_eval_metrics and compute_metrics is not None
@@ -265,7 +260,7 @@ class EvaluatingTrainer(DeviceTrainer):
             for inputs in dataloader:
                 if has_batch_metrics and len(pairs):  # in a stream, a batch is known not to be the last one only now
                     metrics_of_last_batch(is_last=False)
-                is_planned = components.batch_plan.plans_shapes and isinstance(inputs, Batch)
+                is_planned = components.runtime.plans_shapes and isinstance(inputs, Batch)
                 pairs.add(*self._evaluate_batch(model, inputs, ignore_keys), is_planned)
                 self.control = self.callback_handler.on_prediction_step(args, self.state, self.control)
                 may_stop, request = components.preemption.interrupts_evaluations, components.preemption.is_preempted
@@ -274,7 +269,7 @@ class EvaluatingTrainer(DeviceTrainer):
         components.runtime.step_boundary()
         components.recompiles.settle()
         columns = pairs.fetch()
-        prediction = prediction_of(columns, with_losses, getattr(components.labels, "kind", None))
+        prediction = prediction_of(columns, with_losses, components.evaluated_kind)
         if compute_metrics is not None and prediction is None and columns:
             logger.warning("compute_metrics is not called: the evaluation returned no predictions or no labels.")
         elif compute_metrics is not None and prediction is not None:
@@ -331,7 +326,7 @@ class EvaluatingTrainer(DeviceTrainer):
                 return columns, batch.present_P()
             return columns, torch.ones(rows, dtype=torch.bool, device=self.args.device)
         table = result.table
-        self.trl_tpu.labels = Labels(np.zeros(0), kind=table.kind)
+        self.trl_tpu.evaluated_kind = table.kind
         columns |= {"rewards": result.rewards_by_row, "weight": table.row_weight_P}
         columns["grade"] = table.grade_SA.unflatten(0, (-1, table.answers)).transpose(1, 2)
         if loss is not None:
@@ -354,7 +349,7 @@ class EvaluatingTrainer(DeviceTrainer):
             metrics["num_tokens"] = tokens
         if "rewards" not in columns:
             return metrics
-        labels = replace(components.labels, grade_PAK=columns["grade"].numpy())
+        labels = Labels(columns["grade"].numpy(), kind=components.evaluated_kind)
         rewards_NAK = columns["rewards"].reshape(labels.grade_PAK.shape)
         sums = sums_on_host(rewards_NAK, labels, components.statistics.attribute_weights)
         metrics |= sums.metrics()
@@ -404,6 +399,7 @@ class EvaluatingTrainer(DeviceTrainer):
             scale=self.trl_tpu.statistics.scale,
             date=self.trl_tpu.date,
             args=self.args,
+            kind=kind_of_dataset(self.train_dataset).of(self.args),
             columns=getattr(self.train_dataset, "column_names", None) or (),
             own_loss=not self._is_original("compute_loss"),
             has_own_class=hasattr(self.model, "code_of_head"),

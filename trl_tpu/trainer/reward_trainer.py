@@ -10,22 +10,17 @@ import torch
 from accelerate.utils import set_seed
 from datasets import Dataset, DatasetDict, IterableDataset, IterableDatasetDict
 from torch import nn
-from transformers import (
-    DataCollator,
-    EvalPrediction,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-    Trainer,
-    TrainerCallback,
-)
+from transformers import DataCollator, EvalPrediction, PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback
+from transformers.utils import ModelOutput
 
 from .. import runtime
 from ..compat.arguments import SuggestsNewNames
+from ..compat.trainer import has_old_columns, has_old_order, upgrade_args, upgrade_processing_class
 from ..config import checks
 from ..config.reward_config import RewardConfig
 from ..data.chat_templates import date_written
 from ..data.collators import DataCollatorForPreference, _tokenize, batches_in
-from ..data.length_stats import COLUMNS, PAIR, row_format_of
+from ..data.kinds import COLUMNS, Pairs, kind_of_columns
 from ..data.loader import prompts_in_training
 from ..errors import UserTypeError
 from ..evaluation.evaluate import check_best_metric, check_eval_by
@@ -35,12 +30,11 @@ from ..modeling.build import (
     build_reward_model,
     check_arguments,
     default_folder,
-    first_answers,
     first_chat,
+    warn_of_unscored_eos,
     with_attribute_order,
 )
 from ..modeling.head_spec import HeadSpec
-from ..modeling.load import warn_of_unscored_eos
 from ..modeling.losses import Loss, StepResult, batch_loss
 from ..modeling.model_shape import flops_per_pair
 from ..packing.batch import Batch
@@ -49,7 +43,6 @@ from ..training.batch_plan import BatchPlan
 from ..training.progress import SubclassMetrics
 from ..training.statistics import StepStatistics
 from .evaluation import ORDER_METHODS, EvaluatingTrainer
-from .legacy import has_old_order, upgrade_args, upgrade_processing_class, uses_old_columns
 
 logger = logging.getLogger(__name__)
 
@@ -124,36 +117,34 @@ class RewardTrainer(SuggestsNewNames, EvaluatingTrainer):
         tokenizer: PreTrainedTokenizerBase | None = None,
         max_length: int | None = None,
     ) -> None:
+        # arguments
         if has_old_order(compute_metrics, callbacks, optimizers, optimizer_cls_and_kwargs):  # `model_init` came first
             before = optimizers if isinstance(optimizers, list) else None
             model_init, compute_metrics, callbacks = compute_metrics, callbacks, before  # type: ignore[assignment]
             optimizers, optimizer_cls_and_kwargs = optimizer_cls_and_kwargs or (None, None), None  # type: ignore[assignment]
             max_length, quantization_config = quantization_config, None
+        if tokenizer is not None:
+            processing_class = upgrade_processing_class(processing_class, tokenizer)
         check_arguments(model, model_init, train_dataset, getattr(args, "max_steps", -1))
-        optimizers = optimizers or (None, None)
-        if optimizers[0] is not None:
-            runtime.current().check_optimizer(optimizers[0])
-        args = upgrade_args(args or self._trl_tpu_config(default_folder(model)), max_length)
-        if not isinstance(args, self._trl_tpu_config):
-            raise UserTypeError(f"`args` must be a `{self._trl_tpu_config.__name__}`, got `{type(args).__name__}`.")
-        if not _may_be_split(model, args):
-            checks.check_one_gpu(args.n_gpu)  # before anything is loaded
-        check_eval_by(args, eval_dataset)
-        if args.label_smoothing_factor and self._is_original("compute_loss"):
-            logger.warning("label_smoothing_factor has no effect: the loss compares rewards and has no class labels.")
-        self.use_reward_data_collator = uses_old_columns(train_dataset, data_collator)
+        args = upgrade_args(args or self._trl_tpu_config(default_folder(model)), RewardConfig, max_length)
+        optimizer, schedule = optimizers or (None, None)
+        self._check_settings(args, model, optimizer, eval_dataset)
+        self.use_reward_data_collator = has_old_columns(train_dataset, data_collator)
+
+        # model and tokenizer
         set_seed(args.seed)  # seeds XLA too; a new score head in the model is random
-        parts: dict[str, Any] = {"quantization_config": quantization_config, "peft_config": peft_config}
-        parts["processing_class"] = upgrade_processing_class(processing_class, tokenizer)
-        build: Any = partial(build_reward_model, args=args, **parts)
+        given = {"processing_class": processing_class, "quantization_config": quantization_config}
+        build: Any = partial(build_reward_model, args=args, peft_config=peft_config, **given)
         self.model_init = model_init  # type: ignore[assignment]  # may be None in transformers
         built, built_tokenizer = build(model if model_init is None else super().call_model_init())
         built.add_model_tags(self._tag_names)
-        if optimizers[0] is None and optimizer_cls_and_kwargs is None:
+        if optimizer is None and optimizer_cls_and_kwargs is None:
             checks.warn_of_high_learning_rate(args, built)
         # `_prepare_dataset` reads these attributes, also in subclasses
         self.args = args = with_attribute_order(built, args)
         self.model, self.processing_class = built, built_tokenizer
+
+        # layout of batches
         plan = BatchPlan(
             args,
             built,
@@ -165,27 +156,34 @@ class RewardTrainer(SuggestsNewNames, EvaluatingTrainer):
             reads_padded_rows=self.reads_padded_rows,
             fixed_rows=self.fixed_rows,
         )
+
+        # data
         train_rows = self._prepared(train_dataset, "train")
         eval_rows = None if eval_dataset is None else self._prepared(eval_dataset, "eval")
-        warn_of_unscored_eos(built_tokenizer, first_answers(train_rows))
-        adds_metrics = compute_metrics is not None or not all(map(_is_transformers, callbacks or ()))
-        if not adds_metrics and all(map(self._is_original, (*_BATCH_METHODS, *ORDER_METHODS, *_METRIC_METHODS))):
-            check_best_metric(args, eval_rows)
         plan.prepare(train_rows, eval_rows)
+        warn_of_unscored_eos(built_tokenizer, train_rows)
+        if args.metric_for_best_model is not None and not self._adds_metrics(compute_metrics, callbacks):
+            check_best_metric(args, eval_rows)
+
+        # transformers' constructor
         super().__init__(
             model=built,
-            args=self.args,
+            args=args,
             data_collator=data_collator or plan.default_collator(),
             train_dataset=train_rows,
             eval_dataset=eval_rows,
             processing_class=built_tokenizer,
             compute_metrics=compute_metrics,
             callbacks=callbacks,
-            optimizers=optimizers,
+            optimizers=(optimizer, schedule),
             optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
             preprocess_logits_for_metrics=preprocess_logits_for_metrics,
         )
         self.model_init = model_init  # type: ignore[assignment]
+        if type(self)._set_signature_columns_if_needed is EvaluatingTrainer._set_signature_columns_if_needed:
+            self._signature_columns = [*COLUMNS]  # type: ignore[assignment]  # else transformers keeps only the model's arguments
+
+        # parts
         statistics = StepStatistics(
             runtime.current(),
             args.device,
@@ -194,19 +192,41 @@ class RewardTrainer(SuggestsNewNames, EvaluatingTrainer):
             attribute_weights=tuple(HeadSpec.of(without_adapters(built).config).attributes.values()),
             flops_per_pair=flops_per_pair(built, train_rows),
         )
-        if type(self)._set_signature_columns_if_needed is Trainer._set_signature_columns_if_needed:
-            self._signature_columns = [*COLUMNS]  # type: ignore[assignment]  # else transformers keeps only the model's arguments
         self._make_components(plan, statistics)
         self.trl_tpu.build = build
         self.trl_tpu.date = date_written(built_tokenizer, first_chat(train_dataset))
-        sets, raw = (data if isinstance(data, Mapping) else {"": data} for data in (eval_rows, eval_dataset))
-        has_prompts = args.step_separator is None  # prepared solutions have no prompts
-        train, evaluated = (train_rows, sets) if has_prompts else (train_dataset, raw)
-        self.trl_tpu.seen = {id(sets[name]): prompts_in_training(train, evaluated[name], name) for name in sets}
+        if eval_dataset is not None:
+            self.trl_tpu.seen = self._prompts_seen()
         self.verdicts = statistics.verdicts
         """Verdict of the last evaluation for each prefix of metric names, such as "eval"."""
         self._metrics = {mode: SubclassMetrics(self._last_metrics) for mode in ("train", "eval")}
         self.tokenizer = built_tokenizer  # TRL's name up to 0.23
+
+    def _check_settings(self, args: RewardConfig, model: Any, optimizer: Any, eval_dataset: Any) -> None:
+        """Reject settings that do not fit the other arguments, before anything is loaded."""
+        if not isinstance(args, self._trl_tpu_config):
+            raise UserTypeError(f"`args` must be a `{self._trl_tpu_config.__name__}`, got `{type(args).__name__}`.")
+        is_split = hasattr(model, "hf_device_map") or "device_map" in (args.model_init_kwargs or {})
+        if model is not None and not is_split:  # transformers supports layers on several GPUs in one process
+            checks.check_one_gpu(args.n_gpu)
+        if optimizer is not None:
+            runtime.current().check_optimizer(optimizer)
+        if args.eval_by is not None:
+            check_eval_by(args, eval_dataset)
+        if args.label_smoothing_factor and self._is_original("compute_loss"):
+            logger.warning("label_smoothing_factor has no effect: the loss compares rewards and has no class labels.")
+
+    def _adds_metrics(self, compute_metrics: Any, callbacks: Any) -> bool:
+        """Return whether user code may add metrics. The callbacks of transformers, as objects or classes, add none."""
+        kinds = (each if isinstance(each, type) else type(each) for each in callbacks or ())
+        has_callback = not all(kind.__module__.startswith("transformers.") for kind in kinds)
+        methods = (*_BATCH_METHODS, *ORDER_METHODS, *_METRIC_METHODS)
+        return compute_metrics is not None or has_callback or not all(map(self._is_original, methods))
+
+    def _prompts_seen(self) -> dict[int, tuple[int, ...]]:
+        """Return `prompts_in_training` of each evaluation dataset, by the `id` of its prepared rows."""
+        sets: Any = self.eval_dataset if isinstance(self.eval_dataset, Mapping) else {"": self.eval_dataset}
+        return {id(rows): prompts_in_training(self.train_dataset, rows, name) for name, rows in sets.items()}
 
     def call_model_init(self, trial: Any = None) -> PreTrainedModel:
         """Build a new reward model from the user's `model_init`. Called for each `train()`."""
@@ -249,9 +269,10 @@ class RewardTrainer(SuggestsNewNames, EvaluatingTrainer):
         """Compute the loss of a batch, made by this package's collators or by TRL's, including TRL's up to 0.23.
 
         Returns:
-            The loss; with ``return_outputs`` the loss and outputs. The outputs are the model's, if the batch is padded
-            and the API is not the old one. Otherwise they are a dict: for pairs with `rewards_chosen` and
-            `rewards_rejected`, [P] each; else with `rewards`, [P, K] or with several attributes [P, A, K].
+            The loss; with ``return_outputs`` the loss and outputs. For TRL's dict the outputs are the model's; up to
+            0.23 they are `rewards_chosen` and `rewards_rejected`, [P] each. For this package's batches they have
+            these, `logits` [K P, A] (first all first answers, ...), and `rewards`, [P, K] or for several attributes
+            [P, A, K].
         """
         result = self._step(model, inputs)
         # keep the result only if it may be read: on XLA it becomes an output of the step's program
@@ -259,12 +280,16 @@ class RewardTrainer(SuggestsNewNames, EvaluatingTrainer):
             self.trl_tpu.last_step = result.detach()
         if not return_outputs:
             return result.loss
-        if result.outputs is not None and not self.use_reward_data_collator:
+        is_own, rewards = isinstance(inputs, Batch), result.rewards_by_row
+        if not is_own and not self.use_reward_data_collator:
             return result.loss, result.outputs
-        if result.table.kind != "pairs":
-            return result.loss, {"rewards": result.rewards_by_row}
-        chosen_P, rejected_P = result.rewards_by_row.unbind(-1)
-        return result.loss, {"rewards_chosen": chosen_P, "rewards_rejected": rejected_P}
+        outputs = result.table.kind.outputs(rewards)
+        if not is_own:
+            return result.loss, outputs
+        # without padding, except in training: a step reads nothing from the device
+        rows = slice(None) if torch.is_grad_enabled() else result.present_P
+        logits = result.rewards_SA.unflatten(0, (-1, result.table.answers))[rows].transpose(0, 1).flatten(0, 1)
+        return result.loss, ModelOutput(logits=logits, rewards=rewards, **outputs)
 
     def _step(self, model: nn.Module, inputs: dict[str, Any]) -> StepResult:
         """Compute loss and rewards of a batch. In training, add the rewards to the step's metrics."""
@@ -289,7 +314,7 @@ class RewardTrainer(SuggestsNewNames, EvaluatingTrainer):
         if isinstance(dataset, Mapping):
             return {key: self._prepared(split, key) for key, split in dataset.items()}
         prepared = self._prepare_dataset(dataset, self.processing_class, self.args, name)
-        if not self._is_original("_prepare_dataset") and row_format_of(prepared.column_names or ()) == PAIR:
+        if not self._is_original("_prepare_dataset") and kind_of_columns(prepared.column_names or ()) == Pairs():
             prepared = build_dataset(prepared, self.model, self.processing_class, self.args, name)
         return prepared
 
@@ -307,17 +332,6 @@ _ORIGINAL_METHODS = {
     name: getattr(RewardTrainer, name)
     for name in (*_BATCH_METHODS, *ORDER_METHODS, *_METRIC_METHODS, "_prepare_dataset")
 }
-
-
-def _may_be_split(model: Any, args: RewardConfig) -> bool:
-    """Return whether the model may have layers on several GPUs, which transformers supports in one process."""
-    return model is None or hasattr(model, "hf_device_map") or "device_map" in (args.model_init_kwargs or {})
-
-
-def _is_transformers(callback: Any) -> bool:
-    """Return whether a callback (instance or class) belongs to transformers; these callbacks add no metrics."""
-    kind = callback if isinstance(callback, type) else type(callback)
-    return kind.__module__.startswith("transformers.")
 
 
 @cache

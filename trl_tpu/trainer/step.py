@@ -5,25 +5,26 @@
         metrics = training_step(state, batch)
     state.save_model()
 
-The steps call the same methods as the loop of `RewardTrainer`: losses, learning rates and weights are the same.
+A step is the same function as in the loop of `RewardTrainer`: losses, learning rates and weights are the same.
 """
 
 import copy
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from itertools import count, islice
 from typing import Any
 
 import torch
 from datasets import Dataset, IterableDataset
 from torch import nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer
 
 from ..compat.arguments import SuggestsNewNames, suggests_new_names
 from ..config.checks import check_limits
 from ..config.reward_config import RewardConfig
 from ..errors import UserError
 from ..modeling.losses import StepResult
+from ..training.device_trainer import Run, begin_epoch
 from ..training.statistics import StepStatistics
 from .reward_trainer import EvalDataset, RewardTrainer
 
@@ -67,7 +68,7 @@ class TrainState(SuggestsNewNames):
         parts: dict[str, Any] = {"quantization_config": quantization_config, "peft_config": peft_config}
         parts |= {"train_dataset": train_dataset, "eval_dataset": eval_dataset, "processing_class": processing_class}
         self._trainer = trainer = _StepTrainer(model, args, optimizer_cls_and_kwargs=optimizer_cls_and_kwargs, **parts)
-        trainer.prepare()
+        Trainer.train(trainer)  # applies the settings to the model, and starts a run instead of taking its steps
         self.model, self.args, self.processing_class = trainer.model, trainer.args, trainer.processing_class
         self.optimizer: Any = trainer.optimizer
         self.schedule: Any = trainer.lr_scheduler
@@ -93,11 +94,11 @@ class TrainState(SuggestsNewNames):
         Raises:
             UserError: If an epoch has passed without a step.
         """
-        loader = self._trainer.callback_handler.train_dataloader
+        loader = self._trainer.run.loader
         for epoch in count():
             if epoch and not self.step:
                 raise UserError("train_dataset has no batches, or `training_step` was not called in a whole epoch.")
-            loader.set_epoch(epoch)
+            begin_epoch(loader, epoch)
             batches = iter(loader)
             while update := list(islice(batches, self.args.gradient_accumulation_steps)):
                 yield update
@@ -120,7 +121,7 @@ class TrainState(SuggestsNewNames):
             FloatingPointError: If `nonfinite_limit` consecutive steps had a NaN or infinite loss or gradient.
         """
         trainer, (norm, rate) = self._trainer, self._last
-        trainer._log_step(trainer._tr_loss, norm, None, rate)
+        trainer._log_step(trainer._tr_loss, norm, trainer.run.start_time, rate)
         return trainer.state.log_history[-1]
 
     def evaluate(self) -> dict[str, float]:
@@ -156,20 +157,10 @@ def training_step(state: TrainState, batch: Any) -> dict[str, torch.Tensor]:
         on the host. If processes share no mesh, each process returns the numbers of its own pairs.
     """
     trainer, batches = state._trainer, batch if isinstance(batch, list | tuple) else [batch]
-    trainer.current_gradient_accumulation_steps, model = len(batches), trainer.model_wrapped
     trainer.sums, trainer.loss_1 = copy.copy(trainer.zero_sums), trainer.zero_loss_1
-    for number, inputs in enumerate(batches, start=1):
-        trainer.accelerator.sync_gradients = is_last = number == len(batches)
-        with nullcontext() if is_last else trainer.accelerator.no_sync(model):
-            trainer._tr_loss += trainer.training_step(model, inputs)
-        trainer.floating_point_ops(inputs)  # ends the program of a micro-batch
-    norm = trainer._clip_grad_norm(model) if state.args.max_grad_norm > 0 else None
-    state._last = norm, rate = trainer._get_grad_norm(model, norm), trainer._get_learning_rate()
-    state.optimizer.step()
-    if not trainer.accelerator.optimizer_step_was_skipped:
-        state.schedule.step()
-    model.zero_grad()
-    trainer.state.global_step += 1
+    step = trainer._update(trainer.run.model, batches)
+    assert step is not None  # no callback ends it early
+    state._last = norm, rate = step
     logs = {"loss": trainer.loss_1[0], "grad_norm": norm, "learning_rate": torch.tensor(rate), **trainer.sums.means()}
     trainer.trl_tpu.runtime.step_boundary()
     trainer.trl_tpu.recompiles.check(state.step)
@@ -200,22 +191,21 @@ def evaluation_step(state: TrainState, batch: Any) -> dict[str, torch.Tensor]:
 
 
 class _StepTrainer(RewardTrainer):
-    """A trainer without its loop: the state of a run, and the methods that transformers' loop calls."""
+    """A trainer whose `Trainer.train` stops before the first step."""
 
-    def prepare(self) -> None:
-        """Make the optimizer and the schedule, wrap the model, and start the statistics."""
+    run: Run
+
+    def _inner_training_loop(self, *_: Any, **__: Any) -> Any:
+        """Start a run and the statistics of its steps."""
         self.callback_handler.callbacks = []  # they belong to the trainer's loop
+        self.run = self._start()
+        self._begin()
+        self.state.epoch = None  # type: ignore[assignment]  # leaves the epoch out of logs
         weights = self.trl_tpu.statistics.attribute_weights
         self.zero_sums = StepStatistics(self.trl_tpu.runtime, self.args.device, attribute_weights=weights)
         # every step starts from these device values, so its micro-batches always run the same programs
         self.sums, self.zero_loss_1 = self.zero_sums, self.zero_sums.loss_sum()
         self.loss_1 = self.zero_loss_1
-        loader = self.get_train_dataloader()
-        *_, self.state.max_steps = self.set_initial_training_values(self.args, loader)
-        self._prepare_for_training(self.state.max_steps, loader, None)
-        self.is_in_train, self._total_loss_scalar, self._globalstep_last_logged = True, 0.0, 0
-        self.state.epoch = None  # type: ignore[assignment]  # leaves the epoch out of logs
-        self._begin()
 
     def _step(self, model: nn.Module, inputs: Any) -> StepResult:
         result = super()._step(model, inputs)

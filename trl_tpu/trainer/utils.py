@@ -16,7 +16,7 @@ from transformers.utils import is_torch_xpu_available as is_xpu_available  # noq
 from ..data.collators import DataCollatorForPreference as DataCollatorForPreference
 from ..data.collators import RewardDataCollatorWithPadding as RewardDataCollatorWithPadding
 from ..data.formats import remove_none_values as remove_none_values
-from ..data.length_stats import NO_LABEL
+from ..data.kinds.solutions import NO_LABEL
 from ..data.loader import main_processes_first as global_then_local_main_first  # noqa: F401
 from ..modeling.adapters import get_kbit_device_map as get_kbit_device_map
 from ..modeling.adapters import get_peft_config as get_peft_config

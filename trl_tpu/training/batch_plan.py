@@ -1,45 +1,85 @@
-"""Decide whether a run's batches are packed, plan their shapes, and make their collators."""
+"""Choose the layouts of a run's batches, and plan shapes for devices that compile once per shape."""
 
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
-from accelerate.utils import parse_flag_from_env
+import numpy as np
+from datasets import Dataset
 from transformers import DataCollatorForTokenClassification, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..config.reward_config import RewardConfig
-from ..data.collate import BatchCollator, ComparisonRule, Part
-from ..data.collators import DataCollatorForPreference, DictCollator, RewardDataCollatorWithPadding
-from ..data.length_stats import SOLUTION, has_row_format, is_prepared, length_stats
+from ..data.collate import ComparisonRule, Part
+from ..data.collators import DataCollatorForPreference, RewardDataCollatorWithPadding
+from ..data.length_stats import is_prepared, kind_of_dataset, length_stats, length_stats_of_stream
+from ..data.loader import sizes_by_prompt
 from ..errors import UserError
 from ..modeling.adapters import without_adapters
 from ..modeling.forward import PackingImpossible
+from ..modeling.head_spec import keep_heads_in_float32
 from ..modeling.layers import find_layers
-from ..modeling.losses import TIES
 from ..modeling.model_shape import outgrows_positions
-from ..modeling.packability import make_packable, user_code_in
-from ..modeling.static_shapes import fit_to_device
-from ..modeling.tree_states import shared_chunk
-from ..packing.pack import pack_unpadded, pad
-from ..packing.planned import pack
-from ..packing.shapes import RowPlan
+from ..modeling.packability import make_packable, reads_padding, user_code_in
+from ..modeling.recurrent_layers import shared_chunk
+from ..modeling.static_shapes import ExpansionImpossible, use_expanded_attention, use_static_shapes
+from ..packing.shapes import PairLengths, RowPlan, attention_crossover_length, bucket_lengths, plan_rows, round_up
 from ..runtime import Runtime
-from .planned_shapes import PlannedShapes
+from . import layouts
 
 logger = logging.getLogger(__name__)
 
-# collators of TRL and transformers; `BatchCollator` makes batches with the same rows
-_COLLATORS = (DataCollatorForPreference, RewardDataCollatorWithPadding, DataCollatorForTokenClassification)
+# In shorter rows, a mask per query and key costs less than moving the queries, keys and values of every layer.
+LONG_ROW = 2048
+
+# A stream's sample is repeated to this many batches. Only one batch of the longest possible pairs is added, so shapes
+# fit typical batches.
+_STREAM_BATCHES = 4096
+
+
+def plan_rows_of(
+    dataset: Any,
+    hidden_size: int,
+    pairs: int,
+    shards: int,
+    args: RewardConfig,
+    expands: bool = False,
+    multiple: int = 32,
+    sizes_N: np.ndarray | None = None,
+    chunk: int = 1,
+) -> RowPlan:
+    """Plan the rows of packed batches of ``pairs`` pairs of ``dataset``.
+
+    Args:
+        dataset: A prepared dataset, or a stream with ``sizes_N``.
+        hidden_size: Hidden size of the model.
+        pairs: Pairs per batch.
+        shards: Number of devices that the rows are sharded over.
+        args: Settings of the run.
+        expands: Whether attention reads rows of whole sequences. A prefix of all sequences then takes room in each.
+        multiple: Row lengths are multiples of this.
+        sizes_N: Sizes of a stream's pairs, or sizes from `sizes_by_prompt`. None computes each pair's size.
+        chunk: See `RowPlan`.
+
+    Raises:
+        UserError: `row_length` is too short for a pair.
+    """
+    shared_prefix = length_stats(dataset).shared_prefix if isinstance(dataset, Dataset) and not expands else 0
+    plan = plan_rows(
+        length_stats(dataset).lengths.in_chunks(chunk).sizes_P if sizes_N is None else sizes_N,
+        pairs,
+        shards,
+        max_shapes=args.max_shapes,
+        shared_prefix=shared_prefix // chunk * chunk,
+        attention_crossover_length=attention_crossover_length(hidden_size),
+        multiple=max(multiple, chunk),
+        row_length=args.row_length,
+    )
+    return replace(plan, chunk=chunk)
 
 
 class BatchPlan:
-    """Decides once per run whether batches are packed, and makes the collators for its datasets.
-
-    On plain torch, a packed batch is one row without padding. On devices that compile once per shape, and with
-    ``fixed_rows``, packed batches have rows of a few planned shapes. On these devices, padded batches have a few
-    planned lengths, unless rewards depend on padding.
+    """Chooses the layout of each dataset's batches: packed, unless there is an obstacle.
 
     Args:
         args: Settings of the run.
@@ -50,7 +90,7 @@ class BatchPlan:
         data_collator: A user-defined collator; None for the default.
         old_columns: Whether the data has the columns of TRL's old API.
         reads_padded_rows: Returns the name of a user-defined method that reads batches and so expects TRL's padded
-            layout; None without such a method.
+            rows; None without such a method.
         fixed_rows: Rows for every packed batch. None chooses rows that fit the data.
 
     Raises:
@@ -59,6 +99,9 @@ class BatchPlan:
 
     padding_reason: str | None = None
     """The obstacle to packing; None if batches are packed."""
+    _expands = False  # whether planned rows attend in rows of whole sequences
+    _sizes_N: np.ndarray | None = None  # sizes of the training pairs with `group_by_prompt`
+    _streamed: PairLengths | None = None  # lengths of the first pairs of the first stream
 
     def __init__(
         self,
@@ -75,23 +118,13 @@ class BatchPlan:
     ) -> None:
         self._args, self._tokenizer, self._runtime = args, tokenizer, runtime
         self._train_dataset, self._collator = train_dataset, data_collator
-        self._old_columns, self._reads_padded_rows = old_columns, reads_padded_rows
-        self.planned = PlannedShapes(args, runtime, fixed_rows)
-        self.plans_shapes = runtime.plans_shapes
-        self._is_unpadded = not self.plans_shapes and fixed_rows is None  # applies to packed batches only
-        self._pad_for_reason(self._obstacle_in_settings(model) or self._obstacle_in_code())
+        self._old_columns, self._reads_padded_rows, self._fixed_rows = old_columns, reads_padded_rows, fixed_rows
+        self._is_planned = runtime.plans_shapes or fixed_rows is not None
+        self._plans: dict[tuple[str, int], RowPlan] = {}
+        self._reads_padding: dict[str, bool] = {}  # by the description of user code in the model
+        obstacle = layouts.obstacle_to_packing(args, model, runtime, train_dataset, self._is_planned)
+        self._pad_for_reason(obstacle or self._user_code())
         self.use_model(model)
-
-    # ---- the decision
-
-    @property
-    def packed(self) -> bool:
-        return self.padding_reason is None
-
-    @property
-    def layout(self) -> str:
-        """The layout of batches, as recorded in checkpoints: "packed" or "padded"."""
-        return "packed" if self.packed else "padded"
 
     def use_model(self, model: PreTrainedModel) -> None:
         """Prepare the first model, or a new model of `model_init`, for the device and for this plan's batches.
@@ -100,20 +133,21 @@ class BatchPlan:
             UserError: packing=True, but the model cannot read packed rows; or scan_layers=True, but its layers cannot
                 run as a loop.
         """
-        fit_to_device(model, is_static=self.plans_shapes)
+        keep_heads_in_float32(model)
+        if self._runtime.plans_shapes:
+            use_static_shapes(model)
         self._whole_model, self._model = model, without_adapters(model)
         if self._args.scan_layers:
             find_layers(self._model)  # raises before any data is read
-        if self.packed:
+        if self.padding_reason is None:
             try:
-                make_packable(model, self._pad_token_id, is_unpadded=self._is_unpadded)
+                make_packable(model, self._tokenizer.pad_token_id, is_unpadded=not self._is_planned)
             except PackingImpossible as reason:
                 self._pad_for_reason(str(reason))
-        if self.packed and not self._packs(self._train_dataset):
-            self._pad_for_reason(
-                "train_dataset is a stream without max_length, so its pairs may be longer than any row"
-            )
-        self.planned.use_model(model, self._pad_token_id, self.packed)
+        if self._expands and self.padding_reason is None:
+            use_expanded_attention(self._model)
+        if self._runtime.plans_shapes and self.padding_reason is not None:
+            self._keeps_lengths()  # while the model is on the host: the trial forward then compiles nothing
 
     def prepare(self, train_dataset: Any, eval_dataset: Any) -> None:
         """Plan the rows of prepared datasets, choose their attention, and check that all pairs fit into `row_length`.
@@ -123,13 +157,41 @@ class BatchPlan:
                 into a run); the model does not allow the chosen `packed_attention`; or `group_by_prompt` is set for a
                 stream.
         """
-        self._train_dataset = train_dataset
+        args, self._train_dataset = self._args, train_dataset
+        if args.group_by_prompt:
+            self._sizes_N = sizes_by_prompt(train_dataset, self._pairs_together(args.train_batch_size))
+        if not self._runtime.plans_shapes or self.padding_reason is not None:
+            return
         evaluated = [*eval_dataset.values()] if isinstance(eval_dataset, Mapping) else [eval_dataset]
-        self.planned.prepare(train_dataset, evaluated, self.plans_shapes and self._packs(train_dataset))
+        # expanded rows hold pairs only
+        if all(kind_of_dataset(data).sequences == 2 for data in (train_dataset, *evaluated)):
+            self._expands = self._choose_expansion()
+        if self._expands:
+            self._plans.clear()  # plan again: whole sequences take more room
+        for dataset in evaluated:
+            if args.row_length is not None and layouts.can_plan(dataset, args.max_length):
+                self.rows(dataset, args.eval_batch_size)
 
-    def _packs(self, dataset: Any) -> bool:
-        """Return whether batches of ``dataset`` are packed. They are padded if no shapes can be planned."""
-        return self.packed and (self._is_unpadded or self.planned.can_plan(dataset))
+    def _choose_expansion(self) -> bool:
+        """Choose whether packed rows attend in rows of whole sequences, and prepare the model for it.
+
+        Raises:
+            ExpansionImpossible: packed_attention='expanded', but the kernels cannot compute the model's attention.
+        """
+        asked, longest = self._args.packed_attention, self.training_rows.longest
+        is_long = self._runtime.has_attention_kernel and longest >= LONG_ROW
+        if asked == "expanded" or (asked == "auto" and is_long):
+            try:
+                use_expanded_attention(self._model)
+                return True
+            except ExpansionImpossible as reason:
+                if asked == "expanded":
+                    raise
+                logger.warning(f"Rows of {longest} tokens use masks of {longest} x {longest} entries. {reason}")
+        return False
+
+    def _user_code(self) -> str | None:
+        return layouts.user_code_reading(self._args, self._collator, self._reads_padded_rows())
 
     def _pad_for_reason(self, obstacle: str | None) -> None:
         """Pad batches from now on if there is an obstacle to packing.
@@ -145,61 +207,32 @@ class BatchPlan:
             logger.warning(f"Batches are padded, not packed: {obstacle}.")
         self.padding_reason = obstacle
 
-    def _obstacle_in_settings(self, model: PreTrainedModel) -> str | None:
-        args, counted = self._args, self._args.include_num_input_tokens_seen
-        changes_positions = outgrows_positions(model, args.max_length)
-        recompiles = args.torch_compile and self._is_unpadded
-        is_gpu = self._runtime.device.type == "cuda" and not args.use_cpu
-        prefers_padding = args.packing == "auto" and is_gpu and shared_chunk(model) > 1
-        shards = args.fsdp or args.deepspeed_plugin or args.parallelism_config
-        obstacles = {
-            "packing is turned off": args.packing == "false",
-            "torch_compile would compile the model again for each new shape of a row": recompiles,
-            "neftune_noise_alpha scales its noise by the length of rows": args.neftune_noise_alpha,
-            "long sequences change the positions of shorter ones in a batch (see max_length)": changes_positions,
-            "accelerate shards the model, and packed rows are not tested with that": (
-                shards or parse_flag_from_env("ACCELERATE_USE_FSDP")
-            ),
-            "include_num_input_tokens_seen counts padded rows (num_tokens in the logs does not)": (
-                getattr(counted, "value", counted) not in (False, "no")
-            ),
-            "on a GPU, recurrent layers are faster in padded rows: packed rows take many small steps": prefers_padding,
-        }
-        return next((obstacle for obstacle, is_present in obstacles.items() if is_present), None)
-
-    def _obstacle_in_code(self) -> str | None:
-        """Return a description of user code that expects padded rows; None if there is none."""
-        if self._collator is not None and type(self._collator) not in _COLLATORS:
-            return "a custom data collator makes the batches"
-        method = self._reads_padded_rows()
-        if method is None:
-            return None
-        if method.endswith("_dataloader") and self._args.train_batch_size > self._args.per_device_train_batch_size:
-            return f"{method} is overridden; a batch of its loader is the batch of all devices of the mesh"
-        return f"{method} is overridden, and such code expects padded rows"
-
-    # ---- collators
+    # ---- layouts and collators
 
     @property
-    def padding_side(self) -> str:
-        """The padding side. TRL's current collator ignores the tokenizer and pads on the right."""
-        return self._tokenizer.padding_side if self._old_columns else "right"
+    def layout(self) -> layouts.BatchLayout:
+        """The layout of training batches."""
+        return self.layout_of(self._train_dataset, self._args.train_batch_size)
 
-    @property
-    def _pad_token_id(self) -> int:
-        return self._tokenizer.pad_token_id
-
-    def default_collator(self) -> Callable[[list[Any]], dict[str, Any]]:
-        """Return TRL's collator for the data, for code that makes its own batches."""
-        multiple: Any = self._args.pad_to_multiple_of  # an int or None: the config has parsed text
-        if self._old_columns:
-            return RewardDataCollatorWithPadding(self._tokenizer, pad_to_multiple_of=multiple)
-        if has_row_format(self._train_dataset, SOLUTION):
-            return DataCollatorForTokenClassification(self._tokenizer, pad_to_multiple_of=multiple)
-        return DataCollatorForPreference(self._pad_token_id, multiple)
+    def layout_of(self, dataset: Any, batch_size: int) -> layouts.BatchLayout:
+        """Return the layout of batches of ``dataset`` with ``batch_size`` rows of the data per process."""
+        args, is_static = self._args, self._runtime.plans_shapes
+        if self.padding_reason is None and not self._is_planned:
+            return layouts.Unpadded(attention_crossover_length(self._hidden_size))
+        if self.padding_reason is None and layouts.can_plan(dataset, args.max_length):
+            return layouts.Planned(self.rows(dataset, batch_size), self._expands)
+        reason = self.padding_reason or "a stream without max_length"
+        has_own_format = self._collator is None or isinstance(self._collator, layouts.STANDARD_COLLATORS)
+        lengths = self._lengths(dataset) if is_static and has_own_format else None
+        multiple: Any = args.pad_to_multiple_of or 1  # the config has parsed text
+        if self._user_code() is None:
+            return layouts.Padded(reason, lengths, is_static, multiple)
+        collate = self._collator or self.default_collator()
+        are_old = self._old_columns or isinstance(collate, RewardDataCollatorWithPadding)
+        return layouts.TrlDict(reason, lengths, is_static, multiple, collate, are_old, self.padding_side)
 
     def collator(self, dataset: Any, batch_size: int, user_collator: Any) -> Callable[..., Any]:
-        """Return the collator of ``dataset``: for packed batches, padded batches, or TRL's dict with user code.
+        """Return the collator of ``dataset``.
 
         Batches are padded from now on if user code has replaced a part of the model or the collator since packing was
         chosen. If processes share one sharded model, the collator gets the data rows of all processes and makes this
@@ -214,73 +247,104 @@ class BatchPlan:
             UserError: packing=True is set, but packing is impossible.
         """
         self._collator = user_collator
-        if self.packed:
-            self._pad_for_reason(self._obstacle_in_code() or user_code_in(self._whole_model))
-        args, (index, count) = self._args, self._runtime.batch_part
+        if self.padding_reason is None:
+            self._pad_for_reason(self._user_code() or user_code_in(self._whole_model))
+        args, part = self._args, Part(batch_size, *self._runtime.batch_part)
         answers = length_stats(dataset).answers if is_prepared(dataset) else 2  # streams hold pairs only
-        rule = ComparisonRule(
-            args.ties in TIES,
-            args.average_over == "comparisons",
-            args.margin_scale,
-            args.attribute_loss_weights,
-            answers,
-            len(args.attributes or ()),
-        )
-        part = Part(batch_size, index, count) if count > 1 else None
-        if self._packs(dataset) and self._is_unpadded:
-            pack_rows = partial(pack_unpadded, attention_crossover_length=self.planned.crossover)
-        elif self._packs(dataset):
-            rows = self.planned.rows(dataset, batch_size)
-            pack_rows = partial(pack, plan=rows, expands=self.planned.expands, part=(index, count))
-            part = Part(batch_size * count, index, count, shares_pairs=True)
-        elif self._obstacle_in_code() is not None:
-            are_old = self._old_columns or isinstance(user_collator, RewardDataCollatorWithPadding)
-            collate = user_collator
-            if type(collate) is DataCollatorForPreference and answers != 2:
-                collate = replace(collate, answers=answers)
-            lengths = self._lengths_of(dataset)
-            return DictCollator(collate, are_old, rule, self._pad_token_id, self.padding_side, lengths, part)
-        else:
-            lengths = self._lengths_of(dataset)
-            if self.plans_shapes:  # a fixed number of rows, even if the length is not planned
-                lengths, part = lengths or (), Part(batch_size, index, count)
-            multiple: Any = args.pad_to_multiple_of or 1
-            pack_rows = partial(pad, lengths=lengths, multiple=multiple)
-        return BatchCollator(pack_rows, self._pad_token_id, rule, part)
+        rule = ComparisonRule.of(args, kind_of_dataset(dataset), answers)
+        return self.layout_of(dataset, batch_size).collator(self._tokenizer.pad_token_id, rule, part)
 
-    # ---- shapes
+    def default_collator(self) -> Callable[[list[Any]], dict[str, Any]]:
+        """Return TRL's collator for the data, for code that makes its own batches."""
+        multiple: Any = self._args.pad_to_multiple_of  # an int or None: the config has parsed text
+        if self._old_columns:
+            return RewardDataCollatorWithPadding(self._tokenizer, pad_to_multiple_of=multiple)
+        if kind_of_dataset(self._train_dataset).is_one_sequence:
+            return DataCollatorForTokenClassification(self._tokenizer, pad_to_multiple_of=multiple)
+        return DataCollatorForPreference(self._tokenizer.pad_token_id, multiple)
 
-    def _lengths_of(self, dataset: Any) -> tuple[int, ...] | None:
-        """Choose the row lengths of padded batches of ``dataset`` on a device that compiles once per length.
+    @property
+    def padding_side(self) -> str:
+        """The padding side. TRL's current collator ignores the tokenizer and pads on the right."""
+        return self._tokenizer.padding_side if self._old_columns else "right"
 
-        None if lengths are not planned: on other devices, for user-defined collators, and if `PlannedShapes.lengths`
-        returns None.
+    # ---- planned shapes
+
+    @property
+    def training_rows(self) -> RowPlan:
+        return self.rows(self._train_dataset, self._args.train_batch_size)
+
+    def rows(self, dataset: Any, batch_size: int) -> RowPlan:
+        """Return the rows of packed batches of ``dataset``, over all processes. Plan them once per batch size.
+
+        All streams have the same rows. They are planned from the first pairs of the first stream (the training data,
+        if it is a stream), and from `max_length`, so every process and every resumed run plans the same rows.
         """
-        has_own_format = self._collator is None or isinstance(self._collator, _COLLATORS)
-        return self.planned.lengths(dataset) if self.plans_shapes and has_own_format else None
+        chunk = shared_chunk(self._model)
+        if self._fixed_rows is not None:
+            return replace(self._fixed_rows, chunk=chunk)
+        pairs = self._pairs_together(batch_size)
+        key = getattr(dataset, "_fingerprint", "stream"), pairs
+        if key not in self._plans:
+            # attention kernels need lengths in large multiples
+            multiple = 256 if self._expands and self._runtime.has_attention_kernel else 32
+            is_training = dataset is self._train_dataset and batch_size == self._args.train_batch_size
+            # `sizes_by_prompt` assumes that pairs of one prompt share all its tokens: not in expanded rows or chunks
+            sizes_N = self._sizes_N if is_training and not self._expands and chunk == 1 else None
+            if not isinstance(dataset, Dataset):
+                sizes_N = self._sizes_of_stream(dataset, pairs, chunk)
+            shards = self._args.mesh_shape.batch_shards
+            self._plans[key] = plan_rows_of(
+                dataset, self._hidden_size, pairs, shards, self._args, self._expands, multiple, sizes_N, chunk
+            )
+        return self._plans[key]
+
+    def _sizes_of_stream(self, stream: Any, pairs: int, chunk: int) -> np.ndarray:
+        """Return the sizes of a sample, repeated, and of one batch of the longest pairs without shared tokens."""
+        self._streamed = self._streamed or length_stats_of_stream(stream)
+        longest = 2 * round_up(self._args.max_length or 0, chunk)
+        sizes_N = self._streamed.in_chunks(chunk).sizes_P if len(self._streamed) else np.array([longest])
+        return np.append(np.resize(sizes_N, _STREAM_BATCHES * pairs), [longest] * pairs)
+
+    def _pairs_together(self, batch_size: int) -> int:
+        """Return the number of pairs that are packed together: with planned rows, the pairs of the whole mesh."""
+        covers_mesh = self._runtime.plans_shapes and self._args.shards_over_processes
+        return batch_size * self._args.mesh_shape.batch_shards if covers_mesh else batch_size
 
     @property
-    def shapes(self) -> int | None:
-        """The number of batch shapes in training; None if shapes are not planned."""
-        if self.packed:
-            return None if self._is_unpadded else len(self.planned.training_rows.shapes)
-        lengths = self._lengths_of(self._train_dataset)
-        return None if lengths is None else len(lengths)
+    def _hidden_size(self) -> int:
+        return self._model.config.get_text_config().hidden_size
 
-    @property
-    def accumulates(self) -> bool:
-        """True if some batches are split into several micro-batches."""
-        return self.packed and not self._is_unpadded and bool(self.planned.training_rows.accumulate)
+    def _lengths(self, dataset: Any) -> tuple[int, ...] | None:
+        """Return the row lengths of padded batches: a few that fit ``dataset``, or multiples of `pad_to_multiple_of`.
 
-    def describe(self) -> str:
-        """Describe training batches for the log: packed or padded, their shapes, and why they are not packed."""
-        if self.packed and self._is_unpadded:
-            return "each packed into one row without padding"
-        if self.packed:
-            attention = "in rows of whole sequences" if self.planned.expands else "with masks"
-            return f"packed into rows of {self.planned.training_rows}; attention is computed {attention}"
-        lengths = self._lengths_of(self._train_dataset)
-        if lengths is None:
-            return f"padded to their longest sequence ({self.padding_reason})"
-        listed = " or ".join(map(str, lengths)) if len(lengths) <= 4 else f"one of {len(lengths)} lengths in"
-        return f"padded to {listed} tokens ({self.padding_reason})"
+        None if rewards depend on padding, or for a stream without `max_length`.
+        """
+        if self._keeps_lengths():
+            return None
+        is_known = isinstance(dataset, Dataset) and len(dataset) > 0
+        longest = int(length_stats(dataset).lengths.longest_P.max()) if is_known else self._args.max_length
+        if not longest:
+            return None
+        if multiple := self._args.pad_to_multiple_of:
+            assert isinstance(multiple, int)  # the config has parsed text
+            return tuple(range(multiple, round_up(longest, multiple) + 1, multiple))
+        return bucket_lengths(longest, self._args.max_shapes)
+
+    def _keeps_lengths(self) -> bool:
+        """Return whether batches keep TRL's lengths, because rewards depend on the amount of padding.
+
+        Rewards can depend on padding with user-defined forwards, with prompt tuning, and with positions that depend on
+        the longest sequence.
+        """
+        own_code = user_code_in(self._whole_model)
+        if own_code is not None and own_code not in self._reads_padding and not self._args.pad_to_multiple_of:
+            self._reads_padding[own_code] = reads_padding(self._whole_model, self._tokenizer.pad_token_id)
+            if self._reads_padding[own_code]:
+                logger.warning(
+                    f"Rewards depend on padding, so batches are padded to their longest sequence, and every new "
+                    f"length triggers a compilation: {own_code}. `pad_to_multiple_of` reduces the number of lengths; "
+                    "as in TRL, it changes rewards too."
+                )
+        depends_on_padding = self._reads_padding.get(own_code or "", False)
+        return depends_on_padding or outgrows_positions(self._model, self._args.max_length)

@@ -1,40 +1,52 @@
-"""Run transformers' training loop on any runtime, for any model and loss.
+"""Train on any runtime, for any model and loss: the road of a run, the loop over its steps, and one step.
 
-This module overrides methods of `transformers.Trainer` for placement, batches and steps. Overrides that save and load
-are in `trl_tpu.training.saving`. Overrides about rewards (`compute_loss`, `prediction_step`, `evaluation_loop`,
-`call_model_init`, `log`, `create_model_card`) are in `trl_tpu.trainer`.
+`DeviceTrainer.train` finds the checkpoint to resume from. transformers' `train` applies the settings to the model and
+calls `_inner_training_loop`, which reads like this:
 
-The loop itself is transformers'. An override replaces code that would stall an XLA device, recompile a step, replicate
-state on every device, or let one host act alone:
+1. `_start`: the loader, the optimizer, the wrapped model and the schedule, made by transformers. Then
+   `_place_training_state` recomputes layers, stacks them, and shards the optimizer's state. Then the checkpoint is
+   loaded.
+2. `_begin`: statistics and counters.
+3. `_train_epoch`: the batches of each update, callbacks, and what follows a step: votes, logs, evaluations, saves.
+4. `_update`: one step. `trl_tpu.training_step` calls the same method.
+5. `_finish`: the mean loss, the best model and the last save.
+
+These overrides replace code that would stall an XLA device, recompile a step, replicate state on every device, or let
+one host act alone. Overrides that save and load are in `trl_tpu.training.saving`, and overrides about rewards
+(`compute_loss`, `prediction_step`, `evaluation_loop`, `call_model_init`, `log`, `create_model_card`) in
+`trl_tpu.trainer`.
 
 ==================================  ==========================================================================
 override                            purpose
 ==================================  ==========================================================================
 train                               resume only from a complete checkpoint; handle SIGTERM; compare hosts
+_inner_training_loop                take the steps of a run
 _build_accelerator_args             turn off accelerate's mixed precision and batch dispatch
 _move_model_to_device               shard the parameters
 compute_loss_context_manager        compute in bfloat16 over float32 weights
 _get_dataloader                     make batches of planned shapes; split them over the mesh; group prompts
-_run_epoch                          skip the batches of a resumed epoch; take no step after the last
-create_optimizer                    reshard the model before the optimizer reads its parameters
-create_scheduler                    create optimizer state before step 1; stack the layers into a loop
+create_scheduler                    end at `learning_rate_end`; check the schedule before training
 training_step                       run a batch in one or several micro-batches
-floating_point_ops                  count operations of packed rows; end the program of a micro-batch
-_get_grad_norm                      check that the step is finite
 _maybe_log_save_evaluate            vote on all hosts; read the device once per log
-_finalize_training                  unstack the layers; exclude nonfinite steps from the mean loss
 ==================================  ==========================================================================
 """
 
 import contextlib
 import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
+from accelerate import DistributedType, skip_first_batches
 from torch import nn
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 from transformers import PrinterCallback, trainer
+from transformers.integrations.fsdp import is_fsdp_managed_module
+from transformers.optimization import GreedyLR
 from transformers.trainer_utils import has_length
 
 from ..checkpoint.folders import RunFolder
@@ -47,7 +59,6 @@ from ..data.loader import (
     prompt_group_sampler,
     rows_of_step,
     skip_batches,
-    skipping_by,
 )
 from ..errors import UserError
 from ..modeling.tree_states import recompute_in_same_batch
@@ -56,13 +67,31 @@ from ..parallel import shard
 from ..parallel.mesh import BATCH_AXES
 from ..runtime import choice, current
 from .batch_plan import BatchPlan
-from .optimizer import create_schedule, skip_unless, store_first_moments, unwrap, update_in_float32
+from .optimizer import create_schedule, unwrap
 from .progress import JsonLines, Progress
-from .saving import Components, SavingTrainer
+from .saving import Components, SavingTrainer, saves_state
 from .statistics import StepCounts, StepStatistics
-from .stopping import SIGTERM, EvaluationInterrupted, StepCallback
+from .stopping import SIGTERM, EvaluationInterrupted
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass
+class Run:
+    """What the steps of a run need."""
+
+    model: nn.Module  # wrapped
+    loader: Any
+    epochs: int
+    updates: int  # per epoch
+    batches: int  # per epoch
+    samples: float  # training pairs, for the rates in the last log
+    first_epoch: int
+    skipped: int  # batches of the first epoch that the resumed checkpoint was trained on
+    checkpoint: str | None
+    trial: Any
+    start_time: float
+    ignore_keys: list[str] | None = None  # of the model's output in evaluations
 
 
 class DeviceTrainer(SavingTrainer):
@@ -89,9 +118,8 @@ class DeviceTrainer(SavingTrainer):
         progress = JsonLines() if is_json else Progress() if shows_bar else None
         announce = logger.info if progress is None else progress.say
         self.trl_tpu = ours = Components(self.args, self.model, self.accelerator, plan, statistics, announce)
-        for callback in (progress, StepCallback(self._begin, ours.agreement, ours.preemption, ours.recompiles.check)):
-            if callback is not None:
-                self.add_callback(callback)
+        if progress is not None:
+            self.add_callback(progress)
         self.batch_plan, self.checkpointer = plan, ours.checkpointer
         # TRL uses this attribute name
         offload: Any = current().activations_on_host if self.args.activation_offloading else contextlib.nullcontext
@@ -109,10 +137,10 @@ class DeviceTrainer(SavingTrainer):
             f"Training on {current().topology().description}: {choice().reason}\n"
             f"Computing in {precision}; {self.get_num_trainable_parameters():,} of {total:,} parameters train\n"
             f"{self.shard_report}\n"
-            f"Batches of {self._train_batch_size} pairs, {self.trl_tpu.batch_plan.describe()}"
+            f"Batches of {self._train_batch_size} pairs, {self.trl_tpu.batch_plan.layout}"
         )
 
-    # ---- a run
+    # ---- the entry
 
     def train(
         self,
@@ -193,15 +221,16 @@ class DeviceTrainer(SavingTrainer):
         if self.args.shards_over_processes:
             self.shard_report = shard.shard_model(model, self.args.mesh_shape, current(), device)
             return
-        plan = shard.plan_model(model, self.args.mesh_shape, self.args.sharding_rules)
         runtime = current()  # `self.trl_tpu` does not exist yet: transformers' constructor calls this method
-        if not (is_spmd := runtime.is_spmd):
+        if not runtime.is_spmd:
             super()._move_model_to_device(model, device)
+            self.shard_report = shard.keep_whole(model, args.mesh_shape, args.sharding_rules, runtime)
+            return
+        plan = shard.plan_model(model, args.mesh_shape, args.sharding_rules)
         self.shard_report = shard.place_model(model, plan, runtime, device)
-        if is_spmd:
-            shard.shard_activations(model, plan, self.shard_report.placements, runtime)
-            if runtime.topology().process_count == 1:  # with several, all would have to gather together
-                gather_weights_on_save(model, runtime)
+        shard.shard_activations(model, plan, self.shard_report.placements, runtime)
+        if runtime.topology().process_count == 1:  # with several, all would have to gather together
+            gather_weights_on_save(model, runtime)
 
     # ---- batches
 
@@ -252,64 +281,196 @@ class DeviceTrainer(SavingTrainer):
         batches = host_batches(dataset, collate, batch_size * parts, sampler, self.args)
         return runtime.loader(batches, BATCH_AXES)
 
-    def _run_epoch(self, model: Any, epoch: int, train_dataloader: Any, *args: Any, **kwargs: Any) -> None:
-        def skip(loader: Any, count: int) -> Any:
-            # a user-defined loader may be wrapped by accelerate
-            batches = skip_batches(getattr(loader, "dataloader", loader), count)
-            return self.trl_tpu.runtime.loader(batches, BATCH_AXES)
+    # ---- a run
 
-        # the loop checks for the end only after a step, so a run resumed at its end would take one step too many
-        self.control.should_training_stop |= self.state.global_step >= self.state.max_steps
-        if not self.control.should_training_stop:
-            shards = self._shards_model
-            with skipping_by(skip, train_dataloader) if shards else contextlib.nullcontext():
-                super()._run_epoch(model, epoch, train_dataloader, *args, **kwargs)
+    def _inner_training_loop(
+        self,
+        batch_size: int | None = None,
+        args: Any = None,
+        resume_from_checkpoint: str | None = None,
+        trial: Any = None,
+        ignore_keys_for_eval: list[str] | None = None,
+    ) -> Any:
+        """Take the steps of a run. transformers' `train` calls this once it has applied the settings to the model."""
+        self.accelerator.free_memory()
+        if self.args.auto_find_batch_size:
+            self._update_auto_batch_size(batch_size)
+        run = self._start(resume_from_checkpoint, trial)
+        run.ignore_keys = ignore_keys_for_eval
+        self.control = self.callback_handler.on_train_begin(self.args, self.state, self.control)
+        self._begin()
+        if self.args.eval_on_start:
+            self._evaluate(trial, ignore_keys_for_eval, skip_scheduler=True)
+        for epoch in range(run.first_epoch, run.epochs):
+            if self.state.global_step >= self.state.max_steps:  # a run resumed at its end
+                break
+            self.control = self.callback_handler.on_epoch_begin(self.args, self.state, self.control)
+            self._train_epoch(run, epoch)
+            if self.control.should_training_stop:
+                break
+        return self._finish(trial, run.samples, run.start_time)
 
-    # ---- the step
+    def _start(self, checkpoint: str | None = None, trial: Any = None) -> Run:
+        """Make everything that the first step needs, and load the checkpoint."""
+        loader = self.get_train_dataloader()
+        epochs, updates, _, samples, _, batches, max_steps = self.set_initial_training_values(self.args, loader)
+        first_epoch, skipped = self._init_training_state(max_steps, updates, epochs, checkpoint, trial)
+        shard.reshard(self.model)  # an evaluation before training may have left weights gathered
+        is_ours = saves_state(self.accelerator)
+        model, loader = self._prepare_for_training(max_steps, loader, None if is_ours else checkpoint)
+        self._place_training_state()
+        if is_ours and checkpoint is not None:
+            self._load_optimizer_and_scheduler(checkpoint)
+            self._load_scaler(checkpoint)
+        self._initial_num_input_tokens_seen = self.state.num_input_tokens_seen
+        self._initial_global_step = self.state.global_step
+        model.zero_grad()
+        logger.info("Training %s of %s steps, %s per epoch", max_steps - self.state.global_step, max_steps, updates)
+        numbers = epochs, updates, cast(int, batches), samples, first_epoch, skipped
+        return Run(model, loader, *numbers, checkpoint, trial, start_time=time.time())
 
-    def create_optimizer(self, model: Any = None) -> Any:
-        """Reshard the model, then make the optimizer: an evaluation before training may have left weights gathered.
-
-        transformers 5.24 reshards the model, too.
-        """
-        shard.reshard(self.model)
-        return super().create_optimizer(model)
-
-    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
-        """Create the optimizer's state and the schedule.
+    def _place_training_state(self) -> None:
+        """Let layers recompute, stack them into a loop, and create and shard the optimizer's state.
 
         At this point the optimizer is final and no checkpoint has been loaded into it.
         """
-        ours = self.trl_tpu
+        ours, compiled = self.trl_tpu, dict[str, Any]()
         ours.runtime.recompute_layers(self.model, self.args.remat_policy)
         recompute_in_same_batch(self.model)
         if ours.runtime.is_spmd:
             assert self.shard_report is not None  # set by `_move_model_to_device`
-            torch_optimizer = unwrap(self.optimizer)
-            accumulates = self._accumulates or ours.batch_plan.accumulates
-            is_new = ours.step_state.prepare(self.model, self.shard_report.placements, torch_optimizer, accumulates)
-            if is_new and ours.statistics.skips_nonfinite:
-                skip_unless(lambda: ours.statistics.is_finite_1, torch_optimizer, ours.runtime)
-        update_in_float32(unwrap(self.optimizer))
-        store_first_moments(unwrap(self.optimizer), self.args.optim_state_dtype)
-        ours.runtime.fuse(unwrap(self.optimizer))
+            compiled["placements"] = self.shard_report.placements
+            compiled["accumulates"] = self._accumulates or ours.batch_plan.layout.accumulates
+            if ours.statistics.skips_nonfinite:
+                compiled["is_finite"] = lambda: ours.statistics.is_finite_1
+        ours.step_state.prepare(self.model, unwrap(self.optimizer), **compiled)
+
+    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
         if self.lr_scheduler is None:
             self.lr_scheduler = create_schedule(self.args, optimizer or self.optimizer, num_training_steps)
             self._created_lr_scheduler = True
         return super().create_scheduler(num_training_steps, optimizer)
 
+    # ---- an epoch
+
+    def _train_epoch(self, run: Run, epoch: int) -> None:
+        """Take the steps of an epoch; in the first epoch of a resumed run, those that are left."""
+        args, accumulated, loader, done = self.args, self.args.gradient_accumulation_steps, run.loader, 0
+        resumed = run.checkpoint if epoch == run.first_epoch else None
+        if resumed is not None and run.skipped:
+            loader, done = self._skip_batches(loader, run.skipped), run.skipped
+        elif resumed is not None:
+            self._load_random_state(resumed)
+            resumed = None
+        begin_epoch(loader, epoch)
+        batches, norm, rate = iter(loader), None, None
+        for number in range(done // accumulated, run.updates):
+            is_last = number == run.updates - 1  # takes the rest of the batches
+            count = (run.batches - 1) % accumulated + 1 if is_last else accumulated
+            update, items = self.get_batch_samples(batches, count, args.device)
+            if resumed is not None:  # fetching the first batch has drawn random numbers
+                self._load_random_state(resumed)
+                resumed = None
+            if not update:  # a stream has ended
+                break
+            done += len(update)
+            # a stream may end before its last update is complete; the gradients stay for the next epoch
+            completes = done % accumulated == 0 or done == run.batches
+            if (step := self._update(run.model, update, items, completes)) is not None:
+                norm, rate = step
+                self.state.epoch = epoch + done / run.batches
+                self.control = self.callback_handler.on_step_end(args, self.state, self.control)
+                self.trl_tpu.recompiles.check(self.state.global_step)
+                self.trl_tpu.preemption.note_step(self.state.global_step, self.state.max_steps)
+                self._end_step(run, epoch, norm, rate)
+            if self.control.should_epoch_stop or self.control.should_training_stop:
+                break
+        self.trl_tpu.runtime.step_boundary()  # execute what an early end has left
+        if not done:
+            logger.warning("The training data has no batch, so training stops at step %s.", self.state.global_step)
+            self.control.should_training_stop = True
+        self.control = self.callback_handler.on_epoch_end(args, self.state, self.control)
+        self._end_step(run, epoch, norm, rate)
+
+    def _end_step(self, run: Run, epoch: int, norm: Any, rate: float | None) -> None:
+        """Decide, log, evaluate and save at the end of a step or of an epoch."""
+        more = run.trial, epoch, run.ignore_keys, run.start_time
+        self._maybe_log_save_evaluate(self._tr_loss, norm, run.model, *more, learning_rate=rate)
+
+    def _skip_batches(self, loader: Any, count: int) -> Any:
+        if not self._shards_model:
+            return skip_first_batches(loader, count)
+        # accelerate would rebuild the loader without its sharding, and may have wrapped a user-defined loader
+        batches = skip_batches(getattr(loader, "dataloader", loader), count)
+        return self.trl_tpu.runtime.loader(batches, BATCH_AXES)
+
+    def _load_random_state(self, checkpoint: str) -> None:
+        """Load the random state, also from checkpoints of TRL without the random state of this device."""
+        try:
+            self._load_rng_state(checkpoint)
+        except KeyError as error:
+            if error.args != (self.args.device.type,):
+                raise
+            logger.warning("%s has no random state for this device: random numbers will differ.", checkpoint)
+
+    # ---- the step
+
+    def _update(
+        self, model: nn.Module, batches: Sequence[Any], items: Any = None, completes: bool = True
+    ) -> tuple[Any, float] | None:
+        """Accumulate the gradients of some batches, and update the weights.
+
+        Args:
+            model: The wrapped model.
+            batches: The batches of one update. Their gradients are averaged.
+            items: transformers' `num_items_in_batch`, for a user-defined loss.
+            completes: False if the update is not complete with these batches: their gradients are kept.
+
+        Returns:
+            Gradient norm before clipping and learning rate of the update; None without an update.
+        """
+        args, ours, accelerator, events = self.args, self.trl_tpu, self.accelerator, self.callback_handler
+        optimizer, schedule = cast(Any, self.optimizer), cast(Any, self.lr_scheduler)
+        self.current_gradient_accumulation_steps = self._divisor(len(batches))
+        for number, inputs in enumerate(batches, start=1):
+            is_last = number == len(batches)
+            accelerator.gradient_state._set_sync_gradients(is_last and completes)
+            if number == 1:
+                self.control = events.on_step_begin(args, self.state, self.control)
+            with self._gradient_sync(model, is_last):
+                self._add_loss(self.training_step(model, inputs, items))
+            if self._accumulates:  # else the micro-batches of a step would be one long program
+                ours.runtime.step_boundary()
+            self._count(inputs)
+            if not (is_last and completes):
+                self.control = events.on_substep_end(args, self.state, self.control)
+                ours.agreement.postpone(self.control)
+                if self.control.should_epoch_stop or self.control.should_training_stop:
+                    return None
+        if not completes:
+            return None
+        ours.gradient_norms.measure(self.model)
+        norm = self._clip_grad_norm(model) if args.max_grad_norm > 0 else None
+        norm = shard.full_tensor(self._get_grad_norm(model, grad_norm=norm))
+        self._tr_loss = ours.statistics.end_step(norm, self._tr_loss, optimizer)
+        self.control = events.on_pre_optimizer_step(args, self.state, self.control)
+        with ours.step_state.update():
+            optimizer.step()  # without effect if the step is nonfinite
+        self.control = events.on_optimizer_step(args, self.state, self.control)
+        rate = self._get_learning_rate()
+        follows_metrics = isinstance(schedule, ReduceLROnPlateau | GreedyLR)  # evaluations step it
+        if not accelerator.optimizer_step_was_skipped and not follows_metrics:
+            schedule.step()
+        model.zero_grad()
+        self.state.global_step += 1
+        return norm, rate
+
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> torch.Tensor:
         """Run a batch in one or several micro-batches, and accumulate their gradients and losses."""
         *accumulated, last = micro_batches_of(inputs)
-        runtime, batches = self.trl_tpu.runtime, self.current_gradient_accumulation_steps
-        if self._accumulates and runtime.plans_shapes and isinstance(batches, int):
-            # the loss is divided by this: a number would be part of the program, and an update with fewer batches, at
-            # the end of an epoch, would compile another one
-            divisor: Any = runtime.to_device(torch.tensor(float(batches)), self.args.device)
-            self.current_gradient_accumulation_steps = divisor
         for part in accumulated:
             self._tr_loss += self._micro_batch(model, part, num_items_in_batch, updates=self._accumulates)
-            runtime.step_boundary()
+            self.trl_tpu.runtime.step_boundary()
         return self._micro_batch(model, last, num_items_in_batch)
 
     def _micro_batch(self, model: nn.Module, part: Any, num_items_in_batch: Any, updates: bool = True) -> torch.Tensor:
@@ -317,27 +478,44 @@ class DeviceTrainer(SavingTrainer):
         ours.recompiles.see(tensors_in(part), updates)
         ours.step_state.attach_gradients()
         loss = super().training_step(model, part, num_items_in_batch)
-        ours.gradient_norms.measure(self.model)  # unclipped; after the last micro-batch gradients are complete
         ours.statistics.add_loss(loss)
         return loss
 
-    def floating_point_ops(self, inputs: dict[str, Any]) -> int:
-        """Return the number of operations of a batch, and execute an accumulated micro-batch.
+    def _divisor(self, batches: int) -> Any:
+        """Return the number of batches that an update's loss is divided by.
 
-        transformers' loop calls this method after it has accumulated the loss of a batch. Executing the micro-batch
-        here keeps the micro-batches of a step from being unrolled into one long program.
+        On compiled devices it is a tensor: a number would be part of the program, and an update with fewer batches, at
+        the end of an epoch, would compile another one.
         """
-        if self._accumulates:
-            self.trl_tpu.runtime.step_boundary()
-        if not isinstance(inputs, Batch):
-            return super().floating_point_ops(inputs)
-        ids = ({"input_ids": part.input_ids_RL} for part in inputs.parts)
-        return sum(map(super().floating_point_ops, ids))
+        runtime = self.trl_tpu.runtime
+        if not (self._accumulates and runtime.plans_shapes):
+            return batches
+        return runtime.to_device(torch.tensor(float(batches)), self.args.device)
 
-    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
-        norm = shard.full_tensor(super()._get_grad_norm(model, grad_norm))
-        self._tr_loss = self.trl_tpu.statistics.end_step(norm, self._tr_loss, self.optimizer)
-        return norm
+    def _gradient_sync(self, model: nn.Module, is_last: bool) -> contextlib.AbstractContextManager[Any]:
+        """Return a context that reduces gradients over processes only in the last batch of an update."""
+        accelerator = self.accelerator
+        syncs_each = accelerator.gradient_state.plugin_kwargs.get("sync_each_batch", False)
+        if is_last or syncs_each or accelerator.distributed_type == DistributedType.DEEPSPEED:
+            return contextlib.nullcontext()
+        if self.is_distributed_loading_by_transformers and is_fsdp_managed_module(self.model):
+            return self._defer_fsdp_gradient_reduction()
+        return accelerator.no_sync(model)
+
+    def _add_loss(self, loss: torch.Tensor) -> None:
+        statistics, runtime = self.trl_tpu.statistics, self.trl_tpu.runtime
+        # `end_step` excludes nonfinite steps without reading the device
+        is_filtered = self.args.logging_nan_inf_filter and not statistics.skips_nonfinite and not runtime.is_spmd
+        if is_filtered and not loss.isfinite():
+            loss = self._tr_loss / (1 + self.state.global_step - self._globalstep_last_logged)
+        self._tr_loss += loss
+
+    def _count(self, inputs: Any) -> None:
+        """Count the operations and tokens of a batch."""
+        for part in micro_batches_of(inputs):
+            ids = {"input_ids": part.input_ids_RL} if isinstance(part, Batch) else part
+            self.current_flos += cast(Any, float(self.floating_point_ops(ids)))
+        self._track_num_input_tokens(inputs)
 
     # ---- at a step's end: decide, log, evaluate, save
 
@@ -423,11 +601,30 @@ class DeviceTrainer(SavingTrainer):
 
     # ---- after the last step
 
-    def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
-        self.trl_tpu.step_state.unstack()  # before the best model is loaded and callbacks look at the model
-        if self.trl_tpu.statistics.skips_nonfinite:
-            self._exclude_nonfinite_steps(self.trl_tpu.statistics)
-        return super()._finalize_training(*args, **kwargs)
+    def _finish(self, trial: Any, samples: float, start_time: float) -> Any:
+        """End a run with transformers' `_finalize_training`, when all saves are written."""
+        ours, stopped_by = self.trl_tpu, self.trl_tpu.preemption.stopped_by
+        ours.step_state.unstack()  # before the best model is loaded and callbacks look at the model
+        if ours.statistics.skips_nonfinite:
+            self._exclude_nonfinite_steps(ours.statistics)
+        # wait on all ranks: a save may still delete older checkpoints, and launchers kill all ranks when one exits
+        ours.checkpointer.settle()
+        if stopped_by is not None:
+            step, max_steps = self.state.global_step, self.state.max_steps
+            logger.warning("At step %s of %s: %s.", step, max_steps, ours.unfinished(stopped_by))
+        # with a limit of 1 transformers would delete all `checkpoint-*` folders but the best, including the checkpoint
+        # to resume from after a stop
+        limit, self.args.save_total_limit = self.args.save_total_limit, None
+        try:
+            result = self._finalize_training(trial, samples, start_time)
+        finally:
+            self.args.save_total_limit = limit
+        if stopped_by is None and self.state.best_model_checkpoint is not None and not ours.best_model_lost:
+            ours.checkpointer.delete_all_but_best(ours.run_folder, Path(self.state.best_model_checkpoint).name)
+        self._report_pushes()
+        if ours.checkpointer.failed:
+            logger.error("These checkpoints were NOT saved: %s", ", ".join(ours.checkpointer.failed))
+        return result
 
     def _exclude_nonfinite_steps(self, statistics: StepStatistics) -> None:
         """Exclude nonfinite steps from the mean `train_loss`, including steps since the last log."""
@@ -439,3 +636,12 @@ class DeviceTrainer(SavingTrainer):
             total = self._total_loss_scalar + open_loss
             self._tr_loss = statistics.loss_sum()
             self._total_loss_scalar = total * steps / finite if finite > 0 else float("nan")
+
+
+def begin_epoch(loader: Any, epoch: int) -> None:
+    """Set the epoch of a loader, and of a batch sampler that accelerate's loader does not pass it to."""
+    wrapped = getattr(getattr(loader, "batch_sampler", None), "batch_sampler", None)
+    parts: tuple[Any, ...] = (loader, wrapped)
+    for part in parts:
+        if hasattr(part, "set_epoch"):
+            part.set_epoch(epoch)

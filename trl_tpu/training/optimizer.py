@@ -1,8 +1,8 @@
 """Optimizers on compiled devices: state created before step 1, learning rates as data, accumulated gradients."""
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -24,53 +24,90 @@ logger = logging.getLogger(__name__)
 
 
 class StepState:
-    """Optimizer state, gradient buffers, and stacked layers for `scan_layers`.
+    """Optimizer state, gradient buffers and stacked layers of a run, and what surrounds each of its updates.
 
     Args:
         scanned: Rematerialization policy of the loop over stacked layers; None keeps the layers separate.
+        moments: Name of the torch dtype that stores Adam's first moments; None leaves them in the weights' dtype.
     """
 
-    def __init__(self, runtime: Runtime, *, scanned: Remat | None) -> None:
-        self._runtime, self._scanned = runtime, scanned
+    def __init__(self, runtime: Runtime, *, scanned: Remat | None = None, moments: str | None = None) -> None:
+        self._runtime, self._scanned, self._moments = runtime, scanned, moments
         self._optimizer: Optimizer | None = None
         self._stack: LayerStack | None = None
+        self._around: list[Callable[[], AbstractContextManager[None]]] = []
         self.gradient_buffers: dict[nn.Parameter, torch.Tensor] = {}
         self._with_gradient: set[nn.Parameter] = set()  # parameters with a gradient in this step
 
     def prepare(
-        self, model: nn.Module, placements: Mapping[str, Placement], optimizer: Optimizer, accumulates: bool
-    ) -> bool:
-        """Stack the layers if they are scanned, and create the state of ``optimizer`` unless that is done.
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        placements: Mapping[str, Placement] | None = None,
+        accumulates: bool = False,
+        is_finite: Callable[[], torch.Tensor] | None = None,
+    ) -> None:
+        """Get ready for the first step of a run, before a checkpoint is loaded.
 
         Args:
-            placements: Placements of the model's parameters by name.
+            placements: On compiled devices, the placements of the model's parameters by name. Layers are then stacked
+                if they are scanned, and the state of a new optimizer is created.
             accumulates: Whether gradients of several micro-batches are accumulated.
+            is_finite: On compiled devices, returns whether the step is finite: a bool tensor [1]. The update
+                of a nonfinite step is skipped. None skips none.
 
-        Returns:
-            Whether the optimizer is new: False if an earlier call created its state.
+        Raises:
+            UserError: The optimizer has no first moments to store in another dtype.
         """
+        self._around = []
+        if placements is not None:
+            self._prepare_compiled(model, optimizer, placements, accumulates)
+        if is_finite is not None:
+            self._has_state = bool(optimizer.state)
+            self._around.append(partial(self._skip_unless, optimizer, is_finite))
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        halves = [each for each in parameters if each.dtype == torch.float16 and not isinstance(each, DTensor)]
+        if halves:
+            self._around.append(partial(_in_float32, halves))
+        if self._moments is not None:
+            if not isinstance(optimizer, _TENSOR_RATE_OPTIMIZERS):
+                name = type(optimizer).__name__
+                raise UserError(f"optim_state_dtype requires torch's AdamW (got {name}). Leave it out.")
+            _narrow_moments(optimizer, self._moments, {})
+            self._around.append(partial(_wide_moments, optimizer, self._moments))
+        self._runtime.fuse(optimizer)
+
+    def _prepare_compiled(
+        self, model: nn.Module, optimizer: Optimizer, placements: Mapping[str, Placement], accumulates: bool
+    ) -> None:
         if self._scanned is not None:
             if self._stack is None or self._stack.model is not model:
                 axes = {name: placement.axes for name, placement in placements.items()}
                 self._stack = LayerStack(model, axes, self._scanned, self._runtime)
             self._stack.stack(optimizer)
-        if optimizer is self._optimizer:
-            if self.gradient_buffers:  # training was interrupted between micro-batches
-                self._zero()
-                self._runtime.step_boundary()
-            return False
-        self._optimizer, self.gradient_buffers = optimizer, {}
-        optimizer.register_step_pre_hook(self._detach_unused)
-        specs = {parameter: placements[name].axes for name, parameter in model.named_parameters()}
-        prepare_optimizer(optimizer, self._runtime, specs if self._stack is None else specs | self._stack.axes)
-        if accumulates:
-            parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-            self.gradient_buffers = {parameter: zeros_sharded_like(parameter) for parameter in parameters}
-            for parameter in filter(lambda tensor: tensor.requires_grad, parameters):
-                parameter.register_hook(partial(self._note_gradient, parameter))
-            self._runtime.step_boundary()
-            optimizer.register_step_post_hook(self._zero)
-        return True
+        specs: dict[Any, PartitionSpec] = {each: placements[name].axes for name, each in model.named_parameters()}
+        specs |= {} if self._stack is None else self._stack.axes
+        if optimizer is not self._optimizer:
+            self._optimizer, self.gradient_buffers = optimizer, {}
+            create_state(optimizer, self._runtime)
+            if accumulates:
+                parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+                self.gradient_buffers = {parameter: zeros_sharded_like(parameter) for parameter in parameters}
+                for parameter in filter(lambda tensor: tensor.requires_grad, parameters):
+                    parameter.register_hook(partial(self._note_gradient, parameter))
+        else:  # training may have been interrupted between micro-batches
+            self._zero()
+        self._runtime.step_boundary()
+        around = (_rates_as_data, _delayed_state_copies, partial(_new_state_sharded, specs=specs))
+        self._around = [self._used_gradients, *(partial(each, optimizer, self._runtime) for each in around)]
+
+    @contextmanager
+    def update(self) -> Iterator[None]:
+        """Return the context of an optimizer's step."""
+        with ExitStack() as stack:
+            for around in self._around:
+                stack.enter_context(around())
+            yield
 
     def attach_gradients(self) -> None:
         """Set missing gradients to zeroed buffers: all micro-batches of a step then run the same program."""
@@ -91,15 +128,44 @@ class StepState:
         if gradient is not None:  # recomputed layers pass None for unused weights
             self._with_gradient.add(parameter)
 
-    def _detach_unused(self, *_: object) -> None:
+    @contextmanager
+    def _used_gradients(self) -> Iterator[None]:
         """Remove the zeroed gradients of unused parameters, to keep the optimizer from decaying these parameters."""
         for parameter in self.gradient_buffers.keys() - self._with_gradient:
             parameter.grad = None
+        yield
+        self._zero()
 
-    def _zero(self, *_: object) -> None:
+    def _zero(self) -> None:
         self._with_gradient.clear()
         for buffer in self.gradient_buffers.values():
             buffer.zero_()
+
+    @contextmanager
+    def _skip_unless(self, optimizer: Optimizer, is_finite: Callable[[], torch.Tensor]) -> Iterator[None]:
+        """Skip the updates of ``optimizer`` in nonfinite steps without reading a value from the device.
+
+        The recorded step restores the old weights and state, and the compiled step still updates in place. This
+        requires existing state: if an optimizer creates its state in its first step, that step's result is read from
+        the device instead. Counters on the host, such as the step counts of Adagrad and Adafactor, also count skipped
+        steps.
+        """
+        old = list[torch.Tensor]()
+
+        def tensors() -> list[torch.Tensor]:
+            parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+            return [tensor for weight in parameters for tensor in (weight, *state_on_device(optimizer, weight))]
+
+        if self._has_state:
+            old = [tensor.detach().clone() for tensor in tensors()]
+        elif self._runtime.fetch([is_finite()])[0].all():
+            self._has_state = True
+        else:
+            optimizer.zero_grad(set_to_none=True)  # torch's optimizers skip parameters without a gradient
+        yield
+        with torch.no_grad():
+            for tensor, value in zip(tensors() if old else (), old, strict=True):
+                tensor.copy_(torch.where(is_finite()[0], tensor, value.to(tensor.dtype)))
 
 
 class GradientNorms:
@@ -144,149 +210,111 @@ _ALMOST_1 = 1 - 2**-24  # the float32 before 1
 _TENSOR_RATE_OPTIMIZERS = (Adam, Adamax, NAdam, RAdam)
 
 
-def prepare_optimizer(optimizer: Optimizer, runtime: Runtime, specs: Mapping[Any, PartitionSpec]) -> None:
-    """Create the optimizer's state with its parameters' sharding before step 1, and make its learning rate data.
+def create_state(optimizer: Optimizer, runtime: Runtime) -> None:
+    """Create the optimizer's state with its parameters' sharding before step 1.
 
-    An optimizer other than Adam creates and shards its state in step 1, so step 2 is compiled separately.
-
-    Args:
-        optimizer: An optimizer of parameters on the device.
-        runtime: The parameters' runtime.
-        specs: Mesh axes of each parameter's dimensions. Parameters that are missing here are replicated.
+    An optimizer other than Adam creates its state in step 1, so step 2 is compiled separately.
     """
     parameters = [(parameter, group) for group in optimizer.param_groups for parameter in group["params"]]
-    device = parameters[0][0].device
     for group in optimizer.param_groups:
         if "capturable" in group:
             group["capturable"] = True
-    if isinstance(optimizer, _TENSOR_RATE_OPTIMIZERS):
-        _replace_rates(optimizer, lambda rate: runtime.to_device(torch.tensor([max(rate, _SMALLEST_RATE)]), device)[0])
-    else:  # torch_xla compiles 0 and 1 into the program as constants; Adafactor's rate may be None
-        _replace_rates(optimizer, lambda rate: {0: _SMALLEST_RATE, 1: _ALMOST_1}.get(rate, rate))
-    _delay_state_copies(optimizer, runtime)
-    if isinstance(optimizer, Adam):  # AdamW is a subclass
-        steps = runtime.to_device(torch.zeros(len(parameters)), device).unbind()
-        for (parameter, group), step in zip(parameters, steps, strict=True):
-            names = ["exp_avg", "exp_avg_sq", *["max_exp_avg_sq"] * group["amsgrad"]]
-            zeros = {name: zeros_sharded_like(parameter).to(state_dtype(parameter)) for name in names}
-            optimizer.state[parameter] = {"step": step.clone(), **zeros}
-    else:
-        _lay_out_new_state(optimizer, runtime, specs)
-    runtime.step_boundary()
+    if not isinstance(optimizer, Adam):  # AdamW is a subclass
+        logger.warning(
+            f"{type(optimizer).__name__} creates its state in step 1, so steps 1 and 2 are compiled separately. "
+            "Adam and AdamW compile once."
+        )
+        return
+    steps = runtime.to_device(torch.zeros(len(parameters)), parameters[0][0].device).unbind()
+    for (parameter, group), step in zip(parameters, steps, strict=True):
+        names = ["exp_avg", "exp_avg_sq", *["max_exp_avg_sq"] * group["amsgrad"]]
+        zeros = {name: zeros_sharded_like(parameter).to(state_dtype(parameter)) for name in names}
+        optimizer.state[parameter] = {"step": step.clone(), **zeros}
 
 
-def _delay_state_copies(optimizer: Optimizer, runtime: Runtime) -> None:
-    """Keep each step from reading a parameter's state before its gradient is computed.
+@contextmanager
+def _rates_as_data(optimizer: Optimizer, runtime: Runtime) -> Iterator[None]:
+    """Replace the groups' learning rates, to keep a new rate from changing the program.
+
+    Schedulers, logs and checkpoints still see plain floats.
+    """
+    device = optimizer.param_groups[0]["params"][0].device
+
+    def replacement(rate: Any) -> Any:
+        if isinstance(optimizer, _TENSOR_RATE_OPTIMIZERS):
+            return runtime.to_device(torch.tensor([max(rate, _SMALLEST_RATE)]), device)[0]
+        # torch_xla compiles 0 and 1 into the program as constants; Adafactor's rate may be None
+        return {0: _SMALLEST_RATE, 1: _ALMOST_1}.get(rate, rate)
+
+    rates = [group["lr"] for group in optimizer.param_groups]
+    replaced = {rate: replacement(rate) for rate in set(rates)}
+    for group in optimizer.param_groups:
+        group["lr"] = replaced[group["lr"]]
+    yield
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+
+
+@contextmanager
+def _delayed_state_copies(optimizer: Optimizer, runtime: Runtime) -> Iterator[None]:
+    """Keep a step from reading a parameter's state before its gradient is computed.
 
     libtpu copies optimizer state if its memory layout differs from the gradient's, for example for an embedding table.
     Without this barrier it makes the copies at the beginning of a step and holds them until the end.
     """
-
-    def wait(*_: object) -> None:
-        for parameter in optimizer.state:
-            if parameter.grad is not None:
-                state = [value for value in state_on_device(optimizer, parameter) if value.shape == parameter.shape]
-                runtime.optimization_barrier([parameter.grad, *state])
-
-    optimizer.register_step_pre_hook(wait)
+    for parameter in optimizer.state:
+        if parameter.grad is not None:
+            state = [value for value in state_on_device(optimizer, parameter) if value.shape == parameter.shape]
+            runtime.optimization_barrier([parameter.grad, *state])
+    yield
 
 
-def store_first_moments(optimizer: Optimizer, dtype: str | None) -> None:
-    """Store Adam's first moments as ``dtype`` between steps, and compute updates in the weights' dtype.
+@contextmanager
+def _new_state_sharded(optimizer: Optimizer, runtime: Runtime, specs: Mapping[Any, PartitionSpec]) -> Iterator[None]:
+    """Shard the state that an optimizer creates in its first step, before that step is executed."""
+    is_new = not optimizer.state
+    yield
+    for parameter, state in optimizer.state.items() if is_new else ():
+        for name, value in state.items():
+            if isinstance(value, torch.Tensor) and value.shape == parameter.shape and parameter in specs:
+                state[name] = runtime.constrain(value, specs[parameter])
 
-    torch's kernels require one dtype for moments and gradients. On XLA the conversions are part of the update.
 
-    Args:
-        optimizer: An optimizer, with or without state. Repeated calls for one optimizer are allowed.
-        dtype: Name of a torch dtype; None leaves the optimizer unchanged.
+@contextmanager
+def _wide_moments(optimizer: Optimizer, dtype: str) -> Iterator[None]:
+    """Compute an update in the weights' dtype: torch's kernels require one dtype for moments and gradients.
 
-    Raises:
-        UserError: The optimizer is not a torch optimizer with first moments.
+    On XLA the conversions are part of the update.
     """
-    if dtype is None:
-        return
-    if not isinstance(optimizer, _TENSOR_RATE_OPTIMIZERS):
-        raise UserError(f"optim_state_dtype requires torch's AdamW (got {type(optimizer).__name__}). Leave it out.")
     stored: dict[Any, torch.Tensor] = {}
-
-    def widen(*_: object) -> None:
-        for parameter, state in optimizer.state.items():
-            if "exp_avg" in state and state["exp_avg"].dtype != parameter.dtype:
-                stored[parameter], state["exp_avg"] = state["exp_avg"], state["exp_avg"].to(parameter.dtype)
-
-    def narrow(*_: object) -> None:
-        for parameter, state in optimizer.state.items():
-            if (wide := state.get("exp_avg")) is not None:
-                moment = stored.pop(parameter, None)  # updated in place, like other state in a compiled step
-                state["exp_avg"] = wide.to(getattr(torch, dtype)) if moment is None else moment.copy_(wide)
-
-    narrow()
-    optimizer.register_step_pre_hook(widen)
-    optimizer.register_step_post_hook(narrow)
+    for parameter, state in optimizer.state.items():
+        if "exp_avg" in state and state["exp_avg"].dtype != parameter.dtype:
+            stored[parameter], state["exp_avg"] = state["exp_avg"], state["exp_avg"].to(parameter.dtype)
+    yield
+    _narrow_moments(optimizer, dtype, stored)
 
 
-def update_in_float32(optimizer: Optimizer) -> None:
-    """Compute the updates of float16 weights in float32, with state in float32; DTensors are left unchanged.
+def _narrow_moments(optimizer: Optimizer, dtype: str, stored: Mapping[Any, torch.Tensor]) -> None:
+    for parameter, state in optimizer.state.items():
+        if (wide := state.get("exp_avg")) is not None:
+            moment = stored.get(parameter)  # updated in place, like other state in a compiled step
+            state["exp_avg"] = wide.to(getattr(torch, dtype)) if moment is None else moment.copy_(wide)
+
+
+@contextmanager
+def _in_float32(halves: Sequence[nn.Parameter]) -> Iterator[None]:
+    """Compute the updates of float16 weights in float32, with state in float32.
 
     In float16, Adam's epsilon of 1e-8 and the squares of small gradients are 0, and 0 / 0 is NaN.
     """
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    halves = [each for each in parameters if each.dtype == torch.float16 and not isinstance(each, DTensor)]
-    if not halves:
-        return
-    weights = dict[nn.Parameter, torch.Tensor]()
-
-    def widen(*_: object) -> None:
-        for parameter in halves:
-            if parameter.dtype == torch.float16:  # hooks of an earlier `train()` may have widened it
-                gradient, weights[parameter] = parameter.grad, parameter.data
-                parameter.grad, parameter.data = None, parameter.data.float()
-                parameter.grad = None if gradient is None else gradient.float()
-
-    def narrow(*_: object) -> None:
-        for parameter, weight in weights.items():
-            parameter.grad, parameter.data = None, weight.copy_(parameter.data)
-        weights.clear()
-
-    optimizer.register_step_pre_hook(widen)
-    optimizer.register_step_post_hook(torch.no_grad()(narrow))
-
-
-def skip_unless(is_finite: Callable[[], torch.Tensor], optimizer: Optimizer, runtime: Runtime) -> None:
-    """Skip the updates of ``optimizer`` in nonfinite steps without reading a value from the device.
-
-    The recorded step restores the old weights and state, and the compiled step still updates in place. This requires
-    existing state: if an optimizer creates its state in its first step, that step's result is read from the device
-    instead. Counters on the host, such as the step counts of Adagrad and Adafactor, also count skipped steps.
-
-    Args:
-        is_finite: Returns whether the step is finite: a bool tensor [1] on the device.
-        optimizer: The optimizer; its updates are skipped through step hooks.
-        runtime: The optimizer's runtime.
-    """
-    has_state, old = bool(optimizer.state), list[torch.Tensor]()
-
-    def tensors() -> list[torch.Tensor]:
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        return [tensor for weight in parameters for tensor in (weight, *state_on_device(optimizer, weight))]
-
-    def before_update(*_: object) -> None:
-        nonlocal has_state
-        if has_state:
-            old[:] = [tensor.detach().clone() for tensor in tensors()]
-        elif runtime.fetch([is_finite()])[0].all():
-            has_state = True
-        else:
-            optimizer.zero_grad(set_to_none=True)  # torch's optimizers skip parameters without a gradient
-
-    @torch.no_grad()
-    def after_update(*_: object) -> None:
-        for tensor, value in zip(tensors() if old else (), old, strict=True):
-            tensor.copy_(torch.where(is_finite()[0], tensor, value.to(tensor.dtype)))
-        old.clear()
-
-    optimizer.register_step_pre_hook(before_update)
-    optimizer.register_step_post_hook(after_update)
+    weights = {parameter: parameter.data for parameter in halves}
+    for parameter, weight in weights.items():
+        gradient, parameter.grad = parameter.grad, None
+        parameter.data = weight.float()
+        parameter.grad = None if gradient is None else gradient.float()
+    yield
+    for parameter, weight in weights.items():
+        parameter.grad, parameter.data = None, weight.copy_(parameter.data)
 
 
 def state_on_device(optimizer: Optimizer, parameter: torch.Tensor) -> Iterator[torch.Tensor]:
@@ -294,48 +322,6 @@ def state_on_device(optimizer: Optimizer, parameter: torch.Tensor) -> Iterator[t
     for value in optimizer.state.get(parameter, {}).values():
         if isinstance(value, torch.Tensor) and value.device == parameter.device:
             yield value
-
-
-def _lay_out_new_state(optimizer: Optimizer, runtime: Runtime, specs: Mapping[Any, PartitionSpec]) -> None:
-    """Shard the state that step 1 creates, before that step is executed."""
-    logger.warning(
-        f"{type(optimizer).__name__} creates its state in step 1, so steps 1 and 2 are compiled separately. "
-        "Adam and AdamW compile once."
-    )
-
-    is_new = [True]  # a hook cannot remove itself while hooks are called
-
-    def pack_rows(*_: object) -> None:
-        if not is_new:
-            return
-        is_new.clear()
-        for parameter, state in optimizer.state.items():
-            for name, value in state.items():
-                if isinstance(value, torch.Tensor) and value.shape == parameter.shape and parameter in specs:
-                    state[name] = runtime.constrain(value, specs[parameter])
-
-    optimizer.register_step_post_hook(pack_rows)
-
-
-def _replace_rates(optimizer: Optimizer, replacement: Callable[[Any], Any]) -> None:
-    """Replace the groups' learning rates during each step, to keep a new rate from changing the program.
-
-    Schedulers, logs and checkpoints still see plain floats.
-    """
-    rates: list[Any] = []
-
-    def replace(*_: object) -> None:
-        rates[:] = [group["lr"] for group in optimizer.param_groups]
-        replaced = {rate: replacement(rate) for rate in set(rates)}
-        for group in optimizer.param_groups:
-            group["lr"] = replaced[group["lr"]]
-
-    def restore(*_: object) -> None:
-        for group, rate in zip(optimizer.param_groups, rates, strict=True):
-            group["lr"] = rate
-
-    optimizer.register_step_pre_hook(replace)
-    optimizer.register_step_post_hook(restore)
 
 
 def create_schedule(args: RewardConfig, optimizer: Any, num_training_steps: int) -> Any:

@@ -8,8 +8,6 @@ _save_checkpoint                    pass a checkpoint's contents to the `Checkpo
 _load_from_checkpoint               load weights into their shards
 _load_best_model                    load the best model's weights into their shards
 _load_optimizer_and_scheduler       load optimizer state into its shards
-_finalize_training                  wait for saves, keep the best checkpoint
-_load_rng_state                     accept checkpoints of TRL without the random state of this device
 ==================================  ==========================================================================
 """
 
@@ -20,6 +18,7 @@ import signal
 from collections.abc import Callable, Mapping
 from functools import cache, partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -36,6 +35,7 @@ from ..checkpoint.identity import LAYOUT, base_identity, identity_of
 from ..checkpoint.state_dict import PROGRESS_FILE, gather_full_weights, older_weights, optimizer_numbers
 from ..config.checks import check_one_gpu
 from ..config.reward_config import RewardConfig, is_url, private_folder
+from ..data.kinds import Pairs
 from ..errors import UserAttributeError, UserError
 from ..modeling.adapters import complete_config, save_adapter_config
 from ..modeling.head_spec import saved_scale, set_reward_normalization
@@ -79,6 +79,21 @@ class Components:
         UserError: Checkpoints of FSDP or DeepSpeed would go to a URL, or one process would use several GPUs.
     """
 
+    best_model_lost: str | None = None
+    """Reason why the last `train()` could not load its best model and kept the last one; None if it could."""
+    base_identity: Callable[[], dict[str, Any]] = dict
+    """Returns the part of the identity that is read from the device, see `base_identity`."""
+    build: Any = None
+    """Function that turns the return value of `model_init` into a reward model."""
+    date: str | None = None
+    """Date that the chat template writes into conversations; None if it writes no date."""
+    seen: Mapping[int, tuple[int, ...]] = MappingProxyType({})
+    """Number of evaluation prompts that are also in the training data, and of all, by the `id` of a dataset."""
+    evaluated_kind: Any = Pairs()
+    """Kind of the last evaluated rows."""
+    last_step: StepResult | None = None
+    """Last result of the loss, for subclass methods that do not return it."""
+
     def __init__(
         self,
         args: RewardConfig,
@@ -107,26 +122,13 @@ class Components:
         )
         self.checkpoints = CheckpointLoader(runtime, self.agreement, shares_disk=shares_disk)
         self.run_folder = RunFolder(Path(str(args.output_dir)), self.remote, args.should_save)
-        self.step_state = StepState(runtime, scanned=args.remat_policy if args.scan_layers else None)
+        scanned = args.remat_policy if args.scan_layers else None
+        self.step_state = StepState(runtime, scanned=scanned, moments=args.optim_state_dtype)
         self.gradient_norms = GradientNorms(runtime, is_on=args.log_grad_norms)
-        self.best_model_lost: str | None = None
-        """Reason why the last `train()` could not load its best model and kept the last one; None if it could."""
-        self.at_late_sigterm: Callable[[], None] = partial(signal.raise_signal, signal.SIGTERM)
-        """Called after a SIGTERM that came too late to stop training."""
         self.identity: dict[str, Any] = {}
         """Everything that decides the numbers of the run, see `identity_of`."""
-        self.base_identity: Callable[[], dict[str, Any]] = dict
-        """Returns the part of the identity that is read from the device, see `base_identity`."""
-        self.build: Any = None
-        """Function that turns the return value of `model_init` into a reward model."""
-        self.date: str | None = None
-        """Date that the chat template writes into conversations; None if it writes no date."""
-        self.seen: Mapping[int, tuple[int, ...]] = {}
-        """Number of evaluation prompts that are also in the training data, and of all, by the `id` of a dataset."""
-        self.labels: Any = None
-        """Labels of the last evaluated batch, without grades: a `Labels` that describes their structure."""
-        self.last_step: StepResult | None = None
-        """Last result of the loss, for subclass methods that do not return it."""
+        self.at_late_sigterm: Callable[[], None] = partial(signal.raise_signal, signal.SIGTERM)
+        """Called after a SIGTERM that came too late to stop training."""
 
     def unfinished(self, reason: str) -> Unfinished:
         """Return the exception to raise after an early stop.
@@ -191,7 +193,7 @@ class SavingTrainer(Trainer):
         identity["the batch"] = self.args.train_batch_size * self._batch_parts
         identity["training data"] = digest(self.train_dataset)
         if ours.agreement.count > self.accelerator.num_processes:  # accelerate does not count the hosts of a mesh
-            layout = {LAYOUT: ours.batch_plan.describe()}  # data of streams is not compared
+            layout = {LAYOUT: str(ours.batch_plan.layout)}  # data of streams is not compared
             check_alike(all_gather_object(identity | describe_run(self.args, self.eval_dataset, resume) | layout))
         # the model's folder may differ between hosts: the name on the first host counts
         config = getattr(self.model, "config", None)  # a hyperparameter search makes the model later, per trial
@@ -200,7 +202,7 @@ class SavingTrainer(Trainer):
         if resume:
             identity |= ours.base_identity()
         on_all_ranks(run.claim, all_gather_object)
-        checkpoint = ours.checkpoints.find(resume, run, ours.batch_plan.layout, identity)
+        checkpoint = ours.checkpoints.find(resume, run, ours.batch_plan.layout.name, identity)
         step = ours.checkpoints.state().global_step
         bases = {peft.base_model_name_or_path or "" for peft in getattr(self.model, "peft_config", {}).values()} - {""}
         on_all_ranks(lambda: run.begin(ours.checkpoints.place, step, bases), all_gather_object)
@@ -214,9 +216,9 @@ class SavingTrainer(Trainer):
         parts = [] if progress is None else progress["processes"]
         open_loss = ours.statistics.start(self.state.global_step, parts)
         self._tr_loss = ours.statistics.loss_sum(open_loss)
-        if progress is not None:
-            self._total_loss_scalar = -open_loss  # `train_loss` covers only the steps since the resume
-            self._globalstep_last_logged = progress["logged_step"]
+        self._total_loss_scalar = -open_loss  # `train_loss` covers only the steps since the resume
+        self._globalstep_last_logged = self.state.global_step if progress is None else progress["logged_step"]
+        self.state.train_batch_size = self.args.per_device_train_batch_size  # a resumed run compares it
         ours.agreement.start(self.state.global_step)
         if ours.checkpoints.place is not None:
             step, last = self.state.global_step, self.state.max_steps
@@ -225,7 +227,7 @@ class SavingTrainer(Trainer):
         # transformers looks for the best checkpoint only where it was saved
         if (best := ours.checkpoints.best_so_far(ours.run_folder)) is not None:
             self.state.best_model_checkpoint = best
-        ours.recompiles.start(ours.batch_plan.shapes)
+        ours.recompiles.start(ours.batch_plan.layout.shapes)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write the model, or its adapters, as safetensors, together with config and tokenizer.
@@ -300,27 +302,6 @@ class SavingTrainer(Trainer):
             if not job.cancelled() and (error := job.exception()) is not None:
                 logger.error("An upload to %s FAILED; the repository is unchanged: %s", self.hub_model_id, error)
 
-    def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
-        ours, stopped_by = self.trl_tpu, self.trl_tpu.preemption.stopped_by
-        # wait on all ranks: a save may still delete older checkpoints, and launchers kill all ranks when one exits
-        ours.checkpointer.settle()
-        if stopped_by is not None:
-            step, max_steps = self.state.global_step, self.state.max_steps
-            logger.warning("At step %s of %s: %s.", step, max_steps, ours.unfinished(stopped_by))
-        # transformers reads the limit in this method. With a limit of 1 it would delete all `checkpoint-*` folders but
-        # the best, including the checkpoint to resume from after a stop
-        limit, self.args.save_total_limit = self.args.save_total_limit, None
-        try:
-            result = super()._finalize_training(*args, **kwargs)
-        finally:
-            self.args.save_total_limit = limit
-        if stopped_by is None and self.state.best_model_checkpoint is not None and not ours.best_model_lost:
-            ours.checkpointer.delete_all_but_best(ours.run_folder, Path(self.state.best_model_checkpoint).name)
-        self._report_pushes()
-        if ours.checkpointer.failed:
-            logger.error("These checkpoints were NOT saved: %s", ", ".join(ours.checkpointer.failed))
-        return result
-
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         if not self.trl_tpu.checkpoints.load_weights(self.model, resume_from_checkpoint):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
@@ -347,21 +328,11 @@ class SavingTrainer(Trainer):
             self.state.best_model_checkpoint = best
         ours.agreement.all_gather_object(None)  # wait: the first rank of a host removes the shared copy
 
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        if checkpoint is None:
-            return
+    def _load_optimizer_and_scheduler(self, checkpoint: Any) -> None:
         with self.trl_tpu.step_state.unstacked():
             state = self.model, unwrap(self.optimizer), self.lr_scheduler
             if not (saves_state(self.accelerator) and self.trl_tpu.checkpoints.load_optimizer(*state, checkpoint)):
                 super()._load_optimizer_and_scheduler(checkpoint)
-
-    def _load_rng_state(self, checkpoint: str | None) -> None:
-        try:
-            super()._load_rng_state(checkpoint)
-        except KeyError as error:
-            if error.args != (self.args.device.type,):
-                raise
-            logger.warning("%s has no random state for this device: random numbers will differ.", checkpoint)
 
     def _checkpoint_contents(self, run: RunFolder) -> CheckpointContents:
         """Return the contents of a checkpoint of the current step."""
@@ -410,7 +381,7 @@ class SavingTrainer(Trainer):
         elif has_state and writes:
             numbers = optimizer_numbers(unwrap(self.optimizer), model)
             progress = {"processes": sums, "logged_step": self._globalstep_last_logged, "optimizer": numbers}
-            batches = {"batches": self.trl_tpu.batch_plan.layout, "order": order}
+            batches = {"batches": self.trl_tpu.batch_plan.layout.name, "order": order}
             # JSON restores floats bit for bit
             (folder / PROGRESS_FILE).write_text(json.dumps(progress | batches), encoding="utf-8")
             torch.save(self.lr_scheduler.state_dict(), folder / SCHEDULER_NAME)  # type: ignore[union-attr]

@@ -10,7 +10,7 @@ import torch
 from accelerate import Accelerator
 
 from ..evaluation.evaluate import COUNTS, SUMS, RewardSums, sums_of
-from ..evaluation.verdict import Verdict
+from ..evaluation.verdict import AnyVerdict
 from ..modeling.head_spec import RewardScale
 from ..packing.batch import Comparisons
 from ..parallel.mesh import GiB, peak_flops_of
@@ -59,6 +59,17 @@ class StepStatistics:
     """int32: `COUNTS`, tokens, `StepCounts`."""
     device_sums: torch.Tensor
     """float32: `SUMS`, the lowest and highest reward, the loss up to the last finite step."""
+    checks_nonfinite = True
+    """False if accelerate's FSDP or DeepSpeed takes the steps."""
+    has_scaler = False
+    """True if a loss scaler runs. It causes infinite gradients, and skips their updates itself."""
+    num_tokens = 0  # tokens up to the last log, including those before a resume
+    evaluated: RewardScale | None = None
+    """Mean and standard deviation of rewards in the last evaluation."""
+    is_finite_1: torch.Tensor
+    """True if the last step was finite."""
+    nonfinite = 0
+    """Nonfinite steps of this run up to the last log."""
 
     def __init__(
         self,
@@ -73,18 +84,11 @@ class StepStatistics:
         self._runtime, self._device, self._accelerator = runtime, device, accelerator
         self.limit, self.attribute_weights = nonfinite_limit, attribute_weights
         self._work = flops_per_pair
-        self.checks_nonfinite = True
-        """False if accelerate's FSDP or DeepSpeed takes the steps."""
-        self.has_scaler = False
-        """True if a loss scaler runs. It causes infinite gradients, and skips their updates itself."""
-        self.num_tokens = 0  # tokens up to the last log, including those before a resume
-        self.evaluated: RewardScale | None = None
-        """Mean and standard deviation of rewards in the last evaluation."""
-        self.verdicts: dict[str, Verdict] = {}
+        self.verdicts: dict[str, AnyVerdict] = {}
         """Verdict of the last evaluation, by metric prefix."""
         self._windows: deque[RewardSums] = deque()  # one entry per log
         self._load(RewardSums(), StepCounts())
-        self.start(0, [])
+        self._begin(0, RewardSums())
 
     @property
     def skips_nonfinite(self) -> bool:
@@ -126,16 +130,7 @@ class StepStatistics:
         """
         index, count = (0, 1) if (group := self._accelerator) is None else (group.process_index, group.num_processes)
         saved = [RewardSums.from_checkpoint(part["metrics"]["open"]) for part in parts]
-        # the next log includes these sums, but its rates do not
-        self._resumed, self._step = sum(saved, RewardSums()), step
-        self._seconds, self._since = 0.0, time.monotonic()
-        self.evaluated = None
-        self._windows.clear()
-        self._losses_1 = self.loss_sum()  # sum over the step's micro-batches, finite only if all losses are
-        self.is_finite_1 = self._to_device([True], torch.bool)
-        """True if the last step was finite."""
-        self.nonfinite = 0
-        """Nonfinite steps of this run up to the last log."""
+        self._begin(step, sum(saved, RewardSums()))
         if not parts:
             self._load(self.read(), StepCounts())
             return 0.0
@@ -160,6 +155,15 @@ class StepStatistics:
             "nonfinite": vars(_steps_in(counts)),
         }
         return over_processes(self._accelerator, part)
+
+    def _begin(self, step: int, resumed: RewardSums) -> None:
+        # the next log includes these sums, but its rates do not
+        self._resumed, self._step = resumed, step
+        self._seconds, self._since = 0.0, time.monotonic()
+        self.evaluated = None
+        self._windows.clear()
+        self._losses_1 = self.loss_sum()  # sum over the step's micro-batches, finite only if all losses are
+        self.is_finite_1, self.nonfinite = self._to_device([True], torch.bool), 0
 
     # ---- a step
 
@@ -361,7 +365,7 @@ def _add_batch(
     """Add the rewards of a batch to the vectors of `StepStatistics`, and return the new vectors."""
     pairs, (high, low), steps_4 = counts.split(_COUNT_SIZES)
     totals, lowest_1, highest_1, loss_1 = sums.split(_SUM_SIZES)
-    present_PK = (tokens_S > 0).unflatten(0, (-1, table.answers))
+    present_PK = table.graded_S(tokens_S).unflatten(0, (-1, table.answers))
     if finite_only:  # count a prompt's rewards only if all of them are finite
         are_finite_PK = torch.isfinite(rewards_SA).all(-1).view(present_PK.shape)
         present_PK = present_PK & (are_finite_PK | ~present_PK).all(-1, keepdim=True)

@@ -15,7 +15,7 @@ from typing import Any
 
 from accelerate import Accelerator
 from accelerate.utils import gather_object
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import DefaultFlowCallback, ExportableState
 
 from ..data.length_stats import is_prepared, length_stats
@@ -210,6 +210,15 @@ class Preemption(ExportableState):
         save_interval: Time between saves; None for no extra saves.
     """
 
+    stopped_by: str | None
+    """Reason for an early stop: `SIGTERM` or `TIME_LIMIT`; None without an early stop."""
+    is_preempted: bool
+    """Whether this process has received SIGTERM."""
+    interrupts_evaluations: bool
+    """Whether a SIGTERM ends the current evaluation by `EvaluationInterrupted`; the step is saved then."""
+    requests: dict[str, bool]
+    """Requests of this process at the end of the last step."""
+
     def __init__(self, time_limit: timedelta | None, save_interval: timedelta | None) -> None:
         self._time_limit = timedelta.max if time_limit is None else time_limit
         self._save_interval = timedelta.max if save_interval is None else save_interval
@@ -217,15 +226,8 @@ class Preemption(ExportableState):
 
     def start(self) -> None:
         """Begin to train: reset the clocks and requests."""
-        self.stopped_by: str | None = None
-        """Reason for an early stop: `SIGTERM` or `TIME_LIMIT`; None without an early stop."""
-        self.is_preempted = False
-        """Whether this process has received SIGTERM."""
+        self.stopped_by, self.is_preempted, self.interrupts_evaluations, self._saved_step = None, False, False, -1
         self.requests = dict.fromkeys((SIGTERM, TIME_LIMIT, SAVE_INTERVAL), False)
-        """Requests of this process at the end of the last step."""
-        self.interrupts_evaluations = False
-        """Whether a SIGTERM ends the current evaluation by `EvaluationInterrupted`; the step is saved then."""
-        self._saved_step = -1
         self._started = self._last_save = time.monotonic()
 
     @contextlib.contextmanager
@@ -306,38 +308,6 @@ class Preemption(ExportableState):
     def has_saved(self, step: int) -> bool:
         """Return whether a save of ``step`` was started."""
         return self._saved_step == step
-
-
-class StepCallback(TrainerCallback):
-    """Callback that notifies components when training begins and when a step ends.
-
-    Args:
-        begin: Called when the model and its training state are ready.
-        agreement: Postpones the requests of callbacks during a step.
-        preemption: Notes its requests at the end of each step.
-        check: Called at the end of each step with the step's number.
-    """
-
-    def __init__(
-        self,
-        begin: Callable[[], None],
-        agreement: HostAgreement,
-        preemption: Preemption,
-        check: Callable[[int], None],
-    ) -> None:
-        self._begin, self._agreement, self._preemption, self._check = begin, agreement, preemption, check
-
-    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        self._begin()
-        # a resumed run compares this value with its argument: without this line it would warn on every mesh
-        state.train_batch_size = args.per_device_train_batch_size
-
-    def on_substep_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        self._agreement.postpone(control)
-
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        self._check(state.global_step)
-        self._preemption.note_step(state.global_step, state.max_steps)
 
 
 def check_alike(runs: Sequence[Mapping[str, Any]]) -> None:

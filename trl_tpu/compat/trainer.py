@@ -1,4 +1,4 @@
-"""Conversion of arguments of TRL up to 0.23 to today's, with deprecation warnings."""
+"""Conversion of the trainer's arguments in TRL up to 0.23 to today's, with deprecation warnings."""
 
 import copy
 import dataclasses
@@ -8,17 +8,16 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase, TrainerCallback, TrainingArguments
 
-from ..config.reward_config import RewardConfig
+from ..data.checks import OLD_KEYS
 from ..data.collators import RewardDataCollatorWithPadding
-from ..data.length_stats import OLD_KEYS as LEGACY_KEYS
 from ..errors import UserError
 
 
-def upgrade_args(args: TrainingArguments, max_length: int | None) -> RewardConfig:
-    """Return ``args`` as a RewardConfig that includes the trainer argument ``max_length`` of TRL up to 0.13."""
-    if not isinstance(args, RewardConfig):
+def upgrade_args(args: Any, config_class: Any, max_length: int | None) -> Any:
+    """Return ``args`` as a ``config_class`` that includes the trainer argument ``max_length`` of TRL up to 0.13."""
+    if not isinstance(args, config_class):
         _warn("a plain `TrainingArguments` as `args`", "`trl_tpu.RewardConfig`")
-        args = _as_reward_config(args)
+        args = _converted(args, config_class)
     if args.evaluation_strategy not in (None, args.eval_strategy):  # old scripts set it after construction
         args = copy.copy(args)  # do not change the caller's object
         args.__post_init__()
@@ -33,30 +32,28 @@ def _warn(old: str, new: str) -> None:
     warnings.warn(f"TRL's old API, {old}, is deprecated: use {new}.", FutureWarning, stacklevel=4)
 
 
-def _as_reward_config(args: TrainingArguments) -> RewardConfig:
-    """Return a RewardConfig with the same settings, and `max_length=None`, the default of the old API.
+def _converted(args: TrainingArguments, config_class: Any) -> Any:
+    """Return a config with the same settings, and `max_length=None`, the default of the old API.
 
     Fields that a subclass of TrainingArguments adds become attributes: callbacks and overridden methods may read them.
     """
     values = {item.name: getattr(args, item.name) for item in dataclasses.fields(args) if item.init}
     if args.optim == TrainingArguments.optim:
         del values["optim"]  # the user did not choose transformers' default, a fused kernel
-    names = {item.name for item in dataclasses.fields(RewardConfig)}
-    config = RewardConfig(**({"max_length": None} | {key: value for key, value in values.items() if key in names}))
+    names = {item.name for item in dataclasses.fields(config_class)}
+    config = config_class(**({"max_length": None} | {key: value for key, value in values.items() if key in names}))
     vars(config).update({name: value for name, value in values.items() if name not in names})
     return config
 
 
 def upgrade_processing_class(
-    processing_class: PreTrainedTokenizerBase | None, tokenizer: PreTrainedTokenizerBase | None
-) -> PreTrainedTokenizerBase | None:
-    """Return the tokenizer, passed by today's name ``processing_class`` or by the old name ``tokenizer``.
+    processing_class: PreTrainedTokenizerBase | None, tokenizer: PreTrainedTokenizerBase
+) -> PreTrainedTokenizerBase:
+    """Return the tokenizer that was passed by the old name ``tokenizer``.
 
     Raises:
-        UserError: If both arguments are given.
+        UserError: It was passed by today's name ``processing_class``, too.
     """
-    if tokenizer is None:
-        return processing_class
     if processing_class is not None:
         raise UserError("`tokenizer` is the old name of `processing_class`: give only `processing_class`.")
     _warn("`tokenizer`", "`processing_class`")
@@ -70,14 +67,13 @@ def has_old_order(compute_metrics: Any, callbacks: Any, optimizers: Any, optimiz
     `callbacks`, `optimizers` and `optimizer_cls_and_kwargs` have today.
     """
     makes_model = callable(compute_metrics) and {*inspect.signature(compute_metrics).parameters} <= {"trial"}
-    are_callbacks = isinstance(optimizers, list) and all(
-        isinstance(each, TrainerCallback | type) for each in optimizers
-    )
+    is_list = isinstance(optimizers, list)
+    are_callbacks = is_list and all(isinstance(each, TrainerCallback | type) for each in optimizers)
     are_optimizers = optimizer_cls_and_kwargs is not None and not isinstance(optimizer_cls_and_kwargs[0], type)
     return makes_model or callable(callbacks) or are_callbacks or are_optimizers
 
 
-def uses_old_columns(train_dataset: Any, data_collator: Any) -> bool:
+def has_old_columns(train_dataset: Any, data_collator: Any) -> bool:
     """Return whether the data or the collator have the form of TRL up to 0.23, and warn if so.
 
     Args:
@@ -86,8 +82,8 @@ def uses_old_columns(train_dataset: Any, data_collator: Any) -> bool:
             old columns.
     """
     columns = getattr(train_dataset, "column_names", None) or []
-    is_old = isinstance(data_collator, RewardDataCollatorWithPadding) or bool(set(LEGACY_KEYS) & set(columns))
+    is_old = isinstance(data_collator, RewardDataCollatorWithPadding) or bool(set(OLD_KEYS) & set(columns))
     if is_old:
         new = "`DataCollatorForPreference` and the columns chosen_ids, rejected_ids (or raw chosen, rejected)"
-        _warn(f"`RewardDataCollatorWithPadding` and the columns {', '.join(LEGACY_KEYS)}", new)
+        _warn(f"`RewardDataCollatorWithPadding` and the columns {', '.join(OLD_KEYS)}", new)
     return is_old

@@ -1,0 +1,126 @@
+"""The kinds of data rows, one file each: pairs, rankings, single answers, and solutions with steps.
+
+`kind_of` recognizes prepared rows, and `choose_kind` raw ones. The rest of the package holds a kind and calls its
+methods. A new kind is a new file here, and an entry in `KINDS` and `kinds_for`.
+"""
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+from datasets import Dataset, IterableDataset
+
+from ...errors import UserError
+from ..checks import RAW_COLUMNS
+from ..formats import convert_row
+from .answers import Answers
+from .base import RowKind as RowKind
+from .pairs import Pairs
+from .rankings import TIE_MODELS as TIE_MODELS
+from .rankings import Rankings
+from .solutions import STEP_ENDS, Solutions
+
+#: All kinds, with the default settings. The first that fits applies.
+KINDS: tuple[RowKind, ...] = (Pairs(), Answers(), Rankings(), Solutions())
+COLUMNS = tuple(dict.fromkeys(name for kind in KINDS for name in (*kind.columns, *kind.optional_columns)))
+"""All columns that training reads."""
+TOKENS = tuple(dict.fromkeys(name for kind in KINDS for name in kind.token_columns))
+"""The columns of token ids in `COLUMNS`."""
+ANSWERS = "answers"
+"""Key of the token ids in a row that is not from a dataset, such as a trial input; its labels have their own names."""
+
+
+def kinds_for(args: Any, **of_solutions: Any) -> tuple[RowKind, ...]:
+    """Return the kinds of rows that a `RewardConfig` accepts, with its settings.
+
+    Args:
+        args: The config. With a `step_separator`, rows are solutions.
+        **of_solutions: Arguments of `Solutions.of`.
+    """
+    if args.step_separator is not None:
+        return (Solutions.of(args, **of_solutions),)
+    rankings = (Answers.of(args), Rankings.of(args))
+    return rankings if args.attributes else (Pairs(), *rankings)
+
+
+def choose_kind(
+    dataset: Dataset | IterableDataset,
+    columns: Sequence[str],
+    kinds: Sequence[RowKind],
+    name: str,
+    unused_settings: Callable[[str], Sequence[str]] = lambda kind: (),
+) -> tuple[RowKind, bool]:
+    """Return the kind of a dataset's rows, and whether they are tokenized.
+
+    Args:
+        dataset: The dataset, perhaps a stream, which is not read.
+        columns: Its columns.
+        kinds: The kinds that the settings accept.
+        name: The dataset's name in errors.
+        unused_settings: Returns the given settings that have no meaning for the kind of this name.
+
+    Raises:
+        UserError: Columns are missing; or columns or settings have no effect on this kind.
+    """
+    first, _ = convert_row(dataset[0] if isinstance(dataset, Dataset) else dict.fromkeys(columns, ""))
+    tokenized = next((kind for kind in kinds if kind.is_tokenized(first)), None)
+    kind = tokenized or next((kind for kind in kinds if kind.is_raw(first)), kinds[0])
+    kind = kind.check_dataset(dataset, first, name)
+    if unused := unused_settings(kind.name):
+        raise UserError(
+            f"{', '.join(unused)}: only rankings use these settings, and the {name} dataset has {kind.name}. Leave "
+            "them out, or give `completions` with `scores` or `ranks`."
+        )
+    return kind, tokenized is not None
+
+
+def check_one_form(columns: Collection[str], what: str) -> None:
+    """Raise UserError if rows with these columns can be read both as pairs and as rankings."""
+    present = set(columns)
+    grades = sorted({"scores", "ranks"} & present)
+    for halves in (RAW_COLUMNS, Pairs.columns):
+        if present.issuperset(halves) and "completions" in present and grades:
+            raise UserError(
+                f"{what} has both pairs ({', '.join(halves)}) and rankings (completions, {', '.join(grades)}), so it "
+                f"can be read in two ways. Drop the columns of one form, such as `dataset.remove_columns({grades})`."
+            )
+
+
+def kind_of_columns(columns: Collection[str]) -> RowKind | None:
+    """Return the first kind whose prepared rows have these columns; None if they are not prepared."""
+    return next((kind for kind in KINDS if set(kind.columns) <= set(columns)), None)
+
+
+def kind_of(row: Mapping[str, Any]) -> RowKind | None:
+    """Return the kind of a prepared row, with the default settings; None if the row is not prepared."""
+    return next((kind for kind in KINDS if set(kind.columns) <= row.keys() and kind.is_tokenized(row)), None)
+
+
+def answers_of(row: Mapping[str, Any]) -> list[Any]:
+    """Return the token ids of each answer of a prepared row, or of a row that is not from a dataset (`ANSWERS`)."""
+    kind = kind_of(row)
+    return row[ANSWERS] if kind is None else kind.answers(row)
+
+
+def labels_of(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the labels of a row by name: `margin`, `chosen_probability`, `grades`, and `step_ends`.
+
+    `step_ends` are the indices of the tokens at which labeled steps end. `grades` are then the labels of these steps.
+    """
+    if (kind := kind_of(row)) is not None:
+        return kind.labels(row)
+    return {name: row[name] for name in (*Pairs.optional_columns, "grades", STEP_ENDS) if name in row}
+
+
+def scored_kind(columns: Collection[str], rows: Sequence[Mapping[str, Any]]) -> RowKind:
+    """Return the kind of rows that `score` has written; rankings if no other kind fits."""
+    return next(filter(None, (kind.scored(columns, rows) for kind in KINDS)), Rankings())
+
+
+def labels_as(args: Any) -> str | None:
+    """Return how evaluations of a trained model read labels, if not as usual: saved with the model, see `HeadSpec`."""
+    return next(filter(None, (kind.labels_as for kind in kinds_for(args))), None)
+
+
+def kind_counting(unit: str) -> RowKind:
+    """Return the first kind whose verdicts count these units."""
+    return next(kind for kind in KINDS if kind.unit == unit)

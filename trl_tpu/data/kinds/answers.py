@@ -1,0 +1,90 @@
+"""Single answers: rows with one answer and its label or score."""
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Self
+
+import numpy as np
+
+from ...errors import UserError
+from ..checks import Row
+from ..formats import convert_row
+from .base import LABELS_AS, Part, numbers_in
+from .rankings import Rankings
+
+_SCORES = "scores"  # the value of `labels_as`
+
+
+@dataclass(frozen=True)
+class Answers(Rankings):
+    """Rows with one answer: with the probability that it is right, or with a score that its reward predicts.
+
+    Args:
+        predicts_scores: Whether the reward predicts the score, in the score's unit. Otherwise the label is the
+            probability that the answer is right, ``sigmoid(reward)``.
+    """
+
+    may_all_tie: bool = True
+    predicts_scores: bool = False
+    name = unit = "answers"
+    does, swapped, lacks = "tells right from wrong", "the labels", "no finite reward, or no label"
+    centered, too_long = "the squared reward", "answers"
+    orders_answers, sequences = False, 1
+    compares_with_zero = True
+    counts, counted = range(1, 2), "1 as in the first row"
+
+    @classmethod
+    def of(cls, args: Any) -> Self:
+        return cls(attributes=tuple(args.attributes or ()), predicts_scores=args.loss_type == "regression")
+
+    def is_raw(self, row: Row) -> bool:
+        answers = row.get("completions")
+        return super().is_raw(row) and isinstance(answers, list) and len(answers) == 1
+
+    def is_tokenized(self, row: Row) -> bool:
+        return super().is_tokenized(row) and len(row["answer_ids"] or ()) == 1
+
+    @property
+    def labels_as(self) -> str | None:
+        return _SCORES if self.predicts_scores else None
+
+    def scored(self, columns: Collection[str], rows: Sequence[Row]) -> Self | None:
+        if super().scored(columns, rows) is None or any(len(numbers_in(row.get("rewards"))) > 1 for row in rows):
+            return None
+        return replace(self, predicts_scores=any(row.get(LABELS_AS) == _SCORES for row in rows))
+
+    def raw_answers(self, row: Row, where: str) -> dict[str, Any]:
+        return super().raw_answers(self._read(row), where)
+
+    def tokenized(self, row: Row, ids_K: list[list[int]], where: str) -> dict[str, Any]:
+        return super().tokenized(self._read(row), ids_K, where)
+
+    def _read(self, row: Row) -> Row:
+        """Return a row with its score, not its label, where a reward predicts scores and the row has both."""
+        has_both = row.get("completions") == [row.get("completion")] and None not in (
+            row.get("label"),
+            row.get("score"),
+        )
+        return {**row, "scores": [row["score"]]} if has_both and self.predicts_scores else row
+
+    def check_grade(self, value: float, place: str) -> None:
+        if not self.predicts_scores and not 0 <= value <= 1:
+            raise UserError(
+                f"{place} holds {value!r}; for a single answer it must be the probability that the answer is right, "
+                "from 0 to 1. For grades in another range set loss_type='regression'."
+            )
+
+    def compared(self, grade_GK: np.ndarray, learns_ties: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Compare each answer with the constant 0. A score does not say which of the two is better."""
+        probability_GK = np.where((grade_GK >= 0) & (grade_GK <= 1), grade_GK, np.nan)
+        if self.predicts_scores:
+            probability_GK = np.where(np.isnan(grade_GK), np.nan, 0.5)
+        return np.array([0]), np.array([-1]), probability_GK
+
+    def from_scored(self, row: Row) -> Iterator[Part]:
+        yield from super().from_scored(self._read(convert_row(row)[0]))
+
+    def loss_sentences(self, args: Any, columns: Sequence[str]) -> list[str]:
+        if self.predicts_scores:
+            return ["The loss is the squared error between rewards and the scores of the answers."]
+        return ["The loss is the cross-entropy between the label of an answer and the sigmoid of its reward."]

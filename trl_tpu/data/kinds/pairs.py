@@ -1,0 +1,160 @@
+"""Pairs: rows with a chosen and a rejected answer."""
+
+import difflib
+import logging
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+import numpy as np
+import torch
+
+from ...errors import UserError, UserKeyError
+from .. import checks
+from ..checks import OLD_KEYS, RAW_COLUMNS, Row
+from .base import Part, RowKind, numbers_in
+
+logger = logging.getLogger(__name__)
+
+BRADLEY_TERRY = "[Bradley and Terry 1952](https://doi.org/10.2307/2334029)"
+_OPTIONAL_COLUMNS = ("prompt", "margin", "chosen_probability", "tools", "chat_template_kwargs")
+_ACCEPTED = (
+    "Preference data has the columns `chosen` and `rejected` (text, or lists of messages), optionally with `prompt`, "
+    "`margin`, `chosen_probability`, `tools` and `chat_template_kwargs`; or, already tokenized, `chosen_ids` and "
+    "`rejected_ids`, optionally with `margin` or `chosen_probability`. Rankings have `completions` (a list of "
+    "answers) and their `scores` or `ranks`; single answers have a `completion` and its `label` or `score`. Pairs "
+    "tokenized for TRL up to 0.23 have "
+    f"{', '.join(OLD_KEYS)}."
+)
+_REWARDS = ("reward_chosen", "reward_rejected")
+_SWAPS = (("chosen", "rejected"), ("rejected", "chosen"))
+
+
+@dataclass(frozen=True)
+class Pairs(RowKind):
+    """Rows with a chosen and a rejected answer, and optional `margin` or `chosen_probability`."""
+
+    name = unit = "pairs"
+    too_long = "pairs with a conversation"
+    sequences = 2
+    columns = token_columns = ("chosen_ids", "rejected_ids")
+    optional_columns = ("margin", "chosen_probability")
+    scored_columns = {
+        "chosen": ("reward_chosen", "tokens_chosen"),
+        "rejected": ("reward_rejected", "tokens_rejected"),
+    }
+
+    def is_raw(self, row: Row) -> bool:
+        return set(RAW_COLUMNS) <= row.keys() and not rejects_several(row)
+
+    def is_tokenized(self, row: Row) -> bool:
+        return super().is_tokenized(row) or bool(set(OLD_KEYS) & row.keys())
+
+    def check_dataset(self, dataset: Any, columns: Collection[str], name: str) -> Self:
+        """Check that no required column is missing; warn if an optional column looks misspelled."""
+        present = set(columns)
+        if not present.issuperset(self.columns) and present & set(OLD_KEYS):
+            needed: tuple[str, ...] = OLD_KEYS
+        else:
+            needed = RAW_COLUMNS if present.issuperset(RAW_COLUMNS) or not present & {*self.columns} else self.columns
+        if missing := [column for column in needed if column not in columns]:
+            raise UserKeyError(
+                f"The {name} dataset lacks {' and '.join(f'`{column}`' for column in missing)}; its columns are "
+                f"{sorted(columns)}. {_ACCEPTED} Rename columns with other names: `dataset.rename_column(old, new)`."
+            )
+        for absent in set(_OPTIONAL_COLUMNS) - present:
+            for similar in difflib.get_close_matches(absent, columns, n=1, cutoff=0.85):
+                logger.warning(
+                    f"The {name} dataset's column `{similar}` is not used; if `{absent}` is meant, rename it."
+                )
+        return self
+
+    def raw_answers(self, row: Row, where: str) -> dict[str, Any]:
+        answers = {column: row[column] for column in RAW_COLUMNS}
+        checks.check_raw_row(row, answers, where)
+        return answers
+
+    def tokenized(self, row: Row, ids_K: list[list[int]], where: str) -> dict[str, Any]:
+        return self.with_answers(ids_K)
+
+    def answers(self, row: Row) -> list[Any]:
+        return [row[column] for column in self.columns]
+
+    def with_answers(self, ids_K: list[list[int]]) -> dict[str, Any]:
+        return dict(zip(self.columns, ids_K, strict=True))
+
+    def check_labels(self, row: Row, where: str) -> None:
+        """Check the labels of a prepared row.
+
+        Raises:
+            UserError: The margin is not a finite number, or the probability is not from 0 to 1.
+        """
+        if "margin" in row:
+            checks.check_margin(row["margin"], f"{where}: `margin`")
+        value = row.get("chosen_probability", 0)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
+            raise UserError(
+                f"{where}: `chosen_probability` is {value!r}; it must be the probability that the chosen answer is "
+                "better, from 0 to 1. Correct or remove such rows, or drop the column."
+            )
+
+    def grades(self, labels: Mapping[str, Any]) -> list[float]:
+        """Return the probability of each answer to be the better one."""
+        probability = labels.get("chosen_probability", 1.0)
+        return [probability, 1 - probability]
+
+    def compared(self, grade_GK: np.ndarray, learns_ties: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        return np.array([0]), np.array([1]), grade_GK[:, :1]
+
+    def outputs(self, rewards: torch.Tensor) -> dict[str, torch.Tensor]:
+        chosen_N, rejected_N = rewards.unbind(-1)
+        return {"rewards_chosen": chosen_N, "rewards_rejected": rejected_N}
+
+    def predictions(self, rewards: torch.Tensor, grade: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the rewards [N, 2], chosen first, and labels [N], all 0, as in TRL."""
+        return rewards, torch.zeros(len(rewards), dtype=torch.long, device=rewards.device)
+
+    def lists_answers(self, row: Row) -> bool:
+        return any(isinstance(row.get(column), list) for column in _REWARDS)
+
+    def token_counts(self, row: Row) -> list[Any]:
+        return [row.get(f"tokens_{half}") for half in RAW_COLUMNS]
+
+    def from_scored(self, row: Row) -> Iterator[Part]:
+        """Yield the row's pair, or its list of right and wrong answers; the better half is shown as chosen."""
+        chosen, rejected = (numbers_in(row.get(column)) for column in _REWARDS)
+        probability = row.get("chosen_probability")
+        better = float(probability) if isinstance(probability, int | float) else 1.0
+        if better == 0.5 and len(chosen) + len(rejected) > 2:  # no answer is labeled as right
+            return
+        if better < 0.5:
+            names = [
+                (f"{stem}{to}", f"{stem}{source}") for stem in ("", "reward_", "tokens_") for to, source in _SWAPS
+            ]
+            swapped = {to: row[source] for to, source in names if source in row}
+            row = {**row, "chosen_probability": 1 - better, **swapped}
+            chosen, rejected, better = rejected, chosen, 1 - better
+        yield row, [*chosen, *rejected], [better] * len(chosen) + [1 - better] * len(rejected)
+
+    def loss_sentences(self, args: Any, columns: Sequence[str]) -> list[str]:
+        formula = f"-logsigmoid(chosen - rejected{' - margin' if 'margin' in columns else ''})"
+        text = f"The loss is the pairwise loss of {BRADLEY_TERRY}, `{formula}`, on pairs of conversations."
+        if "margin" in columns:
+            text += (
+                " The margins come from the column `margin` of the data ([Llama 2](https://arxiv.org/abs/2307.09288), "
+                "eq. 2)."
+            )
+        if "chosen_probability" in columns:
+            text += (
+                " Labels are probabilities (`chosen_probability` in the data); the loss is the cross-entropy with "
+                "these probabilities."
+            )
+        return [text]
+
+
+def rejects_several(row: Row) -> bool:
+    """Check whether a converted row has one chosen answer and a list of rejected answers."""
+    chosen, rejected = (
+        isinstance(row[half], list) and bool(row[half]) and not isinstance(row[half][0], dict) for half in RAW_COLUMNS
+    )
+    return rejected and not chosen

@@ -1,0 +1,235 @@
+"""Rankings: rows with several answers and their scores or ranks."""
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import isfinite
+from typing import Any, ClassVar, Self
+
+import numpy as np
+from datasets import Dataset, IterableDataset
+
+from ...errors import UserError, UserTypeError
+from .. import checks
+from ..checks import RAW_COLUMNS, Row
+from .base import Part, RowKind, numbers_in
+from .pairs import BRADLEY_TERRY, Pairs, rejects_several
+
+MOST_ANSWERS = 64
+TIE_MODELS = ("rao_kupper", "davidson")
+
+
+@dataclass(frozen=True)
+class Rankings(RowKind):
+    """Rows with 2 to 64 answers: with `scores` or `ranks`, or one chosen and several rejected.
+
+    The better an answer, the higher its grade in `grades`. Two answers with equal grades are tied.
+
+    Args:
+        may_tie: Whether two answers of a row may have equal scores or ranks.
+        may_all_tie: Whether all answers of a row may have equal scores or ranks.
+        needs_scores: Whether rows must have `scores`; `ranks`, or a chosen answer, are then not enough.
+        attributes: Names of the graded attributes, if any. `scores` then has a list for each name, or None where the
+            row has no grades for this attribute.
+    """
+
+    may_tie: bool = False
+    may_all_tie: bool = False
+    needs_scores: bool = False
+    attributes: tuple[str, ...] = ()
+    name = "rankings"
+    unit = "pairs"
+    too_long = "prompts with an answer"
+    columns = ("answer_ids", "grades")
+    token_columns = ("answer_ids",)
+    scored_columns = {"completions": ("rewards", "tokens")}
+    orders_answers = True
+    counts: ClassVar[range] = range(2, MOST_ANSWERS + 1)
+    """Possible numbers of answers."""
+    counted: ClassVar[str] = f"2 to {MOST_ANSWERS} to be ranked"
+
+    @classmethod
+    def of(cls, args: Any) -> Self:
+        is_regression = args.loss_type == "regression"
+        return cls(
+            may_tie=is_regression or args.ties is not None,
+            may_all_tie=is_regression or args.ties in TIE_MODELS,
+            needs_scores=is_regression,
+            attributes=tuple(args.attributes or ()),
+        )
+
+    # ---- raw rows
+
+    def is_raw(self, row: Row) -> bool:
+        """Check for more answers than a pair, whatever the other columns are."""
+        return rejects_several(row) if set(RAW_COLUMNS) <= row.keys() else "completions" in row
+
+    def is_tokenized(self, row: Row) -> bool:
+        # a column `answer_ids` of texts or numbers belongs to the user
+        return super().is_tokenized(row) and not isinstance(next(iter(row["answer_ids"] or ()), None), str | int)
+
+    def check_dataset(self, dataset: Dataset | IterableDataset, columns: Collection[str], name: str) -> Self:
+        if isinstance(dataset, IterableDataset):
+            raise UserError(
+                f"The {name} dataset is a stream of {self.name}, so the number of answers per row is unknown. Convert "
+                "it to a dataset: `datasets.Dataset.from_list(list(stream.take(n)))`."
+            )
+        if unused := [column for column in Pairs.optional_columns if column in columns]:
+            raise UserError(
+                f"The {name} dataset has {self.name}, whose loss does not use the column `{unused[0]}`. Drop the "
+                f"column: `dataset.remove_columns({unused})`."
+            )
+        # several rejected answers to one chosen answer are tied
+        return replace(self, may_tie=self.may_tie or set(RAW_COLUMNS) <= set(columns))
+
+    def raw_answers(self, row: Row, where: str) -> dict[str, Any]:
+        has_halves, answers = set(RAW_COLUMNS) <= set(row) and not self.attributes, dict[str, Any]()
+        for column in RAW_COLUMNS if has_halves else ("completions",):
+            values = [row["chosen"]] if column == "chosen" else row.get(column)
+            if not isinstance(values, list) or not values:
+                raise UserTypeError(f"{where}: `{column}` must be a list of answers, got {values!r:.80}.")
+            answers |= {f"{column}[{place}]": value for place, value in enumerate(values)}
+        checks.check_raw_row(row, answers, where)
+        if (self.needs_scores or self.attributes) and ("scores" not in row or has_halves):
+            raise UserError(f"{where} has no `scores`, which loss_type='regression' and attributes need. Add them.")
+        column = "rejected" if has_halves else next((name for name in ("scores", "ranks") if name in row), "")
+        if not column:
+            raise UserError(f"{where} has `completions`, but neither `scores` nor `ranks`.")
+        rule = replace(self, may_tie=True) if has_halves else self  # rejected answers are not compared
+        rule.check_grades(grades_of(row) if has_halves else row[column], len(answers), where, column)
+        return answers
+
+    def tokenized(self, row: Row, ids_K: list[list[int]], where: str) -> dict[str, Any]:
+        """Return the prepared columns; `grades` has a list, or a list or None per attribute."""
+        scores_A = [row["scores"][name] for name in self.attributes]
+        grades = [scores and grades_of({**row, "scores": scores}) for scores in scores_A] or grades_of(row)
+        return {"answer_ids": ids_K, "grades": grades}
+
+    # ---- prepared rows
+
+    def answers(self, row: Row) -> list[Any]:
+        return row["answer_ids"]
+
+    def with_answers(self, ids_K: list[list[int]]) -> dict[str, Any]:
+        return {"answer_ids": ids_K}
+
+    def check_labels(self, row: Row, where: str) -> None:
+        """Check the grades of a prepared row."""
+        self.check_grades(row["grades"], len(row["answer_ids"]), where, "grades")
+
+    def check_grades(self, grades: Any, answers: int, where: str, column: str) -> None:
+        """Check the scores, ranks or prepared grades of a row.
+
+        Args:
+            grades: The value of ``column``.
+            answers: Number of answers in the row.
+            where: Beginning of error messages, see `checks.row_of`.
+            column: Name of the column for error messages.
+        """
+        if answers not in self.counts:
+            raise UserError(f"{where} has {answers} answers; each row must have {self.counted}.")
+        lists, counts = self._grade_lists(grades, f"{where}: `{column}`"), set[int]()
+        for place, values in lists.items():
+            if not isinstance(values, list) or len(values) != answers:
+                raise UserError(f"{place} is {values!r:.80}, not a list with a number for each of {answers} answers.")
+            for value in values:
+                if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= checks.LARGEST:
+                    raise UserError(f"{place} holds {value!r}; each must be a finite number (float32).")
+                self.check_grade(value, place)
+            counts.add(distinct := len(set(map(float, values))))
+            if 1 < distinct < answers and not self.may_tie:
+                raise UserError(
+                    f"{place} is {values!r:.80}: some answers are equal, but ties=None does not allow ties. Set "
+                    "ties='skip' to leave out comparisons of equal answers, set 'davidson' or 'rao_kupper' to learn "
+                    "from ties, or remove such rows."
+                )
+        if not lists or (not self.may_all_tie and counts == {1}):
+            raise UserError(
+                f"{where}: `{column}` is {grades!r:.80}, so no answer is better than another. Remove such rows."
+            )
+
+    def check_grade(self, value: float, place: str) -> None:
+        """Raise UserError if a finite grade is impossible."""
+
+    def _grade_lists(self, grades: Any, place: str) -> dict[str, Any]:
+        """Return the lists of grades in a column by their place in the row: one list, or one per attribute."""
+        if not self.attributes:
+            return {place: grades}
+        if isinstance(grades, list) and len(grades) == len(self.attributes):  # a prepared row
+            grades = dict(zip(self.attributes, grades, strict=True))
+        if not isinstance(grades, Mapping) or not set(self.attributes) <= set(grades):
+            raise UserError(f"{place} is {grades!r:.80}; each of attributes={self.attributes} needs a list, or None.")
+        return {f"{place} of {name!r}": grades[name] for name in self.attributes if grades[name] is not None}
+
+    # ---- comparisons
+
+    def compared(self, grade_GK: np.ndarray, learns_ties: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Compare any two answers with different grades, and with ``learns_ties`` also answers with equal grades."""
+        first_M, second_M = np.triu_indices(grade_GK.shape[1], 1)
+        difference_GM = grade_GK[:, first_M] - grade_GK[:, second_M]
+        probability_GM = (np.sign(difference_GM) + 1) / 2  # NaN for missing answers
+        return first_M, second_M, np.where((difference_GM == 0) & (not learns_ties), np.nan, probability_GM)
+
+    # ---- scored rows
+
+    def from_scored(self, row: Row) -> Iterator[Part]:
+        scores, by_attribute = row.get("scores"), row.get("rewards_by_attribute") or [None]
+        graded = scores if isinstance(scores, dict) and None not in by_attribute else {}
+        if names := [name for name in graded if name in by_attribute[0]]:
+            for name in names:
+                values = [rewards[name] for rewards in by_attribute]
+                part = {"attribute": name, "scores": graded[name], "rewards": values, "rewards_by_attribute": None}
+                yield from self.from_scored({**row, **part})
+            return
+        rewards, grades = row.get("rewards"), row.get("scores" if "scores" in row else "ranks")
+        if "completions" in row and isinstance(rewards, list) and isinstance(grades, list):
+            is_number = [isinstance(grade, int | float) and isfinite(grade) for grade in grades]
+            if is_number == [True] * len(rewards):
+                yield row, numbers_in(rewards), grades_of(row)
+                return
+        yield row, [], []
+
+    # ---- words
+
+    def loss_sentences(self, args: Any, columns: Sequence[str]) -> list[str]:
+        each = "comparison" if args.average_over == "comparisons" else "prompt"
+        sentences = [self._loss(args), f"In the mean loss, each {each} counts once."]
+        if args.attributes:
+            weights = ", ".join(map(str, args.attribute_loss_weights or ()))
+            weighted = f", with the weights {weights}" if weights else ""
+            sentences.append(f"The loss is a mean over the attributes that grade a prompt's answers{weighted}.")
+        return sentences
+
+    def _loss(self, args: Any) -> str:
+        if args.loss_type == "regression":
+            return "The loss is the squared error between rewards and the scores of the answers."
+        likelihood = "The loss is the negative log-likelihood of"
+        if args.loss_type == "plackett_luce":
+            best = f" Only the order of the {args.ranking_top_k} best answers counts." if args.ranking_top_k else ""
+            return (
+                f"{likelihood} the order of a prompt's answers in the model of Plackett and Luce ([Plackett 1975]"
+                f"(https://doi.org/10.2307/2346567)).{best}"
+            )
+        over, threshold = "over all comparisons of a prompt's answers", f"{args.tie_threshold:.4g}"
+        if args.ties == "davidson":
+            model = "[Davidson 1970](https://doi.org/10.1080/01621459.1970.10481082)"
+            return f"{likelihood} wins and ties in the model of {model}, with the tie parameter {threshold}, {over}."
+        if args.ties == "rao_kupper":
+            model = "[Rao and Kupper 1967](https://doi.org/10.1080/01621459.1967.10482901)"
+            return f"{likelihood} wins and ties in the model of {model}, with the threshold {threshold}, {over}."
+        loss = (
+            f"The loss is the pairwise loss of {BRADLEY_TERRY} {over} "
+            "([Ouyang et al. 2022](https://arxiv.org/abs/2203.02155), eq. 1)."
+        )
+        if args.margin_scale:
+            loss += (
+                f" Target margins are the differences of scores times {args.margin_scale:.4g} ([Llama 2]"
+                "(https://arxiv.org/abs/2307.09288), eq. 2)."
+            )
+        return loss
+
+
+def grades_of(row: Row) -> list[float]:
+    """Return the grades of a raw row's answers (higher is better), from scores, ranks, or `chosen` and `rejected`."""
+    if set(RAW_COLUMNS) <= set(row):
+        return [1.0] + [0.0] * len(row["rejected"])
+    return [*map(float, row["scores"])] if "scores" in row else [-float(rank) for rank in row["ranks"]]

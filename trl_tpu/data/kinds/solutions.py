@@ -1,0 +1,285 @@
+"""Solutions with labeled steps, the rows of process reward models."""
+
+import logging
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+import numpy as np
+import torch
+from datasets import Dataset, Features, Value
+from datasets import Sequence as ListOf
+from transformers import PreTrainedTokenizerBase
+
+from ...errors import UserError
+from .. import checks
+from ..checks import Row
+from ..traps import TRAPS, find_traps
+from .base import LABELS_AS, Part, RowKind, numbers_in
+
+logger = logging.getLogger(__name__)
+
+NO_LABEL = -100
+"""Label of tokens that do not end a labeled step; the same value as `ignore_index` in torch's losses."""
+STEP_ENDS = "step_ends"
+"""Name of the labels of a row that say which of its tokens are scored."""
+NEUTRAL = -1
+"""Label of a step that is neither right nor wrong."""
+_NEUTRAL_IS_WRONG = "neutral_steps=wrong"  # the value of `labels_as`
+
+
+def tokenize_solution(
+    features: dict[str, Any],
+    tokenizer: PreTrainedTokenizerBase,
+    step_separator: str,
+    max_length: int | None,
+    max_completion_length: int | None,
+    train_on_last_step_only: bool,
+    is_eval: bool,
+) -> dict[str, list[int]]:
+    """Tokenize a solution into `input_ids` and `labels`; labels are -100 except at the last token of each step.
+
+    Args:
+        features: The row's `prompt`, `completions` and `labels`.
+        tokenizer: The tokenizer. Its BOS token, if any, is put before the prompt; other special tokens are not added.
+        step_separator: Text that is put after each step.
+        max_length: Maximum number of tokens; later tokens are truncated. None sets no limit.
+        max_completion_length: Maximum number of tokens of all steps; later tokens are truncated. None sets no limit.
+        train_on_last_step_only: Whether all labels except the last become -100. No effect with ``is_eval``.
+        is_eval: Whether the row is for evaluation.
+    """
+    texts, bos = (step_separator, features["prompt"], *features["completions"]), tokenizer.bos_token_id
+    separator_ids, prompt_ids, *steps = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
+    prompt_ids = [bos] * (bos is not None) + prompt_ids
+    input_ids, labels = list[int](), list[int]()
+    for place, (ids, label) in enumerate(zip(steps, features["labels"], strict=True), start=1):
+        if not ids and not separator_ids:
+            raise UserError(
+                f"`completions[{place - 1}]` has no tokens, and step_separator={step_separator!r} adds none, so no "
+                "token can hold its label. Remove such steps, or set another step_separator."
+            )
+        input_ids += ids + separator_ids
+        is_ignored = train_on_last_step_only and not is_eval and place < len(steps)
+        label = NO_LABEL if is_ignored else int(label) if label % 1 == 0 else label
+        labels += [NO_LABEL] * (len(input_ids) - len(labels) - 1) + [label]
+    input_ids = prompt_ids + input_ids[:max_completion_length]
+    labels = [NO_LABEL] * len(prompt_ids) + labels[:max_completion_length]
+    return {"input_ids": input_ids[:max_length], "labels": labels[:max_length]}
+
+
+@dataclass(frozen=True)
+class Solutions(RowKind):
+    """Rows with the steps of a solution, and for each step the probability that it is right.
+
+    Args:
+        step_separator, max_length, max_completion_length, train_on_last_step_only: See `tokenize_solution`.
+        neutral: How to treat steps with the label -1: "ignore" or "wrong". By default they are rejected.
+        is_eval: Whether the rows are for evaluation.
+        tokenize_row: `tokenize_solution`, or a replacement for it.
+    """
+
+    step_separator: str = "\n"
+    max_length: int | None = None
+    max_completion_length: int | None = None
+    train_on_last_step_only: bool = False
+    neutral: str | None = None
+    is_eval: bool = False
+    tokenize_row: Callable[..., dict[str, list[int]]] = tokenize_solution
+    name, unit = "solutions", "steps"
+    does, swapped, lacks = "tells right from wrong", "the labels", "no finite reward, or no label"
+    too_long = "solutions"
+    columns = ("input_ids", "labels")
+    token_columns = ("input_ids",)
+    scored_columns = {"completions": ("step_rewards", "tokens")}
+    sequences = 1
+    adds_eos = keeps_columns = False
+    compares_with_zero = is_one_sequence = weighs_comparisons = truncates = True
+
+    @classmethod
+    def of(cls, args: Any, **more: Any) -> Self:
+        """Return the kind for the settings of a `PRMConfig`; ``more`` are further fields."""
+        names = ("step_separator", "max_length", "max_completion_length", "train_on_last_step_only")
+        settings = {name: getattr(args, name) for name in names}
+        return cls(**settings, neutral=args.neutral_steps, **more)
+
+    def rewards_of(self, scores_SA: torch.Tensor) -> torch.Tensor:
+        """Return the log-odds that each step is right, from the logits of both labels."""
+        return scores_SA[:, 1:] - scores_SA[:, :1]
+
+    # ---- raw rows
+
+    def is_raw(self, row: Row) -> bool:
+        return True  # of these rows, no other kind is accepted
+
+    def is_tokenized(self, row: Row) -> bool:
+        # next to token ids, a column `completions` without a label for each step belongs to the user
+        steps = row.get("completions") or ()
+        return "input_ids" in row and not ("completions" in row and is_label_list(row.get("labels"), len(steps)))
+
+    def check_dataset(self, dataset: Any, columns: Collection[str], name: str) -> Self:
+        if not isinstance(dataset, Dataset):
+            raise UserError(f"The {name} dataset is not a `Dataset` with a length: load it without streaming.")
+        return self
+
+    def features(self, dataset: Any) -> Features:
+        """Return the types of the prepared columns. Without them, labels would stay bools."""
+        labels_N = [labels or [] for labels in (dataset["labels"] if "labels" in dataset.column_names else ())]
+        is_soft = any(isinstance(label, float) and label % 1 for labels in labels_N for label in labels)
+        labels = ListOf(Value("float64" if is_soft else "int64"))
+        return Features({"input_ids": ListOf(Value("int64")), "labels": labels, TRAPS: Value("string")})
+
+    def tokenize(
+        self, rows_N: Sequence[Row], places: Sequence[str], tokenizer: PreTrainedTokenizerBase
+    ) -> list[tuple[dict[str, Any], list[str]]]:
+        prepared = []
+        for row, where in zip(rows_N, places, strict=True):
+            tokens = self.tokens_of(row, where, tokenizer)
+            traps = find_traps(row, row["completions"][:1] or [""], [tokens["input_ids"]], tokenizer)
+            prepared.append((tokens, traps))
+        return prepared
+
+    def tokens_of(self, row: Row, where: str, tokenizer: PreTrainedTokenizerBase) -> dict[str, list[int]]:
+        """Check and tokenize a raw row.
+
+        Raises:
+            UserError: The row is bad. The message begins with ``where``.
+        """
+        check_solution(row, where)
+        labels: Any = row.get("labels")
+        if not is_label_list(labels, steps := len(row["completions"])):
+            raise UserError(
+                f"{where}: `labels` must have the probability that each of {steps} `completions` is right, 0 to 1, "
+                f"got {labels!r:.80}."
+            )
+        if NEUTRAL in labels and self.neutral is None:
+            raise UserError(
+                f"{where}: `labels` has {NEUTRAL}, for a step that is neither right nor wrong. Set "
+                "neutral_steps='ignore' to leave such steps out, or 'wrong' to count them as 0."
+            )
+        instead = NO_LABEL if self.neutral == "ignore" else 0  # in place of -1
+        try:
+            return self.tokenize_row(
+                {**row, "labels": [instead if label == NEUTRAL else label for label in labels]},
+                tokenizer=tokenizer,
+                step_separator=self.step_separator,
+                max_length=self.max_length,
+                max_completion_length=self.max_completion_length,
+                train_on_last_step_only=self.train_on_last_step_only,
+                is_eval=self.is_eval,
+            )
+        except UserError as error:
+            raise UserError(f"{where}: {error}") from error
+
+    def sequences_to_score(self, row: Row, where: str, tokenizer: PreTrainedTokenizerBase) -> list[np.ndarray]:
+        """Return the token ids from the prompt to the end of each step of a raw row, which needs no labels.
+
+        Raises:
+            UserError: The row is bad. The message begins with ``where``.
+        """
+        check_solution(row, where)
+        tokens = self.tokens_of({**row, "labels": [0] * len(row["completions"])}, where, tokenizer)
+        ids = np.asarray(tokens["input_ids"], np.int32)
+        return [ids[: end + 1] for end in self.labels(tokens)[STEP_ENDS]]
+
+    # ---- prepared rows
+
+    def answers(self, row: Row) -> list[Any]:
+        return [row["input_ids"]]
+
+    def labels(self, row: Row) -> dict[str, Any]:
+        """Return the indices of the tokens at which labeled steps end, and the labels of these steps."""
+        ends = np.flatnonzero(np.asarray(row["labels"]) != NO_LABEL).tolist()
+        return {STEP_ENDS: ends, "grades": [float(row["labels"][end]) for end in ends]}
+
+    def check_labels(self, row: Row, where: str) -> None:
+        labels = np.asarray(row["labels"])
+        if len(labels) != len(row["input_ids"]) or not all((labels == NO_LABEL) | ((labels >= 0) & (labels <= 1))):
+            raise UserError(f"{where}: `labels` must be as long as `input_ids`, each from 0 to 1, or {NO_LABEL}.")
+
+    def check_prepared(self, raw: Dataset | None, prepared: Dataset, name: str) -> None:
+        """Log how many labels truncation removed.
+
+        Raises:
+            UserError: Training data has no label left.
+        """
+        remaining_N = np.array([(np.asarray(labels) != NO_LABEL).sum() for labels in prepared["labels"]])
+        counts_N = np.zeros(1, np.int64)
+        if raw is not None:
+            ignored = NEUTRAL if self.neutral == "ignore" else None
+            counts_N = np.array([len(labels) - labels.count(ignored) for labels in raw["labels"]])
+        if self.train_on_last_step_only and not self.is_eval:
+            counts_N = np.minimum(counts_N, 1)
+        fix = "Raise `max_length` and `max_completion_length`, or remove such rows."
+        if not remaining_N.any():
+            problem = f"The {name} dataset has no label left, so nothing can be learned or measured. {fix}"
+            if not self.is_eval:
+                raise UserError(problem)
+            logger.warning(problem)
+        elif (removed_N := counts_N - remaining_N).max(initial=0) > 0:
+            logger.warning(
+                f"{name} dataset: truncation removed {removed_N.clip(0).sum()} of {counts_N.sum()} labels (the first "
+                f"in row {(removed_N > 0).argmax()}). {fix}"
+            )
+
+    # ---- comparisons
+
+    def compared(self, grade_GK: np.ndarray, learns_ties: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Compare each labeled step with the constant 0."""
+        steps = grade_GK.shape[1]
+        return np.arange(steps), np.full(steps, -1), grade_GK
+
+    # ---- predictions
+
+    def predictions(self, rewards: torch.Tensor, grade: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return logits of both labels [N, K, 2], always 0 for label 0, and labels [N, K], -100 for missing steps."""
+        logits_NK2 = torch.stack([torch.zeros_like(rewards), rewards], dim=-1)
+        return logits_NK2, torch.where(grade.isnan(), NO_LABEL, grade.nan_to_num())
+
+    def label_ids(self, labels: np.ndarray) -> np.ndarray:
+        """Return integers, as in TRL, unless a label is a probability."""
+        return labels.astype(np.int64) if (labels == labels.round()).all() else labels
+
+    # ---- scored rows
+
+    @property
+    def labels_as(self) -> str | None:
+        return _NEUTRAL_IS_WRONG if self.neutral == "wrong" else None
+
+    def from_scored(self, row: Row) -> Iterator[Part]:
+        """Yield each labeled step, with the solution up to it."""
+        rewards, labels, steps = row.get("step_rewards"), row.get("labels"), row.get("completions") or []
+        if not isinstance(rewards, list) or not isinstance(labels, list) or not is_label_list(labels, len(rewards)):
+            yield row, [float("nan")], [1.0]  # nan: the verdict counts the row as left out
+            return
+        counts_neutral = row.get(LABELS_AS) == _NEUTRAL_IS_WRONG
+        numbers = numbers_in(rewards) if rewards else []
+        for end, (label, reward) in enumerate(zip(labels, numbers, strict=True), start=1):
+            if label != NEUTRAL or counts_neutral:
+                yield {**row, "completions": steps[:end], "reward": reward}, [reward], [max(float(label), 0.0)]
+
+    # ---- words
+
+    def loss_sentences(self, args: Any, columns: Sequence[str]) -> list[str]:
+        text = "The loss is the cross-entropy of the step labels, as in [Uesato et al. 2022](https://arxiv.org/abs/2211.14275)."
+        if args.train_on_last_step_only:
+            text += " Only the last step of each solution was trained on."
+        if args.neutral_steps is not None:
+            treated = "counted as wrong" if args.neutral_steps == "wrong" else "were left out"
+            text += f" Steps that are neither right nor wrong (label -1) {treated}."
+        return [text]
+
+
+def is_label_list(labels: Any, steps: int) -> bool:
+    """Check for a list with one label per step: the probability that the step is right (0 to 1), or -1 for neutral."""
+    if not isinstance(labels, list) or len(labels) != steps:
+        return False
+    return all(isinstance(label, bool | int | float) and (0 <= label <= 1 or label == NEUTRAL) for label in labels)
+
+
+def check_solution(row: Row, where: str) -> None:
+    """Raise UserError unless the prompt and the steps of a raw row are texts."""
+    prompt, steps = row.get("prompt"), row.get("completions")
+    if not isinstance(steps, list) or not all(isinstance(text, str) for text in (prompt, *steps)):
+        raise UserError(f"{where}: `prompt` must be text, and `completions` a list of texts, the steps.")
+    for text in (prompt, *steps):
+        checks.check_text(text, where)
