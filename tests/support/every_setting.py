@@ -35,7 +35,7 @@ AT_THE_START = _names("""
     ddp_backend ddp_timeout deepspeed fp16 fsdp fsdp_config gradient_checkpointing gradient_checkpointing_kwargs mesh
     total_batch_size sharding_plan tf32 torch_compile use_cpu
 """)
-#: File -> fields that it reads only with a Hub, a tracker, a kernel or certain rows.
+#: File or package -> fields that it reads only with a Hub, a tracker, a kernel or certain rows.
 ELSEWHERE = {
     "transformers/trainer.py": (
         "hub_always_push hub_private_repo hub_revision hub_strategy hub_token length_column_name liger_kernel_config"
@@ -44,13 +44,11 @@ ELSEWHERE = {
         "project run_name trackio_bucket_id trackio_space_id trackio_static_space_id"
     ),
     "transformers/trainer_optimizer.py": "optim_target_modules",
-    "trl_tpu/scripts/reward.py": "do_eval",
-    "trl_tpu/trainer/evaluation.py": "eval_accumulation_steps",
-    "trl_tpu/training/batch_plan.py": (
-        "attribute_loss_weights average_over margin_scale max_shapes packed_attention pad_to_multiple_of row_length"
+    "trl_tpu": (
+        "attribute_loss_weights attribute_weights attributes average_over do_eval eval_accumulation_steps "
+        "label_smoothing loss_type margin_scale max_shapes packed_attention pad_to_multiple_of ranking_top_k "
+        "row_length tie_threshold ties"
     ),
-    "trl_tpu/modeling/build.py": "attributes attribute_weights ties",
-    "trl_tpu/modeling/losses.py": "label_smoothing loss_type ranking_top_k tie_threshold",
 }
 LISTED = _names("""
     average_tokens_across_devices do_predict do_train eval_use_gather_object label_names
@@ -109,10 +107,11 @@ def check_fields_read_elsewhere_and_listed_fields(_: Path) -> None:
     assert found == LISTED_ON_XLA
     for file, names in ELSEWHERE.items():
         package = transformers if file.startswith("transformers") else trl_tpu
-        source = Path(str(package.__file__)).parent.parent.joinpath(file).read_text()
-        assert [
-            name for name in _names(names) if not re.search(rf"args\.{name}\b|^    {name}: ", source, re.M)
-        ] == [], file
+        path = Path(str(package.__file__)).parent.parent / file
+        files = [each for each in path.rglob("*.py") if each.parent.name != "config"] or [path]
+        source = "\n".join(each.read_text(encoding="utf-8") for each in files)
+        unread = [name for name in _names(names) if not re.search(rf"args\.{name}\b|^    {name}: ", source, re.M)]
+        assert unread == [], file
 
 
 def check_settings_are_rejected(folder: Path) -> None:
