@@ -144,35 +144,6 @@ def test_max_eval_steps_limits_evaluation_but_not_prediction(streams: bool, make
     assert {name: found[name] for name in known} == {name: expected[name] for name in known}
 
 
-# ---- rejected settings
-
-END: dict[str, Any] = {"learning_rate": 1e-3, "learning_rate_end": 1e-4}
-TOTAL: dict[str, Any] = {"total_batch_size": 24}
-IMPOSSIBLE: list[tuple[dict[str, Any], str]] = [
-    # patterns that match no parameter or all, and an invalid expression
-    *(({"frozen_parameters": pattern}, "frozen_parameters=") for pattern in ("lm_head", ".", "(")),
-    ({"optim_state_dtype": "bfloat16", "optim": "sgd"}, "optim_state_dtype"),
-    ({"log_grad_norms": True, "fsdp": "full_shard"}, "log_grad_norms"),
-    (END | {"lr_scheduler_type": "polynomial"}, "learning_rate_end"),
-    (END | {"lr_scheduler_type": "cosine", "lr_scheduler_kwargs": {"min_lr": 1e-5}}, "learning_rate_end"),
-    (END | {"learning_rate": 1e-4}, "learning_rate_end"),
-    # the message suggests the nearest possible batch size
-    (TOTAL | {"gradient_accumulation_steps": 5}, r"total_batch_size=24.* 25\b"),
-    (TOTAL | {"per_device_train_batch_size": 16}, r"total_batch_size=24.* 32\b"),
-    (TOTAL | {"per_device_train_batch_size": 50}, r"total_batch_size=24.* 50\b"),
-    (TOTAL | {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 2}, r"total_batch_size=24.* 16\b"),
-]
-
-
-@pytest.mark.parametrize(("settings", "message"), IMPOSSIBLE)
-def test_impossible_settings_are_rejected(
-    settings: dict[str, Any], message: str, model_folder: str, tmp_path: Path
-) -> None:
-    with pytest.raises(UserError, match=message):
-        args = RewardConfig(str(tmp_path), report_to="none", bf16=False, **settings)
-        RewardTrainer(model_folder, args, train_dataset=tiny.made_up_pairs(8))
-
-
 # ---- optim_state_dtype
 
 

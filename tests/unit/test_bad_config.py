@@ -67,6 +67,8 @@ BAD_ARGUMENTS: dict[str, tuple[dict[str, Any], str]] = {
         "Row 2 .*train.*`input_ids_rejected`.*304",
     ),
     "an unknown pad token": ({"settings": {"pad_token": "<nope>"}}, "`pad_token`.*<nope>"),
+    "frozen weights that the model lacks": ({"settings": {"frozen_parameters": "lm_head"}}, "frozen_parameters="),
+    "all weights frozen": ({"settings": {"frozen_parameters": "."}}, "frozen_parameters="),
     "a mesh for other devices": ({"settings": {"mesh": "data=2,fsdp=4"}}, "data=2.*fsdp=4"),
     "two URLs": ({"settings": {"output_dir": "file:///one", "output_url": "file:///two"}}, "output_dir.*output_url"),
     "neither pad nor eos token": (
@@ -85,6 +87,8 @@ def test_bad_trainer_arguments_are_rejected(case: str, make_trainer: Any) -> Non
 
 
 NAMES = ["helpful", "brief"]
+END: dict[str, Any] = {"learning_rate": 1e-3, "learning_rate_end": 1e-4}
+TOTAL: dict[str, Any] = {"total_batch_size": 24}
 NO_DURATIONS = ("", "2", "2h 30m", "2h30", "30m2h", "1h1h", "2H", "2:30", "1.5h", "-1h", "0h", "02h", "90s", "1h\n")
 BAD_SETTINGS: list[tuple[str, dict[str, Any]]] = [
     ("per_device_train_batch_size", {"per_device_train_batch_size": 0}),
@@ -112,6 +116,17 @@ BAD_SETTINGS: list[tuple[str, dict[str, Any]]] = [
     ("train_sampling_strategy", {"group_by_prompt": True, "train_sampling_strategy": "sequential"}),
     ("train_sampling_strategy", {"group_by_prompt": True, "train_sampling_strategy": "group_by_length"}),
     *(("training_time_limit", {"training_time_limit": value}) for value in (*NO_DURATIONS, "٢h", "h", 90, True)),
+    ("frozen_parameters=", {"frozen_parameters": "("}),
+    ("optim_state_dtype", {"optim_state_dtype": "bfloat16", "optim": "sgd"}),
+    ("log_grad_norms", {"log_grad_norms": True, "fsdp": "full_shard"}),
+    ("learning_rate_end", END | {"lr_scheduler_type": "polynomial"}),
+    ("learning_rate_end", END | {"lr_scheduler_type": "cosine", "lr_scheduler_kwargs": {"min_lr": 1e-5}}),
+    ("learning_rate_end", END | {"learning_rate": 1e-4}),
+    # the message suggests the nearest possible batch size
+    (r"total_batch_size=24.* 25\b", TOTAL | {"gradient_accumulation_steps": 5}),
+    (r"total_batch_size=24.* 32\b", TOTAL | {"per_device_train_batch_size": 16}),
+    (r"total_batch_size=24.* 50\b", TOTAL | {"per_device_train_batch_size": 50}),
+    (r"total_batch_size=24.* 16\b", TOTAL | {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 2}),
     *(("save_interval_minutes", {"save_interval_minutes": value}) for value in (-5.0, math.nan)),
 ]
 

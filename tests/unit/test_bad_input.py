@@ -19,16 +19,9 @@ from trl_tpu import cli
 from trl_tpu.checkpoint.folders import RUN_FILE
 
 PAIR = {"prompt": "Count on from 1:", "chosen": " 2 3 4", "rejected": " 4 2"}
-FLAGS = {
-    "model_name_or_path": "{folder}/model",
-    "dataset_name": "{folder}/pairs.jsonl",
-    "output_dir": "{folder}/out",
-    "bf16": "false",
-    "report_to": "none",
-    "max_steps": "1",
-    "per_device_train_batch_size": "2",
-    "gradient_checkpointing": "false",
-}
+FLAGS = {"model_name_or_path": "{folder}/model", "dataset_name": "{folder}/pairs.jsonl", "output_dir": "{folder}/out"}
+FLAGS |= {"bf16": "false", "report_to": "none", "max_steps": "1", "per_device_train_batch_size": "2"}
+FLAGS |= {"gradient_checkpointing": "false"}
 
 
 @dataclass
@@ -129,6 +122,7 @@ def add_code(job: Job) -> None:
     model_file("own.py", f"open({str(ran)!r}, 'w')\nclass Config: pass\nclass Model: pass\n".encode())(job)
 
 
+STREAM = flags(dataset_streaming="true")
 SECOND, INDEX = "model-00002-of-00002.safetensors", "model.safetensors.index.json"
 
 
@@ -146,11 +140,7 @@ CASES: dict[str, tuple[Any, ...]] = {
     # flags that only transformers, accelerate or torch reject
     "FSDP in one process": (flags(fsdp="full_shard"), "fsdp", "distributed"),
     "lengths that no row has, in training": (flags(group_by_length="true"), "lengths", "input_ids"),
-    "a schedule without its rate, in training": (
-        flags(lr_scheduler_type="cosine_with_min_lr"),
-        "min_lr",
-        "lr_scheduler_kwargs",
-    ),
+    "no final rate, in training": (flags(lr_scheduler_type="cosine_with_min_lr"), "min_lr", "lr_scheduler_kwargs"),
     "a seed that is too large": (flags(seed=2**40), "2**32"),
     "an unknown field of accelerate": (flags(accelerator_config='{"x": 1}'), "'x'"),
     "a name that the Hub rejects, in training": (flags(push_to_hub="true", hub_model_id="a/b/c"), "a/b/c"),
@@ -170,11 +160,7 @@ CASES: dict[str, tuple[Any, ...]] = {
         "line 2",
     ),
     "a broken line": (third_line(b'{"chosen": "a", "rej'), "DIR/pairs.jsonl", "line 3: ", "column 17"),
-    "a stream of a broken line": (
-        combine(third_line(b"{"), flags(dataset_streaming="true")),
-        "DIR/pairs.jsonl",
-        "line 3: ",
-    ),
+    "a stream of a broken line": (combine(third_line(b"{"), STREAM), "DIR/pairs.jsonl", "line 3: "),
     "a byte that is not UTF-8": (third_line(b'{"chosen": "\xff"}'), "DIR/pairs.jsonl", "line 3: ", "0xff"),
     "a file that is not compressed": (file("d.jsonl.gz", b"{}"), "DIR/d.jsonl.gz", "gzip"),
     "no Parquet": (file("d.parquet", b"no"), "DIR/d.parquet", "Parquet"),

@@ -11,7 +11,7 @@ import trl
 from preference_rows import write_jsonl
 
 from trl_tpu.scripts import utils
-from trl_tpu.scripts.utils import DatasetConfig, DatasetMixtureConfig, ScriptArguments, get_dataset, load_named_dataset
+from trl_tpu.scripts.utils import DatasetConfig, DatasetMixtureConfig, ScriptArguments, get_dataset, load_splits
 
 ROWS = [{"prompt": f"p{i}", "chosen": f"c{i}", "rejected": f"r{i}"} for i in range(10)]
 
@@ -24,6 +24,10 @@ def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def folder(tmp_path: Path, name: str, size: int) -> Path:
     write_jsonl(tmp_path / name / "train.jsonl", [{"prompt": f"{name}{i}", "index": i} for i in range(size)])
     return tmp_path / name
+
+
+def named_splits(**arguments: Any) -> Any:
+    return load_splits(ScriptArguments(**arguments), DatasetMixtureConfig())[0]
 
 
 def write(path: Path) -> None:
@@ -42,7 +46,7 @@ def write(path: Path) -> None:
 @pytest.mark.parametrize("streaming", [False, True])
 def test_local_file_is_a_dataset_with_a_train_split(name: str, streaming: bool, tmp_path: Path) -> None:
     write(tmp_path / name)
-    splits = load_named_dataset(ScriptArguments(dataset_name=str(tmp_path / name), dataset_streaming=streaming))
+    splits = named_splits(dataset_name=str(tmp_path / name), dataset_streaming=streaming)
     assert list(splits) == ["train"] and list(splits["train"]) == ROWS
     assert list(utils.open_rows(str(tmp_path / name))[0]) == ROWS  # the reader of `score`
     mixture = DatasetMixtureConfig([DatasetConfig(str(tmp_path / name), columns=["chosen"])], streaming=streaming)
@@ -52,7 +56,7 @@ def test_local_file_is_a_dataset_with_a_train_split(name: str, streaming: bool, 
 def test_folder_of_files_keeps_its_splits(tmp_path: Path) -> None:
     write_jsonl(tmp_path / "data" / "train.jsonl", ROWS[:7])
     write_jsonl(tmp_path / "data" / "test.jsonl", ROWS[7:])
-    splits = load_named_dataset(ScriptArguments(dataset_name=str(tmp_path / "data")))
+    splits = named_splits(dataset_name=str(tmp_path / "data"))
     assert {name: rows.to_list() for name, rows in splits.items()} == {"train": ROWS[:7], "test": ROWS[7:]}
     with pytest.raises(ValueError, match="'dev'.*'(train|test)', '(train|test)'"):
         utils.pick_split(splits, "dev", "the data")
@@ -88,7 +92,7 @@ def test_file_slices_work_and_broken_compressed_lines_are_named(tmp_path: Path) 
     assert get_dataset(mixture)["train"].to_list() == ROWS[:3]
     (tmp_path / "d.jsonl.gz").write_bytes(gzip.compress(path.read_bytes() + b"oops\n"))
     with pytest.raises(ValueError, match=r"d\.jsonl\.gz .*line 11"):
-        load_named_dataset(ScriptArguments(dataset_name=f"{path}.gz"))
+        named_splits(dataset_name=f"{path}.gz")
 
 
 @pytest.mark.parametrize("fractions", [(None, None, None), (0.75, 0.25, 0.5), (0.1, 0.05, 0.7), (3, 2, 1)])

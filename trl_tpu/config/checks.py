@@ -83,9 +83,8 @@ def _shown(args: Any, name: str) -> str:
 def warn_of_unmet_needs(args: Any, needs: Mapping[str, str] = _NEEDS) -> None:
     """Warn of each setting in the dataclass ``args`` that has no effect: its condition in ``needs`` is not met."""
     defaults = {item.name: item.default for item in fields(args)}
-    for setting in needs.keys() & defaults.keys():
-        need = needs[setting]
-        if _value(args, setting) != defaults[setting] and not holds(args, need):
+    for setting, need in needs.items():
+        if setting in defaults and _value(args, setting) != defaults[setting] and not holds(args, need):
             other = need.partition("=")[0]
             # a pattern with ^ is not a value to set
             change = f"change {other}" if "^" in need else f"set {need}"

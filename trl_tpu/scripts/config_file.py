@@ -4,6 +4,7 @@ import argparse
 import os
 import re
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -32,57 +33,48 @@ def take_config(args: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
     if (path := options.config) is None:
         return {}, rest
     try:
-        with open(path, encoding="utf-8-sig") as file:
-            values = yaml.load(file, _ConfigLoader)  # noqa: S506  # a subclass of SafeLoader
+        content = Path(path).read_text(encoding="utf-8-sig")
+        values, texts = (yaml.load(content, loader) for loader in (_Loader, _TextLoader))  # noqa: S506  # safe loaders
     except OSError as error:
         raise UserFileError(f"Config file {path} cannot be read: {error.strerror}. Correct the path.") from error
     except (yaml.YAMLError, ValueError) as error:  # ValueError: not UTF-8, or a date such as 2001-13-45
         raise UserError(f"Config file {path} is not YAML in UTF-8: {' '.join(str(error).split())}.") from error
     if not isinstance(values, dict):
         raise UserError(f"Config file {path} is not a YAML mapping, `name: value`.")
+    settings = {name: _as_text(value, texts[name]) for name, value in zip(texts, values.values(), strict=True)}
     try:
-        os.environ.update(values.pop("env", None) or {})
+        if settings.pop("env", None):
+            os.environ.update(texts["env"])
     except (OSError, TypeError, ValueError) as error:
         raise UserError(f"{path}: `env` field should be a dict in the YAML file. ({error})") from error
-    return values, rest
+    return settings, rest
 
 
-class _ConfigLoader(yaml.SafeLoader):
-    """YAML loader that keeps scalars outside inner mappings as text, and rejects duplicate keys."""
-
-    def construct_document(self, node: yaml.Node) -> Any:
-        if not isinstance(node, yaml.MappingNode):
-            return super().construct_document(node)
-        values: dict[str, Any] = {}
-        for name, value in self.pairs(node):
-            is_env = name == "env" and isinstance(value, yaml.MappingNode)
-            values[name] = {key: text.value for key, text in self.pairs(value)} if is_env else self.as_text(value)
-        return values
-
-    def as_text(self, node: yaml.Node) -> Any:
-        """Return scalars, also in lists, as text; true, false, null and mappings have YAML's types."""
-        kind = node.tag.rpartition(":")[2]
-        if kind == "seq":
-            return [self.as_text(item) for item in node.value]
-        is_true_or_false = kind == "bool" and node.value.lower() in ("true", "false")
-        is_text = kind in ("bool", "int", "float", "timestamp") and not is_true_or_false
-        return node.value if is_text else self.construct_object(node, deep=True)
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        self.pairs(node)
-        return super().construct_mapping(node, deep)
-
-    def pairs(self, node: yaml.MappingNode) -> list[tuple[str, Any]]:
-        """Return names and values, including values merged by `<<`. Reject duplicate keys: PyYAML accepts them."""
-        keys = [key for key, _ in node.value if isinstance(key, yaml.ScalarNode) and key.value != "<<"]
-        for place, key in enumerate(keys):
-            if key.value in [earlier.value for earlier in keys[:place]]:
-                problem = f"the key {key.value!r} occurs twice"
-                raise yaml.constructor.ConstructorError(problem=problem, problem_mark=key.start_mark)
-        self.flatten_mapping(node)
-        return [(str(key.value), value) for key, value in node.value]
+def _as_text(value: Any, text: Any) -> Any:
+    """Return a value as text, also in lists. True, false, null and mappings keep YAML's types."""
+    if isinstance(value, list):
+        return [_as_text(*both) for both in zip(value, text, strict=True)]
+    return value if value is None or isinstance(value, dict) or text.lower() in ("true", "false") else text
 
 
-_ConfigLoader.add_implicit_resolver(  # YAML 1.1 reads 1e-5 as text
+class _Loader(yaml.SafeLoader):
+    """YAML loader that reads 1e-5 as a number. YAML 1.1 reads it as text."""
+
+
+_Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9]+[eE][-+]?[0-9]+$"), list("-+0123456789")
 )
+
+
+class _TextLoader(yaml.SafeLoader):
+    """YAML loader that reads all scalars as text, and rejects duplicate keys."""
+
+    yaml_implicit_resolvers = {"<": yaml.SafeLoader.yaml_implicit_resolvers["<"]}  # `<<` merges mappings
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [key.value for key, _ in node.value]
+        for place, (key, _) in enumerate(node.value):
+            if key.value in keys[:place] and key.value != "<<":  # PyYAML accepts a duplicate
+                problem = f"the key {key.value!r} occurs twice"
+                raise yaml.constructor.ConstructorError(problem=problem, problem_mark=key.start_mark)
+        return super().construct_mapping(node, deep)

@@ -7,7 +7,7 @@ import json
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import NoneType
-from typing import Any, NoReturn, TypeVar, get_args, get_origin
+from typing import Any, NoReturn, TypeVar, cast, get_args, get_origin
 
 from transformers.hf_argparser import HfArgumentParser, string_to_bool
 
@@ -35,14 +35,12 @@ class TrlParser(HfArgumentParser):
     """
 
     def __init__(self, dataclass_types: type | Iterable[type] | None = None, **kwargs: Any) -> None:
-        types: list[Any] = [dataclass_types] if isinstance(dataclass_types, type) else list(dataclass_types or ())
-        for type_ in types:
-            if any(field.name == "config" for field in dataclasses.fields(type_)):
-                raise UserError(f"{type_.__name__} has a field named 'config', which is the flag of the YAML file.")
-        super().__init__(dataclass_types=types, **kwargs)
+        super().__init__(dataclass_types=cast(Any, dataclass_types), **kwargs)
 
     @staticmethod
     def _parse_dataclass_field(parser: argparse.ArgumentParser, field: dataclasses.Field) -> None:
+        if field.name == "config":
+            raise UserError("A dataclass has a field named 'config', the flag of the YAML file. Rename the field.")
         members = get_args(field.type)
         # This private method of the base class adds the flag of a field. It changes `field.type` in place, so pass a
         # copy to keep the user's dataclass unchanged.

@@ -35,7 +35,7 @@ from trl_tpu.scripts import reward
 from trl_tpu.scripts.config_file import take_config
 from trl_tpu.scripts.parser import TrlParser
 from trl_tpu.scripts.synthetic import resolve_model
-from trl_tpu.scripts.utils import ScriptArguments, pick_split
+from trl_tpu.scripts.utils import ScriptArguments, load_splits, pick_split
 from trl_tpu.trainer.model_config import ModelConfig
 
 _SET_BY_REMAT = {"gradient_checkpointing", "activation_checkpointing"}
@@ -198,7 +198,7 @@ def read_inputs(
     model = model_without_weights(config, dtype, kwargs["trust_remote_code"])
     tokens = None
     if script.dataset_name or data.datasets:
-        splits, what = reward.load_data(script, data)
+        splits, what = load_splits(script, data)
         dataset = pick_split(splits, script.dataset_train_split, what)
         if not isinstance(dataset, Dataset):
             raise UserError(f"{what} is a stream: its lengths are unknown. Plan with --row_length instead.")

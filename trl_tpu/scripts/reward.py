@@ -29,14 +29,7 @@ from trl_tpu.experimental.prm import PRMConfig, PRMTrainer
 from trl_tpu.modeling.adapters import get_peft_config, get_quantization_config
 from trl_tpu.scripts.parser import CommandParser, TrlParser
 from trl_tpu.scripts.synthetic import resolve_model
-from trl_tpu.scripts.utils import (
-    DatasetMixtureConfig,
-    ScriptArguments,
-    broken_line,
-    get_dataset,
-    load_named_dataset,
-    pick_split,
-)
+from trl_tpu.scripts.utils import DatasetMixtureConfig, ScriptArguments, broken_line, load_splits, pick_split
 from trl_tpu.trainer.model_config import ModelConfig
 from trl_tpu.trainer.reward_trainer import RewardTrainer
 from trl_tpu.training.stopping import end_forks_by_sigterm
@@ -89,45 +82,19 @@ def main(
         raise UserError("Name a model with `--model_name_or_path`: a Hub id, a local folder, or synthetic:tiny.")
     training_args = copy.copy(training_args)
     training_args.model_init_kwargs = model_init_kwargs(model_args, training_args)
-    output_dir = str(training_args.output_dir)
-    if dry_run:
-        training_args.push_to_hub = False  # otherwise the trainer creates the repository
     checkpoint: Any = training_args.resume_from_checkpoint
     checkpoint = {"true": True, "false": None}.get(str(checkpoint).lower(), checkpoint)  # flags are text
-    if not dry_run:
+    if dry_run:
+        training_args.push_to_hub = False  # otherwise the trainer creates the repository
+    else:
         end_by_sigterm(training_args, checkpoint)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
-    dataset, what = load_data(script_args, dataset_args)
-    train_dataset = pick_split(dataset, script_args.dataset_train_split, what)
-    eval_dataset = None
-    training_args.do_eval |= training_args.eval_on_start  # `eval_strategy` has also set `do_eval`
-    of_evaluation = ("eval_by", "max_eval_steps", "per_device_eval_batch_size")
-    warn_of_unmet_needs(training_args, dict.fromkeys(of_evaluation, "do_eval=True"))
-    if training_args.do_eval:
-        eval_dataset = pick_split(dataset, script_args.dataset_test_split, what)
-
-    trainer_type = RewardTrainer if training_args.step_separator is None else PRMTrainer
-    trainer = trainer_type(
-        model=resolve_model(model_args.model_name_or_path, output_dir),
-        args=training_args,
-        train_dataset=train_dataset,
-        eval_dataset=eval_dataset,
-        quantization_config=get_quantization_config(model_args),
-        peft_config=get_peft_config(model_args),
-    )
-
-    def show(line: str) -> None:
-        if trainer.is_world_process_zero():
-            print(line)
-
+    trainer = make_trainer(script_args, training_args, model_args, dataset_args)
+    show = print if trainer.is_world_process_zero() else lambda _: None
     if dry_run:
-        row = next(iter(cast(Any, trainer.train_dataset)))
-        answers, labels = [repr(trainer.processing_class.decode(ids)) for ids in answers_of(row)], labels_of(row)
-        names = [f"answers[{place}]" for place in range(len(answers))] if "grades" in labels else [*RAW_COLUMNS]
-        for name, value in [*zip(names, answers, strict=False), *sorted(labels.items())]:
-            show(f"{name} of the first row: {value}")
         *_, steps = trainer.set_initial_training_values(trainer.args, trainer.get_train_dataloader())
-        show(f"{trainer.describe()}\n{steps:,} steps; nothing was trained, since --dry_run ends before the first.")
+        show(f"{first_row(trainer)}\n{trainer.describe()}")
+        show(f"{steps:,} steps; nothing was trained, since --dry_run ends before the first.")
         return
     show(trainer.describe())
     trainer.trl_tpu.at_late_sigterm = lambda: None  # the work after training is short
@@ -139,12 +106,12 @@ def main(
         trainer.end()  # closes the trackers
         raise trainer.trl_tpu.unfinished(trainer.stopped_by)
     try:
-        trainer.save_model(output_dir, _internal_call=True)  # pushed below
+        trainer.save_model(_internal_call=True)  # pushed below
     except (OSError, SafetensorError) as error:
         logger.error("The model was NOT saved (%s). Checkpoints are unchanged; free space, then resume.", error)
         raise SystemExit(NOT_SAVED) from error
-    show(f"Model saved to {training_args.output_url or output_dir}")
-    if eval_dataset is not None:
+    show(f"Model saved to {training_args.output_url or training_args.output_dir}")
+    if trainer.eval_dataset is not None:
         show(held_out_table(trainer.evaluate()))
     trainer.save_description(dataset_name=script_args.dataset_name)
     if trainer.is_world_process_zero():
@@ -157,6 +124,33 @@ def main(
         raise SystemExit(BEST_LOST)
     if trainer.checkpointer.failed:
         raise SystemExit(NOT_SAVED)
+
+
+def make_trainer(
+    script_args: ScriptArguments, args: RewardConfig, model_args: ModelConfig, dataset_args: DatasetMixtureConfig
+) -> RewardTrainer:
+    """Load the data and make the trainer. Raises UserError as described in `main`."""
+    dataset, what = load_splits(script_args, dataset_args)
+    args.do_eval |= args.eval_on_start  # `eval_strategy` has also set `do_eval`
+    of_evaluation = ("eval_by", "max_eval_steps", "per_device_eval_batch_size")
+    warn_of_unmet_needs(args, dict.fromkeys(of_evaluation, "do_eval=True"))
+    return (RewardTrainer if args.step_separator is None else PRMTrainer)(
+        model=resolve_model(str(model_args.model_name_or_path), str(args.output_dir)),
+        args=args,
+        train_dataset=pick_split(dataset, script_args.dataset_train_split, what),
+        eval_dataset=pick_split(dataset, script_args.dataset_test_split, what) if args.do_eval else None,
+        quantization_config=get_quantization_config(model_args),
+        peft_config=get_peft_config(model_args),
+    )
+
+
+def first_row(trainer: RewardTrainer) -> str:
+    """Return the answers and the labels of the first training row, one per line."""
+    row = next(iter(cast(Any, trainer.train_dataset)))
+    answers, labels = [repr(trainer.processing_class.decode(ids)) for ids in answers_of(row)], labels_of(row)
+    names = [f"answers[{place}]" for place in range(len(answers))] if "grades" in labels else [*RAW_COLUMNS]
+    values = [*zip(names, answers, strict=False), *sorted(labels.items())]
+    return "\n".join(f"{name} of the first row: {value}" for name, value in values)
 
 
 def write_run_report(trainer: RewardTrainer) -> None:
@@ -199,30 +193,11 @@ def end_by_sigterm(args: RewardConfig, checkpoint: str | bool | None) -> None:
 
 def model_init_kwargs(model_args: ModelConfig, training_args: RewardConfig) -> dict[str, Any]:
     """Merge the arguments for loading the model: ``model_init_kwargs`` takes precedence over flags."""
-    attention = model_args.attn_implementation
-    return {
-        "revision": model_args.model_revision,
-        "dtype": model_args.dtype,
-        "trust_remote_code": training_args.trust_remote_code,
-        **({} if attention is None else {"attn_implementation": attention}),
-        **cast(Any, training_args.model_init_kwargs or {}),
-    }
-
-
-def load_data(script_args: ScriptArguments, dataset_args: DatasetMixtureConfig) -> tuple[Any, str]:
-    """Load the splits of the mixture, or else of the named dataset; also return a name of the data for errors.
-
-    Raises:
-        UserError: The arguments contain neither a mixture nor a dataset name.
-    """
-    if not dataset_args.datasets:
-        return load_named_dataset(script_args), str(script_args.dataset_name)
-    if script_args.dataset_name:
-        logger.warning(
-            f"Both `datasets` and `dataset_name` are given: the mixture `datasets` is used, and "
-            f"`dataset_name={script_args.dataset_name}` is not."
-        )
-    return get_dataset(dataset_args), "the mixture"
+    kwargs: dict[str, Any] = {"revision": model_args.model_revision, "dtype": model_args.dtype}
+    if model_args.attn_implementation is not None:
+        kwargs["attn_implementation"] = model_args.attn_implementation
+    kwargs["trust_remote_code"] = training_args.trust_remote_code
+    return kwargs | cast(Any, training_args.model_init_kwargs or {})
 
 
 def held_out_table(metrics: dict[str, float]) -> str:

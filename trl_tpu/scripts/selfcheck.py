@@ -21,8 +21,9 @@ from typing import Any
 from trl_tpu.parallel.mesh import CHIPS, TpuSlice
 
 _STEPS, _LOGGING_STEPS, _SAVED_STEP, _KILLED_STEP, _PAIRS = 20, 5, 10, 13, 8
-_TOLERANCES = {"float32": 1e-4, "bfloat16": 3e-2, "resumed": 1e-6}
-"""Largest difference of a logged loss. Between two CPU platforms, losses in float32 differ by less than 1e-6."""
+_GUIDE = "troubleshooting.md#selfcheck-"
+_TOLERANCES = {"float32-losses": 1e-4, "bfloat16-losses": 3e-2, "meshes": 1e-4, "resuming": 1e-6}
+"""Largest difference of a logged loss, by heading of the guide. Two CPU platforms differ by less than 1e-6."""
 _CPU = {"USE_TORCH_XLA": "0", "ACCELERATE_USE_CPU": "1", "CUDA_VISIBLE_DEVICES": ""}
 _PACKAGES = (
     *("torch", "torch_xla", "torch_tpu", "libtpu", "transformers", "accelerate", "datasets", "peft", "safetensors"),
@@ -58,7 +59,7 @@ class Line:
 
     def __str__(self) -> str:
         verdict = {True: "ok", False: "FAILED", None: ""}[self.passed]
-        return f"{self.check:<48} {self.result:<24} {verdict}" + (f" -> {self.guide}" if self.passed is False else "")
+        return f"{self.check:<48} {self.result:<24} {verdict}" + f" -> {self.guide}" * (self.passed is False)
 
 
 # ---- in a child process
@@ -72,11 +73,11 @@ def train_group(file: Path) -> None:
     if group["precision"] == "float32":
         current().use_exact_products()
     for name, settings in group["runs"].items():
-        results[name] = _train(file.with_name(name), settings, group["is_long"], kills=group["kills"])
+        results[name] = _train(file.with_name(name), settings, kills=group["kills"])
         file.with_suffix(".out").write_text(json.dumps(results))
 
 
-def _train(folder: Path, settings: dict[str, Any], is_long: bool, kills: bool) -> dict[str, Any]:
+def _train(folder: Path, settings: dict[str, Any], kills: bool) -> dict[str, Any]:
     """Train once, and return the logs, and the time and the counters after each step."""
     from transformers import LlamaConfig, LlamaForSequenceClassification, TrainerCallback
 
@@ -85,7 +86,7 @@ def _train(folder: Path, settings: dict[str, Any], is_long: bool, kills: bool) -
     from trl_tpu.scripts import synthetic
     from trl_tpu.training.layouts import Planned
 
-    marks, runtime = list[tuple[float, int | None, int | None]](), current()
+    marks, runtime, is_long = list[tuple[float, int | None, int | None]](), current(), folder.name == "long"
 
     class Marks(TrainerCallback):
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -96,15 +97,10 @@ def _train(folder: Path, settings: dict[str, Any], is_long: bool, kills: bool) -
                 trainer.trl_tpu.checkpointer.wait()
                 os.kill(os.getpid(), signal.SIGKILL)
 
-    defaults: dict[str, Any] = {
-        "max_steps": _STEPS,
-        "logging_steps": _LOGGING_STEPS,
-        "total_batch_size": _PAIRS,
-        "learning_rate": 1e-3,
-    }
+    defaults: dict[str, Any] = {"max_steps": _STEPS, "logging_steps": _LOGGING_STEPS, "total_batch_size": _PAIRS}
     defaults |= {"report_to": "none", "save_strategy": "no", "disable_tqdm": True, "bf16": False, "max_shapes": 1}
-    defaults |= {"use_cpu": runtime.device.type == "cpu"}  # transformers asks for it with bf16
-    args = RewardConfig(str(folder), **{**defaults, **settings})
+    defaults |= {"learning_rate": 1e-3, "use_cpu": runtime.device.type == "cpu"}  # bf16 needs `use_cpu` there
+    args = RewardConfig(str(folder), **defaults | settings)
     rows, tokenizer = synthetic.load_dataset(synthetic.DATASET)["train"], synthetic.tiny_tokenizer()
     model: Any = synthetic.resolve_model(synthetic.MODEL, str(folder.parent))
     if is_long:  # 1.2 billion weights, and sequences of some 2,000 tokens
@@ -114,9 +110,8 @@ def _train(folder: Path, settings: dict[str, Any], is_long: bool, kills: bool) -
         model = LlamaForSequenceClassification(LlamaConfig.from_dict({**sizes, **tokens}))
         rows = rows.map(lambda row: {"prompt": row["prompt"] * 200})
     start = time.monotonic()
-    trainer: Any = RewardTrainer(
-        model, args, train_dataset=rows, processing_class=tokenizer if is_long else None, callbacks=[Marks()]
-    )
+    inputs: Any = {"train_dataset": rows, "processing_class": tokenizer if is_long else None}
+    trainer: Any = RewardTrainer(model, args, callbacks=[Marks()], **inputs)
     trainer.train()
     trainer.model.config.save_pretrained(folder / "config")  # for `trl-tpu plan`
     layout, topology = trainer.batch_plan.layout, runtime.topology()
@@ -138,44 +133,40 @@ class Selfcheck:
         self._folder, self._is_long = folder, is_long
         self.lines, self.runs = list[Line](), dict[str, Any]()
 
-    def train(
-        self,
-        precision: str,
-        runs: dict[str, dict[str, Any]],
-        environment: dict[str, str] | None = None,
-        status: int = 0,
-        is_long: bool = False,
-    ) -> dict[str, Any]:
-        """Train a group, and return the results that it wrote; a line reports an unexpected exit status."""
+    def train(self, precision: str, runs: dict[str, Any], status: int = 0, environment: Any = ()) -> dict[str, Any]:
+        """Train a group, and return the results that it wrote; a line reports an unexpected exit status.
+
+        The run "long" trains the large model. A group of ``status`` -SIGKILL kills itself.
+        """
         file = self._folder / f"{'-'.join(runs).replace(' ', '_')}.json"
         kills = status == -signal.SIGKILL
-        file.write_text(json.dumps({"precision": precision, "runs": runs, "is_long": is_long, "kills": kills}))
+        file.write_text(json.dumps({"precision": precision, "runs": runs, "kills": kills}))
         command = [sys.executable, "-m", "trl_tpu.scripts.selfcheck", str(file)]
-        child = subprocess.run(command, env={**os.environ, **(environment or {})}, capture_output=True, text=True)
+        child = subprocess.run(command, env=os.environ | dict(environment), capture_output=True, text=True)
         output = file.with_suffix(".out")
         results = json.loads(output.read_text()) if output.exists() else {}
         if child.returncode != status:
             failed = next((name for name in runs if name not in results), precision)
             reason = (child.stderr.strip().splitlines() or ["no output"])[-1]
-            self.lines.append(Line(f"{failed}: runs", reason, False, "troubleshooting.md#selfcheck-a-run-ends-early"))
+            self.lines.append(Line(f"{failed}: runs", reason, False, f"{_GUIDE}a-run-ends-early"))
         self.runs |= results
         return results
 
-    def compare(self, results: dict[str, Any], reference: list[dict[str, Any]], precision: str, guide: str) -> None:
+    def compare(self, results: dict[str, Any], reference: list[dict[str, Any]], heading: str) -> None:
         """Add a line per run: the largest difference of its losses from a reference's last losses."""
         for name, result in results.items():
             losses = [log["loss"] for log in result["logs"]]
             expected = [log["loss"] for log in reference[-len(losses) :]]
             difference = max(abs(loss - other) for loss, other in zip(losses, expected, strict=True))
-            passed = difference <= _TOLERANCES[precision]
-            self.lines.append(Line(f"{name}: losses", f"differ by {difference:.1e}", passed, guide))
+            passed = difference <= _TOLERANCES[heading]
+            self.lines.append(Line(f"{name}: losses", f"differ by {difference:.1e}", passed, f"{_GUIDE}{heading}"))
 
     def measure(self, name: str) -> None:
         """Add the lines of a run's counters and rates."""
         result = self.runs[name]
         times, programs, reads = zip(*result["marks"], strict=True)
         warm, last, log = _LOGGING_STEPS, 2 * _LOGGING_STEPS - 2, result["logs"][-1]
-        add, guide = self.lines.append, "troubleshooting.md#selfcheck-programs-and-reads"
+        add, guide = self.lines.append, f"{_GUIDE}programs-and-reads"
         if programs[0] is not None:
             add(Line(f"{name}: programs of the first steps", str(programs[warm])))
             late = programs[-1] - programs[warm]
@@ -208,39 +199,35 @@ class Selfcheck:
 
     def run(self) -> None:
         """Run all checks."""
-        reference = self.train("float32", {"padded on the CPU": {"packing": False}}, _CPU)
+        reference = self.train("float32", {"padded on the CPU": {"packing": False}}, environment=_CPU)
         if not reference:
             return
         expected = reference["padded on the CPU"]["logs"]
         checks = self.train("float32", {"packed": {}, "padded": {"packing": False}, "eager attention": _EAGER})
-        self.compare(checks, expected, "float32", "troubleshooting.md#selfcheck-float32-losses")
+        self.compare(checks, expected, "float32-losses")
         if "packed" not in checks:
             return
         packed = checks["packed"]
         if packed["is_spmd"]:  # other platforms attend in packed rows through masks only
             expanded = self.train("float32", {"expanded attention": {"packed_attention": "expanded"}})
-            self.compare(expanded, expected, "float32", "troubleshooting.md#selfcheck-float32-losses")
+            self.compare(expanded, expected, "float32-losses")
         half: dict[str, Any] = {"packed in bfloat16": {"bf16": True}}
         for name in (name for package, name in _FLASH.items() if _version(package)):
             half[name] = {"bf16": True, "packing": False, "model_init_kwargs": {"attn_implementation": name}}
-        self.compare(
-            self.train("bfloat16", half), expected, "bfloat16", "troubleshooting.md#selfcheck-bfloat16-losses"
-        )
+        self.compare(self.train("bfloat16", half), expected, "bfloat16-losses")
         if packed["devices"] > packed["processes"]:
             meshes = ["data=-1", "fsdp=-1", *["tensor=2,fsdp=-1"] * (packed["devices"] % 2 == 0)]
-            found = self.train("float32", {f"mesh {mesh}": {"mesh": mesh} for mesh in meshes})
-            self.compare(found, expected, "float32", "troubleshooting.md#selfcheck-meshes")
+            sharded = self.train("float32", {f"mesh {mesh}": {"mesh": mesh} for mesh in meshes})
+            self.compare(sharded, expected, "meshes")
         saving = {"save_strategy": "steps", "save_steps": _SAVED_STEP, "resume_from_checkpoint": "auto"}
         self.train("float32", {"resumed": saving}, status=-signal.SIGKILL)
-        resumed = self.train("float32", {"resumed": saving})
-        self.compare(resumed, packed["logs"], "resumed", "troubleshooting.md#selfcheck-resuming")
+        self.compare(self.train("float32", {"resumed": saving}), packed["logs"], "resuming")
         self.measure("packed")
         self.plan("packed", "--bf16", "false")
-        if self._is_long:
-            long = {"long": {"bf16": True, "max_length": None, "gradient_checkpointing": True, "max_steps": 10}}
-            if self.train("bfloat16", long, is_long=True):
-                self.measure("long")
-                self.plan("long", "--gradient_checkpointing", "true")
+        long = {"long": {"bf16": True, "max_length": None, "gradient_checkpointing": True, "max_steps": 10}}
+        if self._is_long and self.train("bfloat16", long):
+            self.measure("long")
+            self.plan("long", "--gradient_checkpointing", "true")
 
 
 def make_parser() -> argparse.ArgumentParser:

@@ -63,13 +63,8 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(specials)
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        pad_token="<|pad|>",
-        eos_token="<|end|>",
-        chat_template=CHAT_TEMPLATE,
-        model_max_length=512,
-    )
+    names = {"pad_token": "<|pad|>", "eos_token": "<|end|>", "chat_template": CHAT_TEMPLATE}
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, model_max_length=512, **names)
 
 
 def tiny_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
@@ -107,42 +102,35 @@ def load_dataset(name: str) -> datasets.DatasetDict:
     Raises:
         UserError: `name` is not `DATASET` or `RANKINGS`.
     """
-    if name == RANKINGS:
-        return _rankings()
-    if name != DATASET:
+    if name not in (DATASET, RANKINGS):
         raise UserError(f"Unknown synthetic dataset {name!r}; the names are {DATASET} and {RANKINGS}.")
-    pairs = [(low, high) for low, high in combinations(NUMBERS, 2) if high - low >= SMALLEST_GAP]
-    shuffler = random.Random(SEED)
-    shuffler.shuffle(pairs)
-    split_pairs = {
-        "train": pairs[TEST_NUMBER_PAIRS : TEST_NUMBER_PAIRS + TRAIN_NUMBER_PAIRS],
-        "test": pairs[:TEST_NUMBER_PAIRS],
-    }
-    splits = {}
-    for split, number_pairs in split_pairs.items():
-        rows = [
-            {"prompt": question(word, *order), "chosen": answer(right), "rejected": answer(wrong)}
-            for low, high in number_pairs
-            for word, right, wrong in zip(QUESTION_WORDS, (high, low), (low, high), strict=True)
-            for order in ((low, high), (high, low))
-        ]
-        shuffler.shuffle(rows)
-        splits[split] = datasets.Dataset.from_list(rows)
-    return datasets.DatasetDict(splits)
+    chooser = random.Random(SEED)
+    if name == RANKINGS:
+        tests, count = 2 * TEST_NUMBER_PAIRS, 2 * (TRAIN_NUMBER_PAIRS + TEST_NUMBER_PAIRS)
+        rankings = [_ranking(word, chooser.sample(NUMBERS[::SMALLEST_GAP], 4)) for word in QUESTION_WORDS * count]
+        splits = {"test": rankings[: 2 * tests], "train": rankings[2 * tests :]}
+    else:
+        pairs = [(low, high) for low, high in combinations(NUMBERS, 2) if high - low >= SMALLEST_GAP]
+        chooser.shuffle(pairs)
+        end = TEST_NUMBER_PAIRS + TRAIN_NUMBER_PAIRS
+        splits = {"train": _pairs(pairs[TEST_NUMBER_PAIRS:end]), "test": _pairs(pairs[:TEST_NUMBER_PAIRS])}
+        for rows in splits.values():
+            chooser.shuffle(rows)
+    return datasets.DatasetDict({split: datasets.Dataset.from_list(rows) for split, rows in splits.items()})
 
 
-def _rankings() -> datasets.DatasetDict:
-    chooser, rows = random.Random(SEED), []
-    for word in QUESTION_WORDS * (2 * TRAIN_NUMBER_PAIRS + 2 * TEST_NUMBER_PAIRS):
-        numbers = chooser.sample(NUMBERS[::SMALLEST_GAP], 4)
-        scores = [
-            sum((other < number) == (word == "larger") for other in numbers if other != number) for number in numbers
-        ]
-        rows.append({"prompt": question(word, *numbers), "completions": list(map(answer, numbers)), "scores": scores})
-    test = len(rows) // 5
-    return datasets.DatasetDict(
-        test=datasets.Dataset.from_list(rows[:test]), train=datasets.Dataset.from_list(rows[test:])
-    )
+def _pairs(number_pairs: list[tuple[int, int]]) -> list[dict[str, Any]]:
+    return [
+        {"prompt": question(word, *order), "chosen": answer(right), "rejected": answer(wrong)}
+        for low, high in number_pairs
+        for word, right, wrong in zip(QUESTION_WORDS, (high, low), (low, high), strict=True)
+        for order in ((low, high), (high, low))
+    ]
+
+
+def _ranking(word: str, numbers: list[int]) -> dict[str, Any]:
+    scores = [[*sorted(numbers, reverse=word == "smaller")].index(number) for number in numbers]
+    return {"prompt": question(word, *numbers), "completions": list(map(answer, numbers)), "scores": scores}
 
 
 def resolve_model(name: str, folder: str) -> str:

@@ -21,6 +21,8 @@ from trl_tpu.errors import UserError, UserFileError, UserKeyError
 from trl_tpu.scripts import synthetic
 from trl_tpu.scripts.parser import TrlParser as TrlParser  # at TRL's path
 
+logger = logging.getLogger(__name__)
+
 SPLIT_SEED = 42  # fixed, since TRL's new test split on every run mixes training and test rows on a resume
 
 # suffix -> the builder of `datasets` that reads it; files may be compressed
@@ -117,15 +119,20 @@ def init_zero_verbose() -> None:
     logging.captureWarnings(True)
 
 
-def load_named_dataset(script_args: ScriptArguments) -> DatasetDict | IterableDatasetDict:
-    """Load every split of the dataset that `script_args` names.
+def load_splits(script_args: ScriptArguments, mixture: DatasetMixtureConfig) -> tuple[Any, str]:
+    """Load the splits of the mixture, or else of the named dataset; also return a name of the data for errors.
 
     Raises:
-        UserError: `dataset_name` is None, or `load` fails.
+        UserError: The arguments contain neither a mixture nor a dataset name, or `load` fails.
     """
-    if script_args.dataset_name is None:
+    name = script_args.dataset_name
+    if mixture.datasets:
+        if name:
+            logger.warning(f"Both are given: the mixture `datasets` is used, and `dataset_name={name}` is not.")
+        return get_dataset(mixture), "the mixture"
+    if name is None:
         raise UserError("Either `datasets` (in the YAML file of `--config`) or `dataset_name` must be provided.")
-    return load(script_args.dataset_name, name=script_args.dataset_config, streaming=script_args.dataset_streaming)
+    return load(name, name=script_args.dataset_config, streaming=script_args.dataset_streaming), name
 
 
 def get_dataset(mixture_config: DatasetMixtureConfig) -> DatasetDict | IterableDatasetDict:
