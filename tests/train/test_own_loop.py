@@ -117,15 +117,19 @@ def test_every_setting_is_read_rejected_or_left_to_the_loop(tmp_path: Path) -> N
     rejected = {name: every_setting.ASKED.get(name, True) for name in of_loop}
     rejected |= {"lr_scheduler_type": "greedy", "progress": "json", "training_time_limit": "1h", "report_to": "wandb"}
     rejected["skip_memory_metrics"] = False
+    pairs = tiny.made_up_pairs(8)
+    tokenizer = tiny.tiny_tokenizer(pairs)
     for name, value in rejected.items():
         args = RewardConfig(str(tmp_path))
         setattr(args, name, value)
         with pytest.raises(UserError, match=f"^{name}=.* impossible without RewardTrainer's loop"):
-            TrainState("no model is loaded", args, tiny.made_up_pairs(8))
+            TrainState("no model is loaded", args, pairs)
+    with pytest.raises(ImportError, match="liger"):  # not installed, but asked for
+        TrainState(
+            tiny.tiny_model(tokenizer), RewardConfig(str(tmp_path), use_liger_kernel=True), pairs, pairs, tokenizer
+        )
     every_setting.Recording.read.clear()
     settings = QUIET | {"max_steps": 1, "per_device_train_batch_size": 4, "per_device_eval_batch_size": 4}
-    pairs = tiny.made_up_pairs(8)
-    tokenizer = tiny.tiny_tokenizer(pairs)
     args = every_setting.Recording(str(tmp_path), **settings)
     state = TrainState(tiny.tiny_model(tokenizer), args, pairs, pairs, tokenizer)
     for batch in state.batches():
