@@ -47,14 +47,8 @@ def gradients_and_program(
     return to_host(gradients, current()), program
 
 
-@pytest.mark.parametrize(
-    ("dtype", "family", "close"),
-    [
-        (torch.bfloat16, None, {"atol": 1e-3, "rtol": 1e-2}),
-        *((None, family, {"atol": 1e-4, "rtol": 1e-4}) for family in ("gemma4_text", "zamba2")),
-    ],
-)
-def test_recomputed_layers_have_the_same_gradients(dtype: Any, family: str | None, close: dict[str, float]) -> None:
+@pytest.mark.parametrize(("dtype", "family"), [(torch.bfloat16, None), (None, "gemma4_text"), (None, "zamba2")])
+def test_recomputed_layers_have_the_same_gradients(dtype: torch.dtype | None, family: str | None) -> None:
     """Autocast is active only in the forward; the recomputed forward must use it, too.
 
     Gemma 4's later layers read earlier keys and values from a dictionary; Zamba 2's layers have a keyword input.
@@ -63,7 +57,7 @@ def test_recomputed_layers_have_the_same_gradients(dtype: Any, family: str | Non
     recomputed, program = gradients_and_program(True, dtype, family)
     assert ("bf16" in program) == (dtype is torch.bfloat16) and stored.keys() == recomputed.keys()
     for name, gradient in stored.items():
-        torch.testing.assert_close(recomputed[name], gradient, **close, msg=name)
+        torch.testing.assert_close(recomputed[name], gradient, atol=1e-6, rtol=1e-5, msg=name)
 
 
 def test_parameters_are_not_outputs_of_the_program() -> None:
