@@ -61,22 +61,16 @@ def tokenizer() -> Any:
 @pytest.fixture
 def config(tmp_path: Path) -> Any:
     """Return a function that builds a quiet float32 RewardConfig for a global batch of 8 pairs."""
+    from training import QUIET
+
     from trl_tpu import RewardConfig
     from trl_tpu.runtime import current
 
     pairs_per_device = 8 // current().topology().devices
 
     def make(**settings: Any) -> RewardConfig:
-        defaults = {
-            "output_dir": str(tmp_path),
-            "per_device_train_batch_size": pairs_per_device,
-            "per_device_eval_batch_size": pairs_per_device,
-            "bf16": False,
-            "learning_rate": 1e-3,
-            "report_to": "none",
-            "save_strategy": "no",
-            "disable_tqdm": True,
-        }
-        return RewardConfig(**defaults | settings)
+        sizes = dict.fromkeys(("per_device_train_batch_size", "per_device_eval_batch_size"), pairs_per_device)
+        defaults = QUIET | {"output_dir": str(tmp_path), "learning_rate": 1e-3, "save_strategy": "no"}
+        return RewardConfig(**defaults | sizes | settings)
 
     return make

@@ -103,14 +103,14 @@ def train(
     return Trained(trainer, wall_seconds, cpu_seconds)
 
 
-def save_model(folder: str, size: str, pairs: Dataset | None = None) -> str:
-    """Save a model of a size such as 64x4 (hidden size x layers), and a tokenizer trained on the pairs.
+def save_model(folder: str, size: str) -> str:
+    """Save a model of a size such as 64x4 (hidden size x layers), and a tokenizer.
 
     "256x6, qwen3_5" has Qwen3.5's architecture: three of four layers are linear attention.
     """
     size, _, family = size.partition(", ")
     hidden, layers = map(int, size.split("x"))
-    texts = real_pairs.best_pairs(400) if pairs is None else pairs
+    texts = real_pairs.best_pairs(400)
     if family:
         tokenizer = tiny.tiny_tokenizer(texts)
         kinds = ["full_attention" if layer % 4 == 3 else "linear_attention" for layer in range(layers)]
@@ -156,12 +156,7 @@ def options(run: Callable[..., Any] | None = None, **defaults: Any) -> argparse.
 def in_a_process(benchmark: str, *words: Any, **environment: str) -> Any:
     """Call the ``run`` of a benchmark with these words in a subprocess, and return its result."""
     command = [sys.executable, "-m", f"tests.benchmarks.{benchmark}", "--run", *map(str, words)]
-    return result_of(command, os.environ | environment)
-
-
-def result_of(command: list[str], environment: dict[str, str]) -> Any:
-    """Return the JSON in the last line of a command's output."""
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=environment, check=True)
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=os.environ | environment, check=True)
     return json.loads(done.stdout.splitlines()[-1])
 
 

@@ -33,20 +33,11 @@ from . import harness, smollm2
 FOLDERS = {"trl_tpu": "trl_tpu", harness.TRL: "trl"}
 MEASURED = "measured.json"
 SHORTER = "the shorter answer wins"
-COLUMNS = (
-    "model",
-    "data",
-    "training",
-    "accuracy (95 % interval)",
-    "calibration error",
-    "length alone",
-    "CPU s per pair",
-)
-HEAD = (
-    "| "
-    + " | ".join([*COLUMNS, "tokens per real token", "commit"])
-    + " |\n|---|---|---|---|---:|---:|---:|---:|---|\n"
-)
+HEAD = """\
+| model | data | training | accuracy (95 % interval) | calibration error | length alone | CPU s per pair \
+| tokens per real token | commit |
+|---|---|---|---|---:|---:|---:|---:|---|
+"""
 
 
 def split(options: argparse.Namespace) -> tuple[Dataset, Dataset]:

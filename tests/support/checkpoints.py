@@ -22,17 +22,8 @@ from trl_tpu import RewardTrainer
 from trl_tpu.checkpoint.folders import MANIFEST_FILE, describe_files, files_in, find_faults, publish
 from trl_tpu.checkpoint.state_dict import unique_tensors
 
-SIZES: dict[str, Any] = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "head_dim": 8,
-    "num_labels": 1,
-    "pad_token_id": 0,
-}
+SIZES: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 8, "num_labels": 1, "pad_token_id": 0}
 
 
 def llama(**config: Any) -> PreTrainedModel:

@@ -22,20 +22,9 @@ from trl_tpu.packing.shapes import RowPlan, RowShape
 
 PAD = 0
 VOCAB = 32
-TINY: dict[str, Any] = {
-    "vocab_size": VOCAB,
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 4,
-    "max_position_embeddings": 64,
-    "pad_token_id": PAD,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "num_labels": 1,
-}
+TINY: dict[str, Any] = {"vocab_size": VOCAB, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
+TINY |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 4, "max_position_embeddings": 64}
+TINY |= {"pad_token_id": PAD, "bos_token_id": None, "eos_token_id": None, "num_labels": 1}
 LAYERS = ["sliding_attention", "full_attention"]
 MIXED = {"sliding_window": 3, "layer_types": LAYERS, "query_pre_attn_scalar": 4}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12}

@@ -1,9 +1,8 @@
 """Load a checkpoint onto the devices of this process and write the host memory this took: run by a test.
 
-python tests/support/host_memory.py MODEL OUT {streamed,whole}
+python tests/support/host_memory.py MODEL OUT
 
-"streamed" places weights while they are read; "whole" reads the model to the host first. Shards of virtual devices are
-also in host memory, so they are subtracted.
+Shards of virtual devices are also in host memory, so they are subtracted.
 """
 
 import gc
@@ -55,7 +54,7 @@ class MemoryRecorder(XlaRuntime):
         self.held.append(held)
 
 
-def main(model: str, out: str, way: str) -> None:
+def main(model: str, out: str) -> None:
     return_freed_memory()
     logging.disable_progress_bar()
     mesh = parse_mesh("fsdp=4,tensor=2", current().topology().devices)
@@ -66,7 +65,7 @@ def main(model: str, out: str, way: str) -> None:
     placed = runtime.place(torch.zeros(8), (None,), device)
     runtime.place(placed, (None,), device)
     runtime.begin()
-    loaded = load_model(model, in_files=way == "streamed")
+    loaded = load_model(model, in_files=True)
     place_model(loaded, plan_model(loaded, mesh), runtime, device)
     sizes = [parameter.numel() * parameter.element_size() for parameter in loaded.parameters()]
     Path(out).write_text(json.dumps({"held": max(runtime.held), "model": sum(sizes), "largest": max(sizes)}))

@@ -131,13 +131,13 @@ def settings(out: Path, **more: Any) -> PRMConfig:
     return PRMConfig(str(out), **given | more)
 
 
-def by_transformers(model: str, rows: Dataset, held_out: Dataset, batch: int = BATCH) -> tuple[list[float], float]:
+def by_transformers(model: str, rows: Dataset, held_out: Dataset) -> tuple[list[float], float]:
     """Return the losses of a plain loop, and the loss of all held-out rows in one batch afterwards."""
     examples, others = rows.to_list(), held_out.to_list()
     module, collate = load(model), DataCollatorForTokenClassification(AutoTokenizer.from_pretrained(model))
     optimizer, losses = torch.optim.AdamW(module.parameters(), lr=1e-3, weight_decay=0.0), []
-    for step in range(min(STEPS, -(-len(examples) // batch))):
-        loss = module(**collate(examples[step * batch : (step + 1) * batch])).loss  # the last batch has two rows
+    for step in range(min(STEPS, -(-len(examples) // BATCH))):
+        loss = module(**collate(examples[step * BATCH : (step + 1) * BATCH])).loss  # the last batch has two rows
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(module.parameters(), 1.0)

@@ -25,8 +25,7 @@ import numpy as np  # noqa: E402
 import torch  # noqa: E402
 from label_formats import LABEL_FORMATS, format_in  # noqa: E402
 from tiny import made_up_pairs, tiny_family, tiny_tokenizer  # noqa: E402
-from training import QUIET, untimed  # noqa: E402
-from transformers import TrainerCallback, TrainerState  # noqa: E402
+from training import QUIET, At, untimed  # noqa: E402
 
 from trl_tpu import RewardTrainer, runtime  # noqa: E402
 from trl_tpu.packing.batch import micro_batches_of, tensors_in  # noqa: E402
@@ -85,33 +84,6 @@ class Watched(RewardTrainer):
         return loss
 
 
-class Counting(TrainerCallback):
-    """Records the numbers of compilations and of reads from the device at the beginning of each step."""
-
-    def __init__(self) -> None:
-        self.at: list[tuple[int, int]] = []
-
-    def on_step_begin(self, *_: Any, **__: Any) -> None:
-        if runtime.current().is_spmd:
-            from counters import count
-
-            counts = count()
-            self.at.append((counts.compiles, counts.device_to_host))
-
-
-class Walking(TrainerCallback):
-    """Inspects every tensor at the end of the last step, while layers of a loop are stacked."""
-
-    trainer: RewardTrainer
-
-    def __init__(self) -> None:
-        self.tensors: list[dict[str, Any]] = []
-
-    def on_step_end(self, _args: Any, state: TrainerState, *_: Any, **__: Any) -> None:
-        if runtime.current().is_spmd and state.global_step == STEPS:
-            self.tensors = tensors_of(self.trainer)
-
-
 def train(name: str, mesh: str, variant: str, folder: str) -> dict[str, Any]:
     tokenizer, form = tiny_tokenizer(made_up_pairs(200)["chosen"], vocab_size=320), format_in(variant)
     settings, words = {"gradient_checkpointing": False} | form.settings, variant.split("+")
@@ -129,8 +101,13 @@ def train(name: str, mesh: str, variant: str, folder: str) -> dict[str, Any]:
         from peft import LoraConfig
 
         peft_config = LoraConfig(task_type="SEQ_CLS", r=14, target_modules="all-linear")
-    counting, walking = Counting(), Walking()
-    rows = form.rows(256 + 24)
+    rows, tensors = form.rows(256 + 24), list[dict[str, Any]]()
+    callbacks: list[Any] = []
+    if runtime.current().is_spmd:
+        from counters import CountAtSteps
+
+        # layers of a loop are stacked at the end of the last step
+        callbacks = [CountAtSteps(), At("on_step_end", STEPS, lambda: tensors.extend(tensors_of(trainer)))]
     trainer = type("WatchedForm", (Watched, form.trainer), {})(
         tiny_family(name, tokenizer, form.outputs, form.auto),
         args,
@@ -138,13 +115,11 @@ def train(name: str, mesh: str, variant: str, folder: str) -> dict[str, Any]:
         processing_class=tokenizer,
         peft_config=peft_config,
         optimizer_cls_and_kwargs=(Lion, {"lr": 1e-4}) if variant.endswith("lion") else None,
-        callbacks=[counting, walking],
+        callbacks=callbacks,
     )
-    walking.trainer = trainer
     # a batch and a half, before training: training changes the mean reward, which no loss depends on
-    evaluated = (
-        untimed(trainer.evaluate(rows.select(range(256, 256 + 24)))) if variant.endswith((*LABEL_FORMATS,)) else {}
-    )
+    has_format = variant.endswith((*LABEL_FORMATS,))
+    evaluated = untimed(trainer.evaluate(rows.select(range(256, 256 + 24)))) if has_format else {}
     started = time.perf_counter()
     trainer.train()
     micro = torch.stack(trainer.trl_tpu.runtime.fetch(trainer.losses)).view(STEPS, -1)
@@ -155,8 +130,8 @@ def train(name: str, mesh: str, variant: str, folder: str) -> dict[str, Any]:
         "shapes": len(trainer.shapes),
         "sizes": sorted({size for _, shapes in trainer.shapes for _, shape in shapes for size in shape}),
         "tokens": max(prod(shape) for _, shapes in trainer.shapes for _, shape in shapes),
-        "counts": counting.at,
-        "tensors": walking.tensors,
+        "counts": [[each.compiles, each.device_to_host] for counter in callbacks[:1] for each in counter.at.values()],
+        "tensors": tensors,
         "collectives": collectives(args.mesh_shape.sizes),
         "evaluated": evaluated,
     }

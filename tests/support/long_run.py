@@ -57,21 +57,10 @@ class Measure(TrainerCallback):
 def run(steps: int, folder: str) -> list[dict[str, float]]:
     pairs = tiny.made_up_pairs(600)
     model = tiny.save_tiny(Path(folder, "model"), pairs, hidden=16, layers=1)
-    args = RewardConfig(
-        str(Path(folder, "out")),
-        per_device_train_batch_size=8,
-        per_device_eval_batch_size=8,
-        max_steps=steps,
-        max_shapes=2,
-        logging_steps=10,
-        eval_strategy="steps",
-        eval_steps=100,
-        save_strategy="steps",
-        save_steps=50,
-        save_total_limit=2,
-        report_to="none",
-        disable_tqdm=True,
-    )
+    settings: dict[str, Any] = {"max_steps": steps, "max_shapes": 2, "report_to": "none", "disable_tqdm": True}
+    settings |= {"logging_steps": 10, "eval_strategy": "steps", "eval_steps": 100}
+    settings |= {"save_strategy": "steps", "save_steps": 50, "save_total_limit": 2}
+    args = RewardConfig(f"{folder}/out", per_device_train_batch_size=8, per_device_eval_batch_size=8, **settings)
     measure = Measure()
     train, held_out = pairs.select(range(560)), pairs.select(range(560, 600))
     RewardTrainer(model, args, train_dataset=train, eval_dataset=held_out, callbacks=[measure]).train()

@@ -25,16 +25,9 @@ TEMPLATE = (
     "{% if message.tool_calls %}{{ message.tool_calls | tojson }}{% endif %}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-TOOLS = [
-    {
-        "type": "function",
-        "function": {
-            "name": "weather",
-            "description": "The weather somewhere",
-            "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
-        },
-    }
-]
+_CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+_WEATHER = {"name": "weather", "description": "The weather somewhere", "parameters": _CITY}
+TOOLS = [{"type": "function", "function": _WEATHER}]
 
 
 def tiny_tokenizer(**kwargs: Any) -> PreTrainedTokenizerFast:

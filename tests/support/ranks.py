@@ -1,4 +1,4 @@
-"""One of COUNT processes of plain torch, or a process that leads XLA devices: ranks.py MODEL FOLDER COUNT [RANK]
+"""One of COUNT processes: ranks.py MODEL FOLDER COUNT [RANK]
 
 It trains in every way listed for COUNT processes, with the same pairs per batch, and writes the results to FOLDER. One
 and two processes also create new weights for a language model in FOLDER, if there is one.
@@ -168,12 +168,8 @@ def main(model: str, folder: Path, count: int) -> None:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     model_folder, out, processes, *ranks = sys.argv[1:]
-    if choice().name == "xla":
-        given = {"plain": train(model_folder, Path(out, "xla"), "plain")}
-        Path(out, "alone on xla.json").write_text(json.dumps(given))
-    else:
-        for each in ranks:
-            become_rank(each, processes)
-            if choice().name == "native":
-                os.environ["ACCELERATE_USE_CPU"] = "1"  # `use_cpu` is rejected if shapes are planned
-        main(model_folder, Path(out), int(processes))
+    for each in ranks:
+        become_rank(each, processes)
+        if choice().name == "native":
+            os.environ["ACCELERATE_USE_CPU"] = "1"  # `use_cpu` is rejected if shapes are planned
+    main(model_folder, Path(out), int(processes))

@@ -8,7 +8,6 @@ bytes while step 2 is saved).
 import json
 import os
 import resource
-import signal
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ import tiny
 import torch
 from peft import LoraConfig
 from subprocesses import become_rank
-from training import QUIET
+from training import QUIET, At, sigterm
 from transformers import TrainerCallback
 
 import trl_tpu
@@ -26,17 +25,6 @@ from trl_tpu.runtime import choice
 SETTINGS: dict[str, Any] = QUIET | {"max_steps": 6, "total_batch_size": 8, "logging_steps": 1, "save_steps": 2}
 SETTINGS |= {"learning_rate": 1e-4, "lr_scheduler_type": "constant"}
 SETTINGS |= {"use_cpu": choice().name == "native" and torch.accelerator.is_available()}  # otherwise the config decides
-
-
-class SendSigterm(TrainerCallback):
-    """Sends process 1 a SIGTERM."""
-
-    def __init__(self, step: int) -> None:
-        self._step = step
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if state.global_step == self._step and args.process_index == 1:
-            signal.raise_signal(signal.SIGTERM)
 
 
 class SmallFiles(TrainerCallback):
@@ -57,13 +45,16 @@ def main(model: str, settings: dict[str, Any]) -> None:
     own = {name: settings.pop(name, None) for name in ("resume", "adapters", "told", "small")}
     args = trl_tpu.RewardConfig(**SETTINGS | settings)
     pairs = tiny.made_up_pairs(39)
+    callbacks: list[TrainerCallback] = [SmallFiles(*own["small"])] if own["small"] else []
+    if own["told"] and args.process_index == 1:
+        callbacks.append(At("on_step_end", own["told"], sigterm))
     trainer = trl_tpu.RewardTrainer(
         model,
         args,
         train_dataset=pairs,
         eval_dataset=pairs.select(range(8)),
         peft_config=LoraConfig(task_type="SEQ_CLS", r=4) if own["adapters"] else None,
-        callbacks=[SendSigterm(own["told"])] if own["told"] else [SmallFiles(*own["small"])] if own["small"] else [],
+        callbacks=callbacks,
     )
     try:
         trainer.train(own["resume"])

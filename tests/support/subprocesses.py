@@ -37,13 +37,7 @@ ONLY = "IMPORTED_ONLY"  # names the only module that a server imports
 READ_BY_IMPORTS = ("USE_TORCH_XLA", "PJRT_DEVICE", "HF_", "TF_CPP_", "GRPC_", ONLY)  # prefixes of variables
 PARALLEL_COMPILES = min(4, os.cpu_count() or 1)
 """Number of processes that trace and compile concurrently. Each needs 1 GB of memory."""
-IMPORTED = [
-    "trl_tpu",
-    "datasets",
-    "peft",
-    "transformers.models.llama.modeling_llama",
-    "trl_tpu.trainer.reward_trainer",
-]
+IMPORTED = ["trl_tpu.trainer.reward_trainer", "datasets", "peft", "transformers.models.llama.modeling_llama"]
 IMPORTED_ON_XLA = ["torch_xla.core.xla_model", "torch_xla.distributed.spmd", "trl_tpu.runtime.xla"]
 # each process that uses a server holds a shared lock on this file in the server's folder
 USED = "used"

@@ -91,19 +91,14 @@ def tiny_model(
 ) -> LlamaForSequenceClassification:
     """Return a random Llama reward model with dimensions divisible by 8 devices."""
     set_seed(0)
-    settings: dict[str, Any] = {
-        "vocab_size": len(tokenizer) + -len(tokenizer) % 8,
-        "hidden_size": hidden,
-        "intermediate_size": 2 * hidden,
-        "num_hidden_layers": layers,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 2048,
-        "pad_token_id": tokenizer.pad_token_id,
-        "eos_token_id": tokenizer.eos_token_id,
-        "num_labels": 1,
-    }
-    return LlamaForSequenceClassification(LlamaConfig(**(settings | config)))
+    sizes: dict[str, Any] = {"hidden_size": hidden, "intermediate_size": 2 * hidden, "num_hidden_layers": layers}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 2048}
+    sizes |= {"vocab_size": len(tokenizer) + -len(tokenizer) % 8, "num_labels": 1}
+    return LlamaForSequenceClassification(LlamaConfig(**sizes | special_tokens(tokenizer) | config))
+
+
+def special_tokens(tokenizer: PreTrainedTokenizerFast) -> dict[str, Any]:
+    return {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id}
 
 
 def save_tiny(folder: Path, texts: Any, hidden: int = 32, layers: int = 2, **config: Any) -> str:
@@ -132,21 +127,11 @@ def tiny_family(
     Every feature dimension is a multiple of 7, also after division over eight devices. The numbers of experts and of
     tokens in the vocabulary are not, and tests use no number or length of rows that is.
     """
-    sizes: dict[str, Any] = {
-        "vocab_size": 328,
-        "hidden_size": 56,
-        "intermediate_size": 168,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 8,
-        "head_dim": 14,
-        "max_position_embeddings": 512,
-        "pad_token_id": tokenizer.pad_token_id,
-        "eos_token_id": tokenizer.eos_token_id,
-        "num_labels": outputs,
-    }
+    sizes: dict[str, Any] = {"vocab_size": 328, "hidden_size": 56, "intermediate_size": 168, "num_hidden_layers": 2}
+    sizes |= {"num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 14, "max_position_embeddings": 512}
     model_type = name.removesuffix("_lora").removesuffix("_grouped")
-    config = AutoConfig.for_model(model_type, **(sizes | FAMILIES[name]))
+    settings = sizes | special_tokens(tokenizer) | {"num_labels": outputs} | FAMILIES[name]
+    config = AutoConfig.for_model(model_type, **settings)
     set_seed(0)
     return auto.from_config(config)
 

@@ -89,17 +89,9 @@ def train(folder: Path) -> dict[str, Any]:
     model = save_tiny(folder / "model", pairs)
 
     def trainer(steps: int) -> RewardTrainer:
-        args = RewardConfig(
-            str(folder / "out"),
-            per_device_train_batch_size=4,
-            max_steps=steps,
-            save_strategy="steps",
-            save_steps=2,
-            logging_steps=1,
-            report_to="none",
-            disable_tqdm=True,
-            max_length=32,
-        )
+        settings: dict[str, Any] = {"max_steps": steps, "save_steps": 2, "logging_steps": 1, "max_length": 32}
+        settings |= {"per_device_train_batch_size": 4, "report_to": "none", "disable_tqdm": True}
+        args = RewardConfig(str(folder / "out"), **settings)
         return RewardTrainer(model, args, train_dataset=pairs, eval_dataset=pairs)
 
     trainer(2).train()

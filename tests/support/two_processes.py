@@ -116,14 +116,6 @@ def make_trainer(model: str, folder: Path | str, *callbacks: TrainerCallback, **
     )
 
 
-def evaluated(model: str, folder: Path) -> dict[str, float]:
-    """Return metrics without times of 13 pairs; two processes pad the last batch with other pairs."""
-    trainer = make_trainer(
-        model, folder, center_rewards_coefficient=0.1, per_device_eval_batch_size=4, max_eval_steps=None
-    )
-    return untimed(trainer.evaluate(tiny.made_up_pairs(13, seed=7, margin=True)))
-
-
 def check_a_stop_where_nothing_is_due(model: str, folder: Path, told: bool) -> None:
     """Both processes stop at the same step and save only that step. They vote at every step."""
     agreement._SECONDS_BETWEEN_VOTES = 0.0
@@ -195,7 +187,6 @@ def stopped_and_resumed(model: str, folder: Path, first: bool) -> dict[str, Any]
 def main(model: str, folder: Path) -> None:
     rank = os.environ.get("RANK", "alone")
     found: dict[str, Any] = {way: go(model, folder / way, way) for way in WAYS}
-    found["evaluated"] = evaluated(model, folder / "evaluated")
     if rank != "alone":
         found |= {package.__name__: of_13_pairs(package, model, folder / "13") for package in (trl, trl_tpu)}
         found["a time limit"] = after_a_time_limit(model, folder / "limit", told=False)

@@ -23,21 +23,15 @@ from environment import ROOT, SUPPORT
 from peft import LoraConfig
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from training import QUIET, differing, losses
+from training import QUIET, losses
 from transformers import TrainerCallback
 
 from trl_tpu import RewardConfig, RewardTrainer, cli, runtime
 from trl_tpu.errors import UserError
 
 PAIRS = tiny.made_up_pairs(120)
-SETTINGS: dict[str, Any] = QUIET | {
-    "learning_rate": 1e-3,
-    "lr_scheduler_type": "constant",
-    "logging_steps": 6,
-    "max_steps": 6,
-    "max_shapes": 1,
-    "save_strategy": "no",
-}
+SETTINGS: dict[str, Any] = QUIET | {"learning_rate": 1e-3, "lr_scheduler_type": "constant", "save_strategy": "no"}
+SETTINGS |= {"logging_steps": 6, "max_steps": 6, "max_shapes": 1}
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +70,7 @@ assert trainer.state.global_step == steps
 """
 
 
-def test_tpu_is_chosen_and_described(make: Callable[..., RewardTrainer]) -> None:
+def test_tpu_is_chosen_and_described(make: Any) -> None:
     assert runtime.choice().name == "torchtpu"
     trainer = make()
     assert trainer.args.device.type == trainer.accelerator.device.type == trainer.model.device.type == "tpu"
@@ -113,7 +107,7 @@ def _devices(values: Any) -> set[str]:
 
 
 @pytest.mark.parametrize("packing", [True, False])
-def test_steps_read_nothing_from_the_device(packing: bool, make: Callable[..., RewardTrainer]) -> None:
+def test_steps_read_nothing_from_the_device(packing: bool, make: Any) -> None:
     reads = Reads()
 
     class Watch(TrainerCallback):
@@ -136,15 +130,6 @@ def test_nonfinite_step_is_skipped(tmp_path: Path) -> None:
     nonfinite_runs.check_skipped(skipped, without, 2)
 
 
-def test_resumed_run_is_bitwise_equal(make: Callable[..., RewardTrainer], tmp_path: Path) -> None:
-    whole = make(save_strategy="steps", save_steps=2)
-    whole.train()
-    resumed = make(output_dir=str(tmp_path / "again"))
-    resumed.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-2"))
-    assert differing(whole, resumed) == []
-    assert losses(resumed) == losses(whole)
-
-
 @pytest.mark.parametrize("form", label_formats.LABEL_FORMATS)
 def test_every_label_format_trains_as_on_the_cpu(form: str, model: str, tmp_path: Path) -> None:
     settings = SETTINGS | {"logging_steps": 2}
@@ -158,25 +143,21 @@ def test_every_label_format_trains_as_on_the_cpu(form: str, model: str, tmp_path
         assert each == pytest.approx(list(map(float, expected)), abs=1e-6)
 
 
-def test_checkpoint_resumes_in_plain_torch_and_back(
-    make: Callable[..., RewardTrainer], model: str, tmp_path: Path
-) -> None:
+def test_checkpoint_resumes_in_plain_torch_and_back(make: Any, model: str, tmp_path: Path) -> None:
     """Losses equal to 1e-6, as in separate runs of the two."""
-    data = tiny.made_up_pairs(64)
+    data = tiny.made_up_pairs(39)
     whole = make(train_dataset=data, save_strategy="steps", save_steps=2)
     whole.train()
-    set_there = {"report_to", "disable_tqdm"}
-    elsewhere = {name: value for name, value in SETTINGS.items() if name not in set_there}
-    elsewhere |= {"max_steps": 4, "save_strategy": "steps", "save_steps": 4}
-    words = [model, str(tmp_path / "run" / "checkpoint-2"), str(tmp_path / "plain"), json.dumps(elsewhere)]
-    run_on_cpu(str(SUPPORT / "resume_elsewhere.py"), *words)
+    resume = {"output_dir": str(tmp_path / "plain"), "resume": str(tmp_path / "run" / "checkpoint-2")}
+    settings = SETTINGS | resume | {"max_steps": 4, "save_strategy": "steps", "save_steps": 4}
+    run_on_cpu(str(SUPPORT / "saved_ranks.py"), model, json.dumps(settings))
     back = make(train_dataset=data, output_dir=str(tmp_path / "back"))
     back.train(resume_from_checkpoint=str(tmp_path / "plain" / "checkpoint-4"))
     assert losses(back) == pytest.approx(losses(whole), rel=0, abs=1e-6)
 
 
 def test_evaluate_predict_score_and_report_agree(
-    make: Callable[..., RewardTrainer], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    make: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     trainer = make(eval_strategy="steps", eval_steps=3)
     trainer.train()
@@ -197,7 +178,7 @@ def test_evaluate_predict_score_and_report_agree(
 
 
 @pytest.mark.parametrize("remat", ["dots", "none"])
-def test_bfloat16_adapters_train_with_recomputation(remat: str, make: Callable[..., RewardTrainer]) -> None:
+def test_bfloat16_adapters_train_with_recomputation(remat: str, make: Any) -> None:
     trainer = make(bf16=True, remat=remat, gradient_accumulation_steps=2, peft_config=LoraConfig(task_type="SEQ_CLS"))
     trainer.train()
     assert all(map(math.isfinite, losses(trainer)))

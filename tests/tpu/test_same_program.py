@@ -1,6 +1,5 @@
 """The program traced with placeholders equals a real trainer's, instruction by instruction."""
 
-import pickle
 import re
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -8,22 +7,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import subprocesses
+import torch
 from subprocesses import PARALLEL_COMPILES, selected_cases
 from transformers import LlamaConfig
 
-from trl_tpu.plan.compile import TracedProgram
-from trl_tpu.plan.trace import StepRequest, trace_step
+from trl_tpu.modeling.head_spec import HeadSpec
+from trl_tpu.plan.compile import TracedProgram, call_in_child
+from trl_tpu.plan.trace import StepRequest, make_trainer, trace_step
 
 CHIPS = 4
-CONFIG = {
-    "vocab_size": 256,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-}
+CONFIG = {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 128}
+CONFIG |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
 
 
 def lora() -> Any:
@@ -102,13 +96,18 @@ def test_traced_program_equals_a_real_trainers(name: str, programs: Mapping[str,
 
 
 def real_programs(request: StepRequest, folder: Path) -> list[bytes]:
-    """Return every program passed to XLA in two steps."""
-    (folder / "request").write_bytes(pickle.dumps(request))
+    """Return every program that a real trainer passes to XLA in two steps on virtual devices."""
+    flags = f"--xla_dump_to={folder} --xla_dump_hlo_as_text --xla_dump_hlo_as_proto --xla_dump_hlo_pass_re=^$"
     devices = {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": str(request.chips), "USE_TORCH_XLA": "1"}
-    subprocesses.run_without_server(
-        str(Path(__file__).with_name("real_step.py")), str(folder / "request"), str(folder / "dump"), **devices
-    )
-    return [module_of(file.read_bytes()) for file in (folder / "dump").glob("*before_optimizations.hlo.pb")]
+    call_in_child(take_two_steps, request, str(folder), environment=devices | {"XLA_FLAGS": flags})
+    return [module_of(file.read_bytes()) for file in folder.glob("*before_optimizations.hlo.pb")]
+
+
+def take_two_steps(request: StepRequest, folder: str) -> None:
+    outputs = HeadSpec.of(request.model)
+    request.model.num_labels = len(outputs.weights)
+    model = outputs.auto_class.from_config(request.model, dtype=getattr(torch, request.dtype))
+    make_trainer(request, model, folder).train()
 
 
 def module_of(message: bytes) -> bytes:

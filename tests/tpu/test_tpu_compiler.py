@@ -22,15 +22,10 @@ from trl_tpu.plan.trace import StepRequest, trace_step
 from trl_tpu.runtime import device_choice as libtpu
 
 CASES = [
-    ("packed", "v5p:2x2x1"),
-    ("long rows", "v5e:2x2"),
-    ("padded", "v5e:2x2"),
-    ("adapters, tensor parallel", "v5e:2x4"),
-    ("loop, tensor parallel", "v6e:2x4"),
+    *(("packed", "v5p:2x2x1"), ("long rows", "v5e:2x2"), ("padded", "v5e:2x2")),
+    *(("adapters, tensor parallel", "v5e:2x4"), ("loop, tensor parallel", "v6e:2x4")),
     ("packed, two axes", "v6e:16x16"),
 ]
-
-
 LENGTH = 256
 EXPANDED = {"packed_attention": "expanded"}
 ON_HOST = {"activation_offloading": True}
@@ -115,17 +110,12 @@ def test_program_arguments_are_the_sharded_state_and_are_donated(
     assert (b"tpu_custom_call" in traced.hlo) == ("packed_attention" in settings)
 
 
-@pytest.mark.parametrize(
-    ("name", "topology"), [("packed, two axes", "v6e:16x16"), ("loop, tensor parallel", "v6e:2x4")]
-)
+@pytest.mark.parametrize(("name", "topology"), [("packed, two axes", "v6e:16x16")])
 def test_fsdp_receives_weights_twice_and_gradients_once(
     name: str, topology: str, programs: Mapping[tuple[str, str], Future[CompiledCase]]
 ) -> None:
     """The compiler counts loops once, so programs with loops are not checked."""
     compiled = programs[name, topology].result().compiled
-    if "scan_layers" in SETTINGS[name][1]:
-        assert (compiled.flops, compiled.received) == (0, 0)
-        return
     matrices, shards = state_per_chip(name)[1], 64
     assert 3 * matrices * (1 - 1 / shards) <= compiled.received <= 2 * 3 * matrices
     assert compiled.flops > 0

@@ -123,18 +123,6 @@ def test_start_log_describes_the_sharding(run_processes: RunProcesses) -> None:
     assert "model.layers.*.mlp.up_proj.weight: [fsdp, null]" in described
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("count", [2, 8])
-def test_processes_equal_xlas_mesh(model_folder: str, folder: Path, run_processes: RunProcesses, count: int) -> None:
-    """Both train on the same pairs. On XLA one process leads all devices."""
-    devices = {"USE_TORCH_XLA": "1", "PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": str(count)}
-    subprocesses.run("ranks.py", model_folder, str(folder), "1", **devices)
-    on_xla = json.loads((folder / "alone on xla.json").read_text())["plain"]["logged"]
-    ours = run_processes(count)[0][f"fsdp={count}"]["logged"]
-    losses = [[log[key] for log in logs for key in ("loss", "eval_loss") if key in log] for logs in (ours, on_xla)]
-    assert losses[0] == pytest.approx(losses[1], abs=1e-6)
-
-
 def test_single_process_has_a_one_device_mesh(tmp_path: Path) -> None:
     args = trl_tpu.RewardConfig(str(tmp_path), use_cpu=True)
     assert (args.mesh, args.mesh_shape) == (None, parse_mesh("fsdp=-1", 1))

@@ -83,9 +83,3 @@ def test_single_process_resumes_the_metric_sums_of_two(folder: Path, model_folde
     assert [log["eval_pairs"] for log in whole if "eval_pairs" in log] == [8]
     for ours, theirs in zip(logged(trainer), whole, strict=True):
         assert ours == pytest.approx(theirs, abs=1e-5, rel=1e-4), ours["step"]
-
-
-def test_evaluation_counts_every_pair_once(process_results: list[dict[str, Any]]) -> None:
-    alone, *two = (found["evaluated"] for found in process_results)
-    for found in two:
-        assert found == pytest.approx(alone, abs=1e-6)

@@ -149,10 +149,8 @@ def _parameters(theirs: Callable[..., Any], ours: Callable[..., Any]) -> Iterato
 
 def config_fields() -> Iterator[str]:
     yield from _dataclass_fields(trl.RewardConfig, trl_tpu.RewardConfig)
-    yield from (
-        f"dict field {text}"
-        for text in _names(trl.RewardConfig._VALID_DICT_FIELDS, trl_tpu.RewardConfig._VALID_DICT_FIELDS)
-    )
+    theirs, ours = (package.RewardConfig._VALID_DICT_FIELDS for package in (trl, trl_tpu))
+    yield from (f"dict field {text}" for text in _names(theirs, ours))
 
 
 def other_config_fields() -> Iterator[str]:

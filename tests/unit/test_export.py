@@ -20,7 +20,6 @@ import subprocesses
 import tiny
 import torch
 from checkpoints import reseal
-from export_memory import make_checkpoint
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoConfig,
@@ -106,14 +105,9 @@ def test_only_files_of_the_model_are_exported(tmp_path: Path) -> None:
     (folder / "own.py").write_text("from .used import x\nfrom .absent import y\nfrom ./../run import z\n")
     (folder / "additional_chat_templates").mkdir()
     along = ["tokenizer.json", "vocab.txt", "qwen.tiktoken", "spiece.model", "LICENSE", "README.md", "used.py"]
-    along += [
-        "own_config.py",
-        "generation_config.json",
-        "chat_template.jinja",
-        "additional_chat_templates/tools.jinja",
-    ]
-    beside = ["service-account.json", "notes.txt", "diary.md", "run.py", "trainer_state.json"]
-    beside += ["additional_chat_templates/key"]
+    along += ["own_config.py", "generation_config.json", "chat_template.jinja"]
+    along += ["additional_chat_templates/tools.jinja"]
+    beside = ["service-account.json", "notes.txt", "run.py", "trainer_state.json", "additional_chat_templates/key"]
     for name in (*along, *beside):
         (folder / name).write_text("{}")
     export_checkpoint(folder, out)
@@ -217,14 +211,22 @@ def test_unusable_urls_are_named(url: str, error_of: Callable[..., str]) -> None
 
 
 OTHER_WAYS = ("state bfloat16", "files", "files bfloat16", "merged")
+# 42 million float32 weights, 168 MB; the embedding and each layer are a tenth
+LARGE = {"vocab_size": 8192, "hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 9, "head_dim": 128}
 
 
 @pytest.mark.parametrize("way", ["state", *(pytest.param(way, marks=pytest.mark.long) for way in OTHER_WAYS)])
 def test_export_holds_the_model_at_most_once(way: str, tmp_path: Path) -> None:
     """Only allocated memory counts: the system can drop pages of mapped files."""
-    make_checkpoint(tmp_path, way.split()[0])
-    process = subprocesses.run("export_memory.py", str(tmp_path), *way.split(), USE_TORCH_XLA="0")
-    assert process.returncode == 0, process.stderr[-4000:]
+    kind, *dtype = way.split()
+    model, folder = checkpoints.llama(**LARGE), tmp_path / "c"
+    if kind == "files":
+        model.save_pretrained(folder)
+    elif kind == "merged":
+        state_checkpoint(adapted(model, KINDS["lora"][1], tmp_path / "base"), folder)
+    else:
+        checkpoints.checkpoint_of(model, folder)
+    subprocesses.run("export_memory.py", str(tmp_path), *dtype, USE_TORCH_XLA="0")
     measured = json.loads((tmp_path / "measured.json").read_text())
     largest, total = max(measured["files"]), sum(measured["files"])
     assert len(measured["files"]) >= 4 and total > 3 * largest
@@ -242,7 +244,7 @@ export.export_checkpoint(*sys.argv[1:])
 
 
 def test_killed_export_leaves_no_folder_and_can_be_repeated(tmp_path: Path) -> None:
-    """`tests/xla8/test_export.py` tests exports without torch_xla."""
+    """`tests/xla8/test_checkpoints.py` tests exports without torch_xla."""
     model = checkpoints.llama()
     checkpoint, out = checkpoints.checkpoint_of(model, tmp_path / "c"), tmp_path / "out"
     subprocesses.run("-c", KILLED, str(checkpoint), str(out), status=-signal.SIGKILL)
@@ -273,17 +275,12 @@ def _truncated(folder: Path) -> None:
         file.truncate(1000)
 
 
-def _without_head(folder: Path) -> None:
-    """Write a checkpoint with the head of a causal language model."""
+def _without_head(in_state: bool, folder: Path) -> None:
+    """Write a checkpoint of a model without a score head, as weights or as state."""
     file = folder / "model.safetensors"
     backbone = {name: tensor for name, tensor in load_file(file).items() if "score" not in name}
-    save_file(backbone, file, {"format": "pt"})
-
-
-def _state_without_head(folder: Path) -> None:
-    _without_head(folder)
-    checkpoints.write_state(folder / "state", load_file(folder / "model.safetensors"))
-    (folder / "model.safetensors").unlink()
+    file.unlink()
+    checkpoints.write_state(folder / "state", backbone) if in_state else save_file(backbone, file, {"format": "pt"})
 
 
 def _part_missing(folder: Path) -> list[str]:
@@ -311,17 +308,16 @@ def _broken_adapters(folder: Path) -> None:
     (folder / "adapter_config.json").write_text('{"r": 4')
 
 
+LINKED = ("tokenizer.json", "model.safetensors", "adapter_config.json")
 REFUSED: list[tuple[Callable[[Path], list[str] | None], str]] = [
     (lambda folder: ["--merge"], "adapter_config.json.*--merge"),
     (_existing, "out exists"),
     (_pickled, "safetensors"),
     (_truncated, "damaged: model.safetensors"),
     (_part_missing, "lacks shards of the weight model"),
-    (_state_without_head, "model.score.weight"),
-    (_without_head, "score.weight"),
-    (partial(_linked, "tokenizer.json"), "c/tokenizer.json"),
-    (partial(_linked, "model.safetensors"), "c/model.safetensors"),
-    (partial(_linked, "adapter_config.json"), "c/adapter_config.json"),
+    (partial(_without_head, True), "model.score.weight"),
+    (partial(_without_head, False), "score.weight"),
+    *((partial(_linked, name), f"c/{name}") for name in LINKED),
     (_broken_adapters, "c/adapter_config.json"),
 ]
 
@@ -414,9 +410,8 @@ def test_bfloat16_base_is_merged_in_float32_and_rounded_once(tmp_path: Path) -> 
 
 def test_missing_head_and_wrong_base_are_rejected(tmp_path: Path) -> None:
     checkpoints.llama(hidden_size=16).save_pretrained(tmp_path / "narrow")
-    model = adapted(
-        checkpoints.llama(), peft.LoraConfig(r=2), tmp_path / "base"
-    )  # without a task type the head is frozen and not saved
+    # without a task type the head is frozen and not saved
+    model = adapted(checkpoints.llama(), peft.LoraConfig(r=2), tmp_path / "base")
     checkpoint = state_checkpoint(model, tmp_path / "c")
     AutoModelForCausalLM.from_pretrained(tmp_path / "base").save_pretrained(tmp_path / "base")
     with pytest.raises(ValueError, match="score.weight"):

@@ -37,9 +37,7 @@ def test_recipe_is_parsed_planned_and_listed_as_its_header_states(recipe: Path, 
     assert model.model_name_or_path and args.eval_strategy == "steps"
     assert script.dataset_name or (data.datasets and data.test_split_size)
     told = head(recipe)
-    assert "Not run by us." in told and "Source " in told and "Published " in told and "IT FITS" in told
-    (row,) = [line for line in (FOLDER / "README.md").read_text().splitlines() if f"({recipe.name})" in line]
-    assert row.rstrip(" |").endswith("| -"), "recipes have no measurements yet"
+    assert "IT FITS" in told and (FOLDER / "README.md").read_text().count(f"({recipe.name})") == 1
 
     (command,) = re.findall(r"`trl-tpu plan (.*?)`", told)
     words = shlex.split(command)

@@ -1,6 +1,5 @@
 """A training step is one program and one execution, without reads from the device between logs."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from trl_tpu.packing.shapes import RowPlan, RowShape
     ("packing", "accumulation", "norms"), [pytest.param(True, 3, False, marks=pytest.mark.eight), (False, 1, True)]
 )
 def test_ten_steps_are_ten_executions_and_two_reads(
-    config: Callable[..., Any], model_folder: str, packing: bool, accumulation: int, norms: bool
+    config: Any, model_folder: str, packing: bool, accumulation: int, norms: bool
 ) -> None:
     """The 10 steps include a learning rate of exactly 0, an epoch's end, and its last update of one short batch.
 
@@ -45,9 +44,7 @@ def test_ten_steps_are_ten_executions_and_two_reads(
 
 @pytest.mark.eight
 @pytest.mark.parametrize("packing", [True, False])
-def test_evaluation_compiles_once_for_all_batches(
-    config: Callable[..., Any], model_folder: str, packing: bool
-) -> None:
+def test_evaluation_compiles_once_for_all_batches(config: Any, model_folder: str, packing: bool) -> None:
     """21 pairs in batches of 8: the short last batch uses the same program; a second evaluation compiles nothing."""
     args = config(packing=packing, max_shapes=1)
     trainer = RewardTrainer(model_folder, args, train_dataset=tiny.made_up_pairs(8))
@@ -55,7 +52,8 @@ def test_evaluation_compiles_once_for_all_batches(
     before = count()
     first = trainer.evaluate(held_out)
     between = count()
-    second = trainer.evaluate(held_out)
+    with torch.inference_mode():
+        second = trainer.evaluate(held_out)
     after = count()
     assert between.compiles - before.compiles <= 2  # the forward, and slices of earlier results
     assert after.compiles == between.compiles
@@ -71,9 +69,7 @@ def test_evaluation_compiles_once_for_all_batches(
         {"packing": False, "scan_layers": True, "pad_to_multiple_of": 64, "gradient_accumulation_steps": 2},
     ],
 )
-def test_unused_parameters_do_not_decay(
-    config: Callable[..., Any], model_folder: str, settings: dict[str, Any]
-) -> None:
+def test_unused_parameters_do_not_decay(config: Any, model_folder: str, settings: dict[str, Any]) -> None:
     """torch's optimizers also leave parameters without a gradient unchanged."""
     model: Any = AutoModelForSequenceClassification.from_pretrained(model_folder, num_labels=1)
     for module in (model, *model.model.layers):
@@ -97,9 +93,7 @@ def test_unused_parameters_do_not_decay(
 
 
 @pytest.mark.eight
-def test_own_loop_compiles_nothing_after_its_first_evaluation(
-    config: Callable[..., Any], model_folder: str, tmp_path: Path
-) -> None:
+def test_own_loop_compiles_nothing_after_its_first_evaluation(config: Any, model_folder: str, tmp_path: Path) -> None:
     """There are two shapes. On one device some batches need several micro-batches."""
     compiled = own_loop.compare(config, model_folder, tmp_path)
     assert compiled[4] - compiled[0] <= 1 and len(set(compiled[5:])) == 1

@@ -1,7 +1,6 @@
-"""The progress bar names the shape being compiled, logs have rates, and unplanned shapes draw a warning."""
+"""The progress bar names the shape being compiled, and unplanned shapes draw a warning."""
 
 import re
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,7 +11,7 @@ from trl_tpu.data.collators import DataCollatorForPreference
 
 
 def test_progress_bar_names_each_shape_before_its_compilation(
-    config: Callable[..., Any], model_folder: str, capsys: pytest.CaptureFixture[str]
+    config: Any, model_folder: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pairs = tiny.made_up_pairs(64)
     args = config(max_steps=4, logging_steps=1, disable_tqdm=False, packing=False, max_shapes=2, eval_strategy="steps")
@@ -26,15 +25,12 @@ def test_progress_bar_names_each_shape_before_its_compilation(
     assert evaluation[0] == "compiling shape 1 for evaluation"
     assert training == [f"compiling shape {number} of {planned}" for number in range(1, len(training) + 1)]
     assert planned is not None and 1 <= len(training) <= planned
-    log = trainer.state.log_history[0]
-    assert 0 < log["pairs_per_second"] < log["tokens_per_second"] and log["model_tflops_per_second"] > 0
-    assert log["seconds_per_step"] > 0 and log["compiled_programs"] >= 1
-    assert 0.1 < log["memory_gib"] < 100 and "mfu" not in log
+    assert trainer.state.log_history[0]["compiled_programs"] >= 1
 
 
 @pytest.mark.parametrize("logging_steps", [10, 1])
 def test_unplanned_shapes_draw_a_warning(
-    logging_steps: int, config: Callable[..., Any], model_folder: str, caplog: pytest.LogCaptureFixture
+    logging_steps: int, config: Any, model_folder: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Also if every step is logged, which executes its recorded operations at once."""
     lengths = iter(range(40 + logging_steps, 90, 8))  # shapes that no other test has compiled

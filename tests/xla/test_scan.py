@@ -27,27 +27,21 @@ CASES = {
     "llama_grouped:packed": {"frozen_parameters": "layernorm|embed_tokens"},
 }
 LONG = ["llama:padded", "qwen3:packed", "llama:packed"]
-every_case = pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=[pytest.mark.long] * (case in LONG)) for case in CASES]
-)
 
 
 @pytest.fixture(scope="module")
 def results(request: pytest.FixtureRequest, take_steps: Callable[[Sequence[str]], dict[str, Any]]) -> dict[str, Any]:
     """Return the results of one step by case and by use of the loop, for the selected cases."""
-    runs = [
-        f"{case}:{json.dumps(CASES[case] | {'scan_layers': scan})}"
-        for case in selected_cases(request, "case")
-        for scan in (False, True)
-    ]
-    return take_steps(runs)
+    return take_steps([run_of(case, scan) for case in selected_cases(request, "case") for scan in (False, True)])
 
 
-@every_case
+def run_of(case: str, scan: bool) -> str:
+    return f"{case}:{json.dumps(CASES[case] | {'scan_layers': scan})}"
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, marks=[pytest.mark.long] * (case in LONG)) for case in CASES])
 def test_scanned_loss_and_gradients_equal_separate_layers(results: dict[str, Any], case: str) -> None:
-    unrolled, scanned = (
-        results[f"{case}:{json.dumps(CASES[case] | {'scan_layers': scan})}"] for scan in (False, True)
-    )
+    unrolled, scanned = (results[run_of(case, scan)] for scan in (False, True))
     assert scanned["dots"] < 0.7 * unrolled["dots"]  # compared with two layers
     assert scanned["loss"] == pytest.approx(unrolled["loss"], abs=1e-6)
     assert scanned["gradients"].keys() == unrolled["gradients"].keys()
@@ -70,16 +64,13 @@ class RecordingCallback(TrainerCallback):
         self.names.append({name for name, _ in model.named_parameters()})
 
 
-def test_later_steps_and_evaluations_compile_nothing(config: Callable[..., Any], model_folder: str) -> None:
+def test_later_steps_and_evaluations_compile_nothing(config: Any, model_folder: str) -> None:
     """A second training with the same optimizer compiles nothing, either."""
-    settings = {"scan_layers": True, "packing": False, "pad_to_multiple_of": 64}
-    settings |= {"log_grad_norms": True}
+    settings = {"scan_layers": True, "packing": False, "pad_to_multiple_of": 64, "log_grad_norms": True}
     args = config(max_steps=2, logging_steps=1, eval_strategy="steps", eval_steps=1, **settings)
-    watching = RecordingCallback()
-    pairs = tiny.made_up_pairs(40)
-    trainer = RewardTrainer(
-        model_folder, args, train_dataset=pairs, eval_dataset=pairs.select(range(8)), callbacks=[watching]
-    )
+    watching, pairs = RecordingCallback(), tiny.made_up_pairs(40)
+    data = {"train_dataset": pairs, "eval_dataset": pairs.select(range(8))}
+    trainer = RewardTrainer(model_folder, args, **data, callbacks=[watching])
     own = dict(trainer.model.named_parameters())
     trainer.train()
     (first, _) = losses(trainer)
@@ -99,7 +90,7 @@ def test_later_steps_and_evaluations_compile_nothing(config: Callable[..., Any],
 
 
 def test_offloaded_layer_inputs_change_no_loss(
-    config: Callable[..., Any], model_folder: str, monkeypatch: pytest.MonkeyPatch
+    config: Any, model_folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """XLA's CPU devices support no placement in host memory, so the test replaces it with copies."""
     placed: list[int] = []
@@ -123,6 +114,6 @@ def test_offloaded_layer_inputs_change_no_loss(
         config(activation_offloading=True)
 
 
-def test_scan_without_recomputation_is_rejected(config: Callable[..., Any]) -> None:
+def test_scan_without_recomputation_is_rejected(config: Any) -> None:
     with pytest.raises(ValueError, match="scan_layers"):
         config(scan_layers=True, gradient_checkpointing=False)

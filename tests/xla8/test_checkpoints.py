@@ -2,7 +2,6 @@
 
 import json
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,21 +11,17 @@ import subprocesses
 import tiny
 from counters import CountSaves
 from safetensors import safe_open
-from training import differing, logged, trained
+from safetensors.torch import load_file
+from training import differing, logged, trained, untimed
+from transformers import AutoModelForSequenceClassification
 
 from trl_tpu import RewardTrainer
-from trl_tpu.checkpoint.state_dict import to_host
+from trl_tpu.checkpoint.state_dict import gather_full_weights, to_host, trained_weights, write_state
 
 MESH = "data=2,fsdp=2,tensor=2"
-SETTINGS = {
-    "max_steps": 8,
-    "logging_steps": 3,
-    "save_strategy": "steps",
-    "save_steps": 2,
-    "learning_rate": 1e-3,
-    "bf16": False,
-    "max_shapes": 1,  # a save executes the step before it, which compiles if its shape is new
-}
+SETTINGS = {"max_steps": 8, "logging_steps": 3, "save_strategy": "steps", "save_steps": 2, "total_batch_size": 8}
+# a save executes the step before it, which compiles if its shape is new
+SETTINGS |= {"learning_rate": 1e-3, "lr_scheduler_type": "constant", "bf16": False, "max_shapes": 1}
 
 
 @pytest.fixture(scope="module")
@@ -35,10 +30,10 @@ def uninterrupted_run(model_folder: str, tmp_path_factory: pytest.TempPathFactor
     from trl_tpu import RewardConfig
 
     folder = tmp_path_factory.mktemp("whole")
-    args = RewardConfig(str(folder), mesh=MESH, per_device_train_batch_size=2, report_to="none", **SETTINGS)
+    args = RewardConfig(str(folder), mesh=MESH, report_to="none", **SETTINGS)
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)  # torch_xla's own way to read a shard warns
-        trainer: CountSaves = trained(CountSaves(model_folder, args, train_dataset=tiny.made_up_pairs(64)))
+        trainer: CountSaves = trained(CountSaves(model_folder, args, train_dataset=tiny.made_up_pairs(39)))
     assert not trainer.checkpointer.failed
     return trainer
 
@@ -66,10 +61,10 @@ def test_every_shard_is_written_once(uninterrupted_run: CountSaves) -> None:
 
 
 def test_same_mesh_resumes_bitwise_in_the_same_layout(
-    uninterrupted_run: CountSaves, model_folder: str, config: Callable[..., Any]
+    uninterrupted_run: CountSaves, model_folder: str, config: Any
 ) -> None:
     args = config(mesh=MESH, **SETTINGS | {"per_device_train_batch_size": 2})
-    trainer = RewardTrainer(model_folder, args, train_dataset=tiny.made_up_pairs(64))
+    trainer = RewardTrainer(model_folder, args, train_dataset=tiny.made_up_pairs(39))
     trainer.train(resume_from_checkpoint=f"{uninterrupted_run.args.output_dir}/checkpoint-4")
     assert differing(uninterrupted_run, trainer) == []
     assert logged(trainer) == logged(uninterrupted_run)
@@ -77,32 +72,50 @@ def test_same_mesh_resumes_bitwise_in_the_same_layout(
     assert layouts[0] == layouts[1]
 
 
-@pytest.mark.parametrize(
-    ("devices", "settings"),
-    [
-        pytest.param(4, {"mesh": "fsdp=4", "per_device_train_batch_size": 2}, marks=pytest.mark.long),
-        (4, {"mesh": "fsdp=2,tensor=2", "per_device_train_batch_size": 4}),
-        (0, {"per_device_train_batch_size": 8}),
-    ],
-    ids=["fsdp=4", "fsdp=2,tensor=2", "plain torch"],
-)
+@pytest.mark.parametrize("mesh", [pytest.param("fsdp=4", marks=pytest.mark.long), "fsdp=2,tensor=2", None], ids=str)
 def test_other_meshes_and_plain_torch_resume_up_to_rounding(
-    uninterrupted_run: CountSaves, model_folder: str, tmp_path: Path, devices: int, settings: dict[str, Any]
+    uninterrupted_run: CountSaves, model_folder: str, tmp_path: Path, mesh: str | None
 ) -> None:
     """Losses of about 0.5 differ by at most 1e-5: sums have another order over four steps of Adam."""
-    environment = {"CPU_NUM_DEVICES": str(devices)} if devices else {"USE_TORCH_XLA": "0"}
-    words = [
-        model_folder,
-        f"{uninterrupted_run.args.output_dir}/checkpoint-4",
-        str(tmp_path),
-        json.dumps(SETTINGS | settings),
-    ]
-    found = json.loads(subprocesses.run("resume_elsewhere.py", *words, **environment).stdout.splitlines()[-1])
-    for ours, theirs in zip(logged(uninterrupted_run), found["logs"], strict=True):
+    resume = {"output_dir": str(tmp_path), "resume": f"{uninterrupted_run.args.output_dir}/checkpoint-4"}
+    environment = {"CPU_NUM_DEVICES": "4"} if mesh else {"USE_TORCH_XLA": "0"}
+    settings = json.dumps(SETTINGS | resume | {"mesh": mesh})
+    subprocesses.run("saved_ranks.py", model_folder, settings, **environment)
+    logs = json.loads((tmp_path / "checkpoint-8" / "trainer_state.json").read_text())["log_history"]
+    for ours, theirs in zip(logged(uninterrupted_run), map(untimed, logs), strict=True):
         assert theirs == pytest.approx(ours, abs=1e-5, rel=1e-4), ours["step"]
     weights = to_host(dict(uninterrupted_run.model.named_parameters()), uninterrupted_run.trl_tpu.runtime)
-    for name, total in found["sums"].items():
-        assert total == pytest.approx(weights[name].double().abs().sum().item(), rel=1e-4), name
+    for name, weight in load_file(tmp_path / "model.safetensors").items():
+        expected = weights[name].double().abs().sum().item()
+        assert weight.double().abs().sum().item() == pytest.approx(expected, rel=1e-4), name
+
+
+WITHOUT_XLA = """
+import sys
+assert "torch_xla" not in sys.modules
+sys.modules["torch_xla"] = None  # as if it were not installed
+from trl_tpu.cli import main
+sys.exit(main(["export", *sys.argv[1:]]))
+"""
+
+
+def test_saves_from_the_devices_and_from_shards_equal_the_model(uninterrupted_run: CountSaves, tmp_path: Path) -> None:
+    """The second is an export without torch_xla of a state as several hosts write it."""
+    model, runtime = uninterrupted_run.model, uninterrupted_run.trl_tpu.runtime
+    before = runtime.compile_count()
+    uninterrupted_run.save_model(str(tmp_path / "live"))
+    assert runtime.compile_count() == before
+    expected = gather_full_weights(model, runtime, keeps=True)
+    found = AutoModelForSequenceClassification.from_pretrained(tmp_path / "live", num_labels=1).state_dict()
+    assert found.keys() == expected.keys() and all(expected[name].equal(found[name]) for name in found)
+
+    model.save_pretrained(tmp_path / "sharded", state_dict={})
+    weights = {f"model.{name}": tensor for name, tensor in trained_weights(model).items()}
+    write_state(runtime.local_shards(weights), tmp_path / "sharded" / "state", runtime)
+    assert len(list((tmp_path / "sharded" / "state").glob("*.safetensors"))) > 1
+    subprocesses.run("-c", WITHOUT_XLA, str(tmp_path / "sharded"), str(tmp_path / "offline"), USE_TORCH_XLA="0")
+    live, offline = (tmp_path / way / "model.safetensors" for way in ("live", "offline"))
+    assert live.read_bytes() == offline.read_bytes()
 
 
 @pytest.mark.long

@@ -1,6 +1,5 @@
 """Batches on eight devices. `test_layouts.py` checks the shards of weights, gradients and optimizer state."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -21,7 +20,7 @@ def bytes_on_a_device(tensor: torch.Tensor) -> int:
 
 
 @pytest.mark.parametrize("packing", [True, False])
-def test_batches_arrive_sharded_over_the_devices(config: Callable[..., Any], model_folder: str, packing: bool) -> None:
+def test_batches_arrive_sharded_over_the_devices(config: Any, model_folder: str, packing: bool) -> None:
     """Also after skipped batches, as in a resumed run."""
     trainer = RewardTrainer(model_folder, config(packing=packing), train_dataset=tiny.made_up_pairs(40))
     loader = trainer.get_train_dataloader()
@@ -35,7 +34,7 @@ def test_batches_arrive_sharded_over_the_devices(config: Callable[..., Any], mod
     assert len(skipped) == len(loader) - 2
 
 
-def test_batch_indivisible_by_the_mesh_is_rejected(config: Callable[..., Any], model_folder: str) -> None:
+def test_batch_indivisible_by_the_mesh_is_rejected(config: Any, model_folder: str) -> None:
     """With split_batches the batch size counts all devices together."""
     args = config(per_device_train_batch_size=12, accelerator_config={"split_batches": True})
     with pytest.raises(ValueError, match=r"12 / 8"):

@@ -2,7 +2,6 @@
 
 import copy
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -52,22 +51,12 @@ def large_model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPat
     return str(folder)
 
 
-def measure_memory(model: str, out: Path, way: str) -> dict[str, int]:
-    subprocesses.run("host_memory.py", model, str(out), way)
-    return json.loads(out.read_text())
-
-
 def test_host_holds_one_tensor_at_a_time(large_model: str, tmp_path: Path) -> None:
     """Other memory is the tensor's unconverted copy, half its size, and Python's own allocations."""
-    streamed = measure_memory(large_model, tmp_path / "streamed.json", "streamed")
+    subprocesses.run("host_memory.py", large_model, str(tmp_path / "out.json"))
+    streamed = json.loads((tmp_path / "out.json").read_text())
     assert streamed["largest"] < streamed["model"]
-    assert streamed["held"] < 2 * streamed["largest"]
-
-
-@pytest.mark.parametrize("large_model", ["llama"], indirect=True)
-def test_memory_measurement_detects_a_model_on_the_host(large_model: str, tmp_path: Path) -> None:
-    whole = measure_memory(large_model, tmp_path / "whole.json", "whole")
-    assert whole["held"] > 0.95 * whole["model"]
+    assert 0.9 * streamed["largest"] < streamed["held"] < 2 * streamed["largest"]
 
 
 # ---- values
@@ -100,9 +89,7 @@ def read_by_transformers(checkpoint: str, seed: int) -> PreTrainedModel:
     return AutoModelForSequenceClassification.from_pretrained(checkpoint, num_labels=1, dtype=torch.float32)
 
 
-def test_streamed_weights_equal_transformers(
-    checkpoint: str, config: Callable[..., Any], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_streamed_weights_equal_transformers(checkpoint: str, config: Any, caplog: pytest.LogCaptureFixture) -> None:
     """Weights are bitwise equal, also renamed and merged ones and the new reward head of the same seed."""
     args = config(mesh="data=2,fsdp=2,tensor=2")
     trainer = RewardTrainer(checkpoint, args, train_dataset=tiny.made_up_pairs(8))
@@ -122,7 +109,7 @@ def test_streamed_weights_equal_transformers(
 
 
 def test_enlarged_embeddings_equal_those_of_an_unstreamed_model(
-    checkpoint: str, tokenizer: PreTrainedTokenizerFast, config: Callable[..., Any], tmp_path: Path
+    checkpoint: str, tokenizer: PreTrainedTokenizerFast, config: Any, tmp_path: Path
 ) -> None:
     source = copy.deepcopy(tokenizer)
     source.add_tokens(["<|turn|>", "<|over|>"], special_tokens=True)
@@ -138,7 +125,7 @@ def test_enlarged_embeddings_equal_those_of_an_unstreamed_model(
         assert torch.equal(streamed[name], weight), name
 
 
-def test_unstreamed_model_is_placed_equally(checkpoint: str, config: Callable[..., Any]) -> None:
+def test_unstreamed_model_is_placed_equally(checkpoint: str, config: Any) -> None:
     model = read_by_transformers(checkpoint, 0)
     before = {name: weight.clone() for name, weight in model.state_dict().items()}
     trainer = RewardTrainer(model, config(mesh="fsdp=4,tensor=2"), train_dataset=tiny.made_up_pairs(8))

@@ -11,9 +11,8 @@ from environment import QUICK_XLA_FLAGS, SUPPORT
 def test_state_stays_float32_in_tpu_branches(tmp_path: Path) -> None:
     plain = {name: value for name, value in os.environ.items() if not name.startswith("XLA_")}
     devices = {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "2", "XLA_FLAGS": QUICK_XLA_FLAGS}
-    printed = subprocesses.run_without_server(
-        str(SUPPORT / "tpu_branches.py"), str(tmp_path), environment=plain, **devices
-    )
+    words = (str(SUPPORT / "tpu_branches.py"), str(tmp_path))
+    printed = subprocesses.run_without_server(*words, environment=plain, **devices)
     found = json.loads(printed.splitlines()[-1])
     assert "accelerate.state" in found["asked for a TPU"]
     assert found["computes in bfloat16"]

@@ -108,11 +108,8 @@ def test_devices_hold_the_rows_of_their_host(mesh: MeshShape, order: str, monkey
     torch_xla.sync(wait=True)
     shards = {shard.shard_device: shard.data for shard in xs.wrap_if_sharded(uploaded).local_shards}
     assert set(shards) == set(all_devices)
-    hosts = [
-        all_devices[:2] + all_devices[4:6],
-        all_devices[2:4] + all_devices[6:],
-    ]  # order of two hosts in a 4 x 4 slice
-    for own in hosts:
+    # order of two hosts in a 4 x 4 slice
+    for own in (all_devices[:2] + all_devices[4:6], all_devices[2:4] + all_devices[6:]):
         monkeypatch.setattr(torch_xla._XLAC, "_xla_get_runtime_devices", lambda own=own: own)
         held = sorted({int(row[0]) // 3 for device in own for row in shards[device]})
         garbled = torch.full_like(rows, -1)

@@ -114,7 +114,7 @@ OLD_NAMES = {
     "param_dtype": "dtype",
     "attn_(softmax_)?dtype": "leave it out, since bf16 decides the type of attention",
     "backend": "use_cpu, or PJRT_DEVICE and USE_TORCH_XLA in the environment",
-    "use_data_collact?or": "data_collator of the trainer",
+    "use_data_collac?tor": "data_collator of the trainer",
     "watchers|weight_distribution_.*": "callbacks of the trainer",
     "track_memory": "trl-tpu plan",
     "log_all_workers|process_zero_is_admin": "leave it out, since process 0 logs and writes",

@@ -7,7 +7,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from trl_tpu import RewardTrainer, TrainingArguments
 
-model_name, dataset_name, output_dir, batch_size = sys.argv[1:]
+model_name, dataset_name, output_dir = sys.argv[1:]
 tokenizer = AutoTokenizer.from_pretrained(model_name)
 model = AutoModelForSequenceClassification.from_pretrained(model_name, num_labels=1)
 
@@ -21,7 +21,7 @@ pairs = load_dataset(dataset_name, split="train").map(preprocess, batched=True)
 pairs = pairs.filter(lambda row: len(row["input_ids_chosen"]) <= 512 and len(row["input_ids_rejected"]) <= 512)
 args = TrainingArguments(
     output_dir=output_dir,
-    per_device_train_batch_size=int(batch_size),
+    per_device_train_batch_size=8,
     num_train_epochs=1,
     learning_rate=1e-3,
     report_to="none",
@@ -31,12 +31,6 @@ args = TrainingArguments(
     evaluation_strategy="no",
     save_strategy="no",
 )
-trainer = RewardTrainer(
-    model=model,
-    tokenizer=tokenizer,
-    args=args,
-    train_dataset=pairs,
-    max_length=512,
-)
+trainer = RewardTrainer(model=model, tokenizer=tokenizer, args=args, train_dataset=pairs, max_length=512)
 trainer.train()
 trainer.save_state()
