@@ -20,7 +20,7 @@ from ..errors import UserError
 from . import checks
 from .checks import OLD_KEYS
 from .collators import read_old_row, rename_old_columns
-from .kinds import TOKENS, Answers, Pairs, Rankings, RowKind, check_one_form, choose_kind, kind_of_columns
+from .kinds import TOKENS, RowKind, check_one_form, choose_kind, kind_of_columns
 from .length_stats import length_stats, read_table, select, tables_of
 from .loader import main_processes_first
 from .prompts import RAW_BY_PREPARED
@@ -31,8 +31,6 @@ logger = logging.getLogger(__name__)
 _SOURCES = sorted(Path(__file__).parents[1].rglob("*.py"))
 #: Hash of this package's source, read on import. Results that outlive a process, such as tokens, depend on it.
 CODE = sha256(b"".join(path.read_bytes() for path in _SOURCES)).hexdigest()
-
-DEFAULT_KINDS = (Pairs(), Answers(), Rankings())
 
 _STREAM_BATCH = 16  # rows tokenized at once from a stream: few, so that the first batch is ready soon
 
@@ -46,7 +44,7 @@ def prepare(
     num_proc: int | None,
     name: str,
     truncation_mode: str | None = None,
-    kinds: Sequence[RowKind] = DEFAULT_KINDS,
+    kinds: Sequence[RowKind],
     unused_settings: Callable[[str], Sequence[str]] = lambda kind: (),
 ) -> Dataset | IterableDataset:
     """Check and tokenize the rows, and truncate or drop rows that are too long.

@@ -233,7 +233,7 @@ def warn_of_unscored_eos(tokenizer: PreTrainedTokenizerBase, rows: Any) -> None:
 def first_chat(dataset: Any) -> Iterator[tuple[Any, Mapping[str, Any]]]:
     """Yield the first row's chosen conversation and the row, if the row holds messages. Reads at most one row."""
     for row, _ in map(convert_row, islice(dataset, 1)):
-        prompt, answer = row.get("prompt") or [], row.get("chosen")
+        prompt, answer = row.get("prompt") or [], row.get("chosen") or next(iter(row.get("completions") or ()), None)
         if isinstance(answer, list) and isinstance(prompt, list):
             yield prompt + answer, row
 

@@ -55,7 +55,7 @@ EvalDataset: TypeAlias = (
 
 
 class RewardTrainer(SuggestsNewNames, EvaluatingTrainer):
-    """Trainer of reward models on preference pairs or rankings.
+    """Trainer of reward models on preference pairs, rankings or single answers.
 
     The arguments have the names and the order of `trl.RewardTrainer`. `model_init` and deprecated names come last.
 
@@ -63,10 +63,11 @@ class RewardTrainer(SuggestsNewNames, EvaluatingTrainer):
         model: Name of a model (Hub id or folder), or a sequence classifier with one label, optionally with PEFT
             adapters.
         args: A `RewardConfig`. By default its `output_dir` is ``{model name}-Reward``.
-        data_collator: Function that makes a batch from rows. By default `DataCollatorForPreference`.
+        data_collator: Function that makes a padded batch from rows. By default this package makes its own batches.
         train_dataset: Preference pairs: `chosen` and `rejected` (text or messages), optionally with `prompt`, `margin`
             or `chosen_probability`; or token ids in `chosen_ids` and `rejected_ids`. Or rankings: `completions` with
-            `scores` or `ranks`. A stream must contain pairs, and requires `max_steps`.
+            `scores` or `ranks`. Or single answers: a `completion` with its `label` or `score`. A stream must contain
+            pairs, and requires `max_steps`.
         eval_dataset: Evaluation data in the form of `train_dataset`, or a dict of such datasets.
         processing_class: The tokenizer. By default the tokenizer saved with the model.
         compute_metrics: Function that computes metrics from an `EvalPrediction` with the predictions and labels of

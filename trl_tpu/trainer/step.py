@@ -88,7 +88,7 @@ class TrainState(SuggestsNewNames):
         """Yield the batches of each update until `step` is `max_steps`, on the devices and in the trainer's order.
 
         An update has `gradient_accumulation_steps` batches, or fewer at the end of an epoch. The same holds at the end
-        of a pass over a stream, unlike in transformers' loop: it adds the remaining gradients to the next update.
+        of a pass over a stream, unlike in the trainer's loop: it adds the remaining gradients to the next update.
         Each call begins with the first epoch.
 
         Raises:
@@ -143,8 +143,8 @@ class TrainState(SuggestsNewNames):
 def training_step(state: TrainState, batch: Any) -> dict[str, torch.Tensor]:
     """Update the model: forward and backward of each batch, gradient clipping, optimizer step and schedule step.
 
-    No value is read from the devices. A step with a NaN or infinite loss or gradient does not change the weights,
-    unless `nonfinite_limit` is 0.
+    On devices that compile, no value is read from them. A step with a NaN or infinite loss or gradient does not change
+    the weights, unless `nonfinite_limit` is 0.
 
     Args:
         state: The state; updated in place.

@@ -100,7 +100,7 @@ class DeviceTrainer(SavingTrainer):
     This class handles batch shapes and metric sums. It does not depend on the meaning of the data or of the rewards.
 
     State that this package adds is in the attribute `trl_tpu` and in private methods. A subclass may use any other
-    public name.
+    public name that is not documented here.
     """
 
     shard_report: shard.ShardReport | None = None

@@ -1,7 +1,8 @@
 """The kinds of data rows, one file each: pairs, rankings, single answers, and solutions with steps.
 
 `kind_of` recognizes prepared rows, and `choose_kind` raw ones. The rest of the package holds a kind and calls its
-methods. A new kind is a new file here, and an entry in `KINDS` and `kinds_for`.
+methods. A new kind is a new file here, and an entry in `KINDS` and `kinds_for`. A kind whose name or unit is new also
+needs a word in `config/settings.py`: the settings that have no meaning for it.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -19,7 +20,7 @@ from .rankings import TIE_MODELS as TIE_MODELS
 from .rankings import Rankings
 from .solutions import STEP_ENDS, Solutions
 
-#: All kinds, with the default settings. The first that fits applies.
+#: All kinds, with the default settings. The first that fits applies: a kind stands before the kinds it is a case of.
 KINDS: tuple[RowKind, ...] = (Pairs(), Answers(), Rankings(), Solutions())
 COLUMNS = tuple(dict.fromkeys(name for kind in KINDS for name in (*kind.columns, *kind.optional_columns)))
 """All columns that training reads."""
@@ -61,7 +62,8 @@ def choose_kind(
     Raises:
         UserError: Columns are missing; or columns or settings have no effect on this kind.
     """
-    first, _ = convert_row(dataset[0] if isinstance(dataset, Dataset) else dict.fromkeys(columns, ""))
+    # a stream is not read: each column stands for itself
+    first, _ = convert_row(dataset[0] if isinstance(dataset, Dataset) else dict.fromkeys(columns, 0.0))
     tokenized = next((kind for kind in kinds if kind.is_tokenized(first)), None)
     kind = tokenized or next((kind for kind in kinds if kind.is_raw(first)), kinds[0])
     kind = kind.check_dataset(dataset, first, name)

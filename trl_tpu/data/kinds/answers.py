@@ -38,8 +38,9 @@ class Answers(Rankings):
         return cls(attributes=tuple(args.attributes or ()), predicts_scores=args.loss_type == "regression")
 
     def is_raw(self, row: Row) -> bool:
-        answers = row.get("completions")
-        return super().is_raw(row) and isinstance(answers, list) and len(answers) == 1
+        answers = row.get("completions", [0])
+        has_label = bool({"label", "score"} & row.keys()) and "completion" in row
+        return (super().is_raw(row) or has_label) and isinstance(answers, list) and len(answers) == 1
 
     def is_tokenized(self, row: Row) -> bool:
         return super().is_tokenized(row) and len(row["answer_ids"] or ()) == 1
@@ -54,6 +55,8 @@ class Answers(Rankings):
         return replace(self, predicts_scores=any(row.get(LABELS_AS) == _SCORES for row in rows))
 
     def raw_answers(self, row: Row, where: str) -> dict[str, Any]:
+        if "completions" not in row and "completion" in row:
+            raise UserError(f"{where} has no number as `label` or `score`. Remove such rows, or label them.")
         return super().raw_answers(self._read(row), where)
 
     def tokenized(self, row: Row, ids_K: list[list[int]], where: str) -> dict[str, Any]:
