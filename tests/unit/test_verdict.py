@@ -18,9 +18,10 @@ from scipy.stats import binomtest
 from trl_tpu.data.collate import pairs_of
 from trl_tpu.errors import UserError
 from trl_tpu.evaluation import evaluate
-from trl_tpu.evaluation.evaluate import Evaluation, evaluate_best_of_n, evaluate_rows, padded
-from trl_tpu.evaluation.verdict import BestOfN, Verdict, distribution_of, length_bias_of, proportion
+from trl_tpu.evaluation.evaluate import Evaluation, NoComparisons, evaluate_best_of_n, evaluate_rows, padded
+from trl_tpu.evaluation.verdict import BestOfN, ScoreFit, Verdict, distribution_of, length_bias_of, proportion
 from trl_tpu.report.verdicts import (
+    LabeledRewards,
     as_markdown,
     markdown_text,
     printable,
@@ -339,6 +340,39 @@ def test_only_steps_with_labels_are_evaluated(tmp_path: Path) -> None:
     assert (ranked.of, ranked.accuracy.value) == ("pairs", 0)
     with pytest.raises(UserError, match="scored.jsonl"):
         read_scored(write(tmp_path, [beside | {"rewards": [2.0, 1.0]}]))
+
+
+def single(number: int, **labels: Any) -> dict[str, Any]:
+    return {"prompt": f"p {number}", "completions": ["a"], "rewards": [0.1 * number]} | labels
+
+
+RANKED = {"prompt": "q", "completions": ["a", "b"], "scores": [1, 0], "rewards": [0.1, 0.2]}
+STEPS = RANKED | {"labels": [1, 0], "step_rewards": [0.3, -0.2]}
+
+
+@pytest.mark.parametrize(
+    ("windows", "of", "count"),
+    [
+        ([[single(0), single(1)]], None, 0),  # without labels
+        ([[single(n, scores=[n]) for n in range(3)]], "scores", 3),
+        ([[single(n, scores=[5.0]) for n in range(3)], [RANKED] * 2], "pairs", 2),
+        ([[RANKED] * 2, [single(n, scores=[5.0]) for n in range(3)]], "pairs", 2),
+        ([[single(n, scores=[0.4 * n]) for n in range(3)] + [single(4, completions=["a", "b"])]], "answers", 3),
+        ([[STEPS]], "steps", 2),
+    ],
+)
+def test_windows_of_scored_rows_of_several_kinds(windows: list[Any], of: str | None, count: int) -> None:
+    evaluation = Evaluation()
+    for rows in windows:
+        found = LabeledRewards.of(rows, [*{name for row in rows for name in row}])
+        evaluation.add(found.rewards_NK, found.labels, found.tokens_N2, found.groups(None), found.prompts)
+    if of is None:
+        with pytest.raises(NoComparisons):
+            evaluation.verdict()
+        return
+    verdict = evaluation.verdict()
+    found_of = ("scores", verdict.answers) if isinstance(verdict, ScoreFit) else (verdict.of, verdict.pairs)
+    assert found_of == (of, count)
 
 
 def test_token_counts_are_used_if_every_row_has_them(tmp_path: Path) -> None:

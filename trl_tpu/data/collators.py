@@ -337,7 +337,7 @@ class OldPairs(Pairs):
     has_traps = False
 
     def check_dataset(self, dataset: Any, columns: Collection[str], name: str) -> Self:
-        if "prompt" in columns and set(RAW_COLUMNS) <= set(columns):
+        if "prompt" in columns and not {*self.columns, *OLD_KEYS} & set(columns):
             logger.warning(
                 f"{name} dataset: as in TRL up to 0.23, the column `prompt` is left out of the tokens, so rewards do "
                 "not depend on it. Put it at the beginning of both answers, or use TRL's current columns and collator."

@@ -186,6 +186,10 @@ def keep_fitting(
     first = 0
     for table in tables_of(dataset):
         check_tokens(table, first, num_embeddings, name)
+        for column in kind.columns:
+            if table[column].null_count:
+                where = checks.row_of(first + table[column].is_null().to_pylist().index(True), name, column)
+                raise UserError(f"{where} is null; every row needs a value there. Remove such rows or fill them.")
         for index, row in enumerate(read_table(table), start=first):
             kind.check_labels(row, checks.row_of(index, name))
         first += len(table)
@@ -228,7 +232,7 @@ def _cut(row: Mapping[str, Any], max_length: int, truncation_mode: str, kind: Ro
     excess = max(map(len, answers)) - max_length
     first = excess if truncation_mode == "keep_end" else 0
     cut = [list(ids[first : first + max_length]) for ids in answers]
-    if excess <= 0 or not all(cut) or all(ids == cut[0] for ids in cut):
+    if excess <= 0 or not all(cut) or (len(cut) > 1 and all(ids == cut[0] for ids in cut)):
         return {}
     return kind.with_answers(cut)
 

@@ -257,8 +257,9 @@ class Evaluation:
         grade_NK = labels.grade_PAK[:, 0]
         finite_rows = np.flatnonzero(_is_finite(rewards_NK, grade_NK))
         self._left_out += int((~np.isnan(grade_NK)).any(axis=1).sum()) - len(finite_rows)
-        self._kind = labels.kind
-        if labels.kind.compares_with_zero:
+        if not self._kind.orders_answers:  # rows of a file may have one answer, or several
+            self._kind = labels.kind
+        if labels.kind.compares_with_zero and len(finite_rows):
             graded = (finite_rows + self._rows, rewards_NK[finite_rows, 0], grade_NK[finite_rows, 0])
             self._graded.append(np.column_stack(graded))
         for part, table in tables_on_host(labels.grades_of(finite_rows)):
@@ -304,7 +305,7 @@ class Evaluation:
             NoComparisons: No row has two finite rewards with a label that says which one should be higher.
         """
         of, compares_with_zero = self._kind.unit, self._kind.compares_with_zero
-        if any(map(len, self._graded)):
+        if self._graded and compares_with_zero:
             graded_N3 = np.concatenate(self._graded)
             if self._kind.predicts_scores or not ((graded_N3[:, 2] >= 0) & (graded_N3[:, 2] <= 1)).all():
                 return self._score_fit(graded_N3)
@@ -500,7 +501,9 @@ def evaluate_rewards(
     elif eval_by is not None:
         logger.warning("eval_by=%r is ignored: the order of the rows is unknown.", eval_by)
     try:
-        return evaluate_rows(rewards_NK, replace(labels, grade_PAK=grade_NK[:, None]), lengths_NK, groups, prompts)
+        verdict = evaluate_rows(rewards_NK, replace(labels, grade_PAK=grade_NK[:, None]), lengths_NK, groups, prompts)
+        worst = tuple(dict.fromkeys(item * rows // len(rewards_NK) for item in verdict.worst))  # rows of the data
+        return replace(verdict, worst=worst)
     except NoComparisons:
         logger.warning(
             "The evaluation has no accuracy: no row has two answers with finite rewards and one labeled as better, or "

@@ -360,11 +360,12 @@ def read_scored(path: Path, eval_by: str | None = None) -> ScoredRows:
     """
     rows = read_rows(path)
     columns = sorted({name for row in rows for name in row})
-    check_one_form(columns, str(path))
     try:
         scored = LabeledRewards.of(rows, columns)
     except UserError as error:
         raise UserError(f"{path}: {error}") from error
+    if not scored.labels.kind.is_one_sequence:  # a row of a process reward model may have other columns, too
+        check_one_form(columns, str(path))
     if not np.isfinite(scored.rewards_NK).any():
         raise UserError(
             f"{path} has {len(rows)} {scored.labels.kind.name}, but no finite reward next to a label; its columns are "

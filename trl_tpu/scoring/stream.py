@@ -205,6 +205,7 @@ class Form:
             for field, name in columns.items():
                 values = [getattr(item, field) for item in (scored if isinstance(scored, list) else [scored])]
                 written[name] = values if isinstance(scored, list) else values[0]
+        written.pop(LABELS_AS, None)  # of another model
         read = {} if self.labels_as is None else {LABELS_AS: self.labels_as}
         return written | read | {REASON: f"{faults[0]}{more}" if faults else None}
 

@@ -21,7 +21,7 @@ from .rankings import Rankings
 from .solutions import STEP_ENDS, Solutions
 
 #: All kinds, with the default settings. The first that fits applies: a kind stands before the kinds it is a case of.
-KINDS: tuple[RowKind, ...] = (Pairs(), Answers(), Rankings(), Solutions())
+KINDS: tuple[RowKind, ...] = (Pairs(), Rankings(), Answers(), Solutions())
 COLUMNS = tuple(dict.fromkeys(name for kind in KINDS for name in (*kind.columns, *kind.optional_columns)))
 """All columns that training reads."""
 TOKENS = tuple(dict.fromkeys(name for kind in KINDS for name in kind.token_columns))
@@ -39,7 +39,7 @@ def kinds_for(args: Any, **of_solutions: Any) -> tuple[RowKind, ...]:
     """
     if args.step_separator is not None:
         return (Solutions.of(args, **of_solutions),)
-    rankings = (Answers.of(args), Rankings.of(args))
+    rankings = (Rankings.of(args), Answers.of(args))
     return rankings if args.attributes else (Pairs(), *rankings)
 
 
@@ -62,8 +62,9 @@ def choose_kind(
     Raises:
         UserError: Columns are missing; or columns or settings have no effect on this kind.
     """
-    # a stream is not read: each column stands for itself
-    first, _ = convert_row(dataset[0] if isinstance(dataset, Dataset) else dict.fromkeys(columns, 0.0))
+    # a stream is not read: its columns decide
+    placeholders = {name: 0.0 if name in ("label", "score") else "" for name in columns}
+    first, _ = convert_row(dataset[0] if isinstance(dataset, Dataset) else placeholders)
     tokenized = next((kind for kind in kinds if kind.is_tokenized(first)), None)
     kind = tokenized or next((kind for kind in kinds if kind.is_raw(first)), kinds[0])
     kind = kind.check_dataset(dataset, first, name)
@@ -89,12 +90,12 @@ def check_one_form(columns: Collection[str], what: str) -> None:
 
 def kind_of_columns(columns: Collection[str]) -> RowKind | None:
     """Return the first kind whose prepared rows have these columns; None if they are not prepared."""
-    return next((kind for kind in KINDS if set(kind.columns) <= set(columns)), None)
+    return next((kind for kind in KINDS if all(name in columns for name in kind.columns)), None)
 
 
 def kind_of(row: Mapping[str, Any]) -> RowKind | None:
     """Return the kind of a prepared row, with the default settings; None if the row is not prepared."""
-    return next((kind for kind in KINDS if set(kind.columns) <= row.keys() and kind.is_tokenized(row)), None)
+    return next((kind for kind in KINDS if all(name in row for name in kind.columns) and kind.is_tokenized(row)), None)
 
 
 def answers_of(row: Mapping[str, Any]) -> list[Any]:

@@ -9,7 +9,7 @@ import numpy as np
 from ...errors import UserError
 from ..checks import Row
 from ..formats import convert_row
-from .base import LABELS_AS, Part, numbers_in
+from .base import LABELS_AS, Part
 from .rankings import Rankings
 
 _SCORES = "scores"  # the value of `labels_as`
@@ -35,24 +35,20 @@ class Answers(Rankings):
 
     @classmethod
     def of(cls, args: Any) -> Self:
-        return cls(attributes=tuple(args.attributes or ()), predicts_scores=args.loss_type == "regression")
+        is_regression = args.loss_type == "regression"
+        return cls(attributes=tuple(args.attributes or ()), needs_scores=is_regression, predicts_scores=is_regression)
 
     def is_raw(self, row: Row) -> bool:
-        answers = row.get("completions", [0])
-        has_label = bool({"label", "score"} & row.keys()) and "completion" in row
-        return (super().is_raw(row) or has_label) and isinstance(answers, list) and len(answers) == 1
-
-    def is_tokenized(self, row: Row) -> bool:
-        return super().is_tokenized(row) and len(row["answer_ids"] or ()) == 1
+        is_unlabeled = "completions" not in row and "completion" in row and bool({"label", "score"} & row.keys())
+        return is_unlabeled or super().is_raw(row)
 
     @property
     def labels_as(self) -> str | None:
         return _SCORES if self.predicts_scores else None
 
     def scored(self, columns: Collection[str], rows: Sequence[Row]) -> Self | None:
-        if super().scored(columns, rows) is None or any(len(numbers_in(row.get("rewards"))) > 1 for row in rows):
-            return None
-        return replace(self, predicts_scores=any(row.get(LABELS_AS) == _SCORES for row in rows))
+        found = super().scored(columns, rows)
+        return found and replace(found, predicts_scores=any(row.get(LABELS_AS) == _SCORES for row in rows))
 
     def raw_answers(self, row: Row, where: str) -> dict[str, Any]:
         if "completions" not in row and "completion" in row:
@@ -64,10 +60,7 @@ class Answers(Rankings):
 
     def _read(self, row: Row) -> Row:
         """Return a row with its score, not its label, where a reward predicts scores and the row has both."""
-        has_both = row.get("completions") == [row.get("completion")] and None not in (
-            row.get("label"),
-            row.get("score"),
-        )
+        has_both = None not in (row.get("label"), row.get("score")) and row["completions"] == [row.get("completion")]
         return {**row, "scores": [row["score"]]} if has_both and self.predicts_scores else row
 
     def check_grade(self, value: float, place: str) -> None:
@@ -88,6 +81,7 @@ class Answers(Rankings):
         yield from super().from_scored(self._read(convert_row(row)[0]))
 
     def loss_sentences(self, args: Any, columns: Sequence[str]) -> list[str]:
+        loss = "The loss is the cross-entropy between the label of an answer and the sigmoid of its reward."
         if self.predicts_scores:
-            return ["The loss is the squared error between rewards and the scores of the answers."]
-        return ["The loss is the cross-entropy between the label of an answer and the sigmoid of its reward."]
+            loss = "The loss is the squared error between rewards and the scores of the answers."
+        return [loss, *self._attribute_sentences(args)]

@@ -60,12 +60,20 @@ class Rankings(RowKind):
     # ---- raw rows
 
     def is_raw(self, row: Row) -> bool:
-        """Check for more answers than a pair, whatever the other columns are."""
-        return rejects_several(row) if set(RAW_COLUMNS) <= row.keys() else "completions" in row
+        """Check for other numbers of answers than a pair's, whatever the other columns are."""
+        if set(RAW_COLUMNS) <= row.keys():
+            return rejects_several(row) and 1 not in self.counts
+        return "completions" in row and self._has_count(row["completions"])
 
     def is_tokenized(self, row: Row) -> bool:
         # a column `answer_ids` of texts or numbers belongs to the user
-        return super().is_tokenized(row) and not isinstance(next(iter(row["answer_ids"] or ()), None), str | int)
+        if not super().is_tokenized(row) or (ids_K := row["answer_ids"]) is None:
+            return False
+        return not isinstance(next(iter(ids_K), None), str | int) and self._has_count(ids_K)
+
+    def _has_count(self, answers: Any) -> bool:
+        """Check that there is one answer for a kind of single answers, and not one for others."""
+        return (not isinstance(answers, str | None) and len(answers) == 1) == (1 in self.counts)
 
     def check_dataset(self, dataset: Dataset | IterableDataset, columns: Collection[str], name: str) -> Self:
         if isinstance(dataset, IterableDataset):
@@ -171,6 +179,12 @@ class Rankings(RowKind):
 
     # ---- scored rows
 
+    def scored(self, columns: Collection[str], rows: Sequence[Row]) -> Self | None:
+        if "step_rewards" in columns or super().scored(columns, rows) is None:  # of a process reward model
+            return None
+        has_several = any(len(rewards_K) > 1 for row in rows for _, rewards_K, _ in self.from_scored(row))
+        return None if has_several == (1 in self.counts) else self
+
     def from_scored(self, row: Row) -> Iterator[Part]:
         scores, by_attribute = row.get("scores"), row.get("rewards_by_attribute") or [None]
         graded = scores if isinstance(scores, dict) and None not in by_attribute else {}
@@ -192,12 +206,13 @@ class Rankings(RowKind):
 
     def loss_sentences(self, args: Any, columns: Sequence[str]) -> list[str]:
         each = "comparison" if args.average_over == "comparisons" else "prompt"
-        sentences = [self._loss(args), f"In the mean loss, each {each} counts once."]
-        if args.attributes:
-            weights = ", ".join(map(str, args.attribute_loss_weights or ()))
-            weighted = f", with the weights {weights}" if weights else ""
-            sentences.append(f"The loss is a mean over the attributes that grade a prompt's answers{weighted}.")
-        return sentences
+        return [self._loss(args), f"In the mean loss, each {each} counts once.", *self._attribute_sentences(args)]
+
+    def _attribute_sentences(self, args: Any) -> list[str]:
+        weights = ", ".join(map(str, args.attribute_loss_weights or ()))
+        weighted = f", with the weights {weights}" if weights else ""
+        text = f"The loss is a mean over the attributes that grade a prompt's answers{weighted}."
+        return [text] if args.attributes else []
 
     def _loss(self, args: Any) -> str:
         if args.loss_type == "regression":
