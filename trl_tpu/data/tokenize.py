@@ -79,26 +79,26 @@ def prepare(
         check_one_form(columns, f"The {name} dataset")
     kind, is_tokenized = choose_kind(dataset, columns, kinds, name, unused_settings)
     if not is_tokenized:
-        if processing_class.eos_token is None and kind.adds_eos:
+        if processing_class.eos_token is None and not kind.has_own_tokens:
             logger.warning(f"The tokenizer has no end-of-sequence token, so none is appended to the {name} texts.")
         features = kind.features(dataset)
-        if kind.keeps_columns:  # columns of the same names would impose their types on the new columns
+        if not kind.has_own_tokens:  # columns of the same names would impose their types on the new columns
             dataset = dataset.remove_columns([column for column in kind.columns if column in columns])
         arguments = {"processing_class": processing_class, "name": name, "kind": kind}
         arguments["warned"] = None if isinstance(dataset, Dataset) else set()
         options: dict[str, Any] = {"with_indices": True, "batched": True, "fn_kwargs": arguments}
-        options |= {} if kind.keeps_columns else {"features": features, "remove_columns": columns}
+        options |= {"features": features, "remove_columns": columns} if kind.has_own_tokens else {}
         dataset = map_rows(dataset, _tokenize_rows, num_proc, name, **options)
-    elif not kind.keeps_columns:
+    elif kind.has_own_tokens:
         dataset = dataset.select_columns([*kind.columns])
     elif not set(kind.columns) <= set(columns):
         arguments = {"num_embeddings": num_embeddings, "name": name}
         options = {"with_indices": True, "fn_kwargs": arguments, "remove_columns": list(OLD_KEYS)}
         dataset = map_rows(dataset, read_old_row, num_proc, name, **options)
-    limit = {} if kind.truncates else {"max_length": max_length, "truncation_mode": truncation_mode}
+    limit = {} if kind.has_own_tokens else {"max_length": max_length, "truncation_mode": truncation_mode}
     options = {"max_length": None, **limit, "num_proc": num_proc, "name": name}
     prepared = keep_fitting(dataset, num_embeddings=num_embeddings, kind=kind, **options)
-    if not kind.keeps_columns:
+    if kind.has_own_tokens:
         RAW_BY_PREPARED[prepared] = raw
     kind.check_prepared(None if is_tokenized else raw, prepared, name)
     return prepared

@@ -307,14 +307,9 @@ class EvaluatingTrainer(DeviceTrainer):
         self, model: nn.Module, inputs: dict[str, Any], ignore_keys: list[str] | None
     ) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
         """Evaluate a batch. Return tensors of its rows, see `Evaluated`, and a mask of the real rows, [P]."""
-        loss_only = self.args.prediction_loss_only
-        if self._is_original("prediction_step"):
-            loss, result = self._evaluation_step(model, inputs)
-            predictions, labels = (None, None) if loss_only or result is None else self._predictions(result)
-        else:
-            self.trl_tpu.last_step = None  # a user-defined prediction step may set it by calling our loss
-            loss, predictions, labels = self.prediction_step(model, inputs, loss_only, ignore_keys)
-            result = self.trl_tpu.last_step
+        self.trl_tpu.last_step = None  # our prediction step sets it, and a user-defined one that calls our loss
+        loss, predictions, labels = self.prediction_step(model, inputs, self.args.prediction_loss_only, ignore_keys)
+        result = self.trl_tpu.last_step
         if predictions is not None and self.preprocess_logits_for_metrics is not None:
             predictions = self.preprocess_logits_for_metrics(predictions, labels)  # type: ignore[arg-type]
         columns = numbered("predictions", predictions) | numbered("labels", labels)

@@ -48,9 +48,8 @@ class RowKind:
         token_columns: The columns of token ids among `columns`.
         scored_columns: For each column that `score` rewards, the names of the columns of rewards and of token counts.
         sequences: Number of sequences of each row; None if it varies.
-        keeps_columns: Whether prepared rows keep the columns of the user. Otherwise `features` describes all columns.
-        truncates: Whether tokenization truncates long rows by itself, so that no row is dropped.
-        adds_eos: Whether texts get an end-of-sequence token.
+        has_own_tokens: Whether `tokenize` decides on special tokens and truncation, and prepared rows have no other
+            columns than those of `features`.
         has_traps: Whether raw rows are searched for likely mistakes, see `traps`.
         compares_with_zero: Whether each reward is compared with the constant 0, not with another reward of its row.
         is_one_sequence: Whether all rewards of a row are read in the same sequence.
@@ -72,9 +71,7 @@ class RowKind:
     token_columns: ClassVar[tuple[str, ...]]
     scored_columns: ClassVar[Mapping[str, tuple[str, str]]]
     sequences: ClassVar[int | None] = None
-    keeps_columns: ClassVar[bool] = True
-    truncates: ClassVar[bool] = False
-    adds_eos: ClassVar[bool] = True
+    has_own_tokens: ClassVar[bool] = False
     has_traps: ClassVar[bool] = True
     compares_with_zero: ClassVar[bool] = False
     is_one_sequence: ClassVar[bool] = False

@@ -92,8 +92,7 @@ class Solutions(RowKind):
     token_columns = ("input_ids",)
     scored_columns = {"completions": ("step_rewards", "tokens")}
     sequences = 1
-    adds_eos = keeps_columns = False
-    compares_with_zero = is_one_sequence = weighs_comparisons = truncates = True
+    compares_with_zero = is_one_sequence = weighs_comparisons = has_own_tokens = True
 
     @classmethod
     def of(cls, args: Any, **more: Any) -> Self:
