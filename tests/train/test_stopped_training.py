@@ -161,7 +161,7 @@ def command_words(model: str, tmp_path: Path) -> Iterator[list[str]]:
     signal.signal(signal.SIGTERM, before)
 
 
-@pytest.mark.parametrize("during", ["load_data", "RewardTrainer"])
+@pytest.mark.parametrize("during", ["load_splits", "RewardTrainer"])
 def test_sigterm_before_training_ends_the_command(
     during: str, command_words: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -119,6 +119,17 @@ def init_zero_verbose() -> None:
     logging.captureWarnings(True)
 
 
+def load_named_dataset(script_args: ScriptArguments) -> DatasetDict | IterableDatasetDict:
+    """Load every split of the dataset that `script_args` names.
+
+    Raises:
+        UserError: `dataset_name` is None, or `load` fails.
+    """
+    if (name := script_args.dataset_name) is None:
+        raise UserError("Either `datasets` (in the YAML file of `--config`) or `dataset_name` must be provided.")
+    return load(name, name=script_args.dataset_config, streaming=script_args.dataset_streaming)
+
+
 def load_splits(script_args: ScriptArguments, mixture: DatasetMixtureConfig) -> tuple[Any, str]:
     """Load the splits of the mixture, or else of the named dataset; also return a name of the data for errors.
 
@@ -126,13 +137,11 @@ def load_splits(script_args: ScriptArguments, mixture: DatasetMixtureConfig) -> 
         UserError: The arguments contain neither a mixture nor a dataset name, or `load` fails.
     """
     name = script_args.dataset_name
-    if mixture.datasets:
-        if name:
-            logger.warning(f"Both are given: the mixture `datasets` is used, and `dataset_name={name}` is not.")
-        return get_dataset(mixture), "the mixture"
-    if name is None:
-        raise UserError("Either `datasets` (in the YAML file of `--config`) or `dataset_name` must be provided.")
-    return load(name, name=script_args.dataset_config, streaming=script_args.dataset_streaming), name
+    if not mixture.datasets:
+        return load_named_dataset(script_args), str(name)
+    if name:
+        logger.warning(f"Both are given: the mixture `datasets` is used, and `dataset_name={name}` is not.")
+    return get_dataset(mixture), "the mixture"
 
 
 def get_dataset(mixture_config: DatasetMixtureConfig) -> DatasetDict | IterableDatasetDict:
