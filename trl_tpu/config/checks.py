@@ -12,6 +12,7 @@ from typing import Any
 from transformers.integrations.integration_utils import get_available_reporting_integrations, is_flytekit_available
 
 from .. import runtime
+from ..compat.arguments import TrainingArguments as TrainingArguments  # pickles of earlier versions name this module
 from ..errors import UserError, explaining
 from .settings import CIRCUMSTANCES, SETTINGS
 
