@@ -4,7 +4,6 @@ import argparse
 import os
 import re
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import yaml
@@ -33,7 +32,8 @@ def take_config(args: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
     if (path := options.config) is None:
         return {}, rest
     try:
-        content = Path(path).read_text(encoding="utf-8-sig")
+        with open(path, encoding="utf-8-sig") as file:
+            content = file.read()
         values, texts = (yaml.load(content, loader) for loader in (_Loader, _TextLoader))  # noqa: S506  # safe loaders
     except OSError as error:
         raise UserFileError(f"Config file {path} cannot be read: {error.strerror}. Correct the path.") from error
