@@ -199,7 +199,7 @@ class EvaluatingTrainer(DeviceTrainer):
             self.trl_tpu.recompiles.see(tensors_in(part), evaluates=True)
         with torch.no_grad(), self.compute_loss_context_manager():
             if self._is_original("compute_loss"):
-                result = self.trl_tpu.last_step = self._step(model, inputs).detach()
+                result = self.trl_tpu.last_step = self._loss_and_rewards(model, inputs).detach()
                 return result.loss, result
             self.trl_tpu.last_step = None
             loss, outputs = self.compute_loss(model, inputs, return_outputs=True)

@@ -275,7 +275,7 @@ class RewardTrainer(SuggestsNewNames, EvaluatingTrainer):
             these, `logits` [K P, A] (first all first answers, ...), and `rewards`, [P, K] or for several attributes
             [P, A, K].
         """
-        result = self._step(model, inputs)
+        result = self._loss_and_rewards(model, inputs)
         # keep the result only if it may be read: on XLA it becomes an output of the step's program
         if not self.model.training or not self._is_original("compute_loss"):
             self.trl_tpu.last_step = result.detach()
@@ -292,7 +292,7 @@ class RewardTrainer(SuggestsNewNames, EvaluatingTrainer):
         logits = result.rewards_SA.unflatten(0, (-1, result.table.answers))[rows].transpose(0, 1).flatten(0, 1)
         return result.loss, ModelOutput(logits=logits, rewards=rewards, **outputs)
 
-    def _step(self, model: nn.Module, inputs: dict[str, Any]) -> StepResult:
+    def _loss_and_rewards(self, model: nn.Module, inputs: dict[str, Any]) -> StepResult:
         """Compute loss and rewards of a batch. In training, add the rewards to the step's metrics."""
         base: Any = type(without_adapters(self.model))
         extras = {"use_cache": False} if _accepts_use_cache(base) else {}

@@ -207,8 +207,8 @@ class _StepTrainer(RewardTrainer):
         self.sums, self.zero_loss_1 = self.zero_sums, self.zero_sums.loss_sum()
         self.loss_1 = self.zero_loss_1
 
-    def _step(self, model: nn.Module, inputs: Any) -> StepResult:
-        result = super()._step(model, inputs)
+    def _loss_and_rewards(self, model: nn.Module, inputs: Any) -> StepResult:
+        result = super()._loss_and_rewards(model, inputs)
         if self.model.training:
             self.sums.update(result.rewards_SA, result.tokens_S, result.table)
             self.loss_1 = self.loss_1 + result.loss.detach() / self.current_gradient_accumulation_steps

@@ -6,7 +6,7 @@ calls `_inner_training_loop`, which reads like this:
 1. `_start`: the loader, the optimizer, the wrapped model and the schedule, made by transformers. Then
    `_place_training_state` recomputes layers, stacks them, and shards the optimizer's state. Then the checkpoint is
    loaded.
-2. `_begin`: statistics and counters.
+2. `_begin` (in `trl_tpu.training.saving`): statistics and counters.
 3. `_train_epoch`: the batches of each update, callbacks, and what follows a step: votes, logs, evaluations, saves.
 4. `_update`: one step. `trl_tpu.training_step` calls the same method.
 5. `_finish`: the mean loss, the best model and the last save.
@@ -439,7 +439,7 @@ class DeviceTrainer(SavingTrainer):
                 self.control = events.on_step_begin(args, self.state, self.control)
             with self._gradient_sync(model, is_last):
                 self._add_loss(self.training_step(model, inputs, items))
-            if self._accumulates:  # else the micro-batches of a step would be one long program
+            if self._accumulates:  # else the batches of a step would be one long program
                 ours.runtime.step_boundary()
             self._count(inputs)
             if not (is_last and completes):
