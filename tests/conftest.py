@@ -6,6 +6,7 @@ the scripts that tests start in subprocesses.
 """
 
 import gc
+import logging
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -33,10 +34,12 @@ def pytest_collection_finish() -> None:
 
 
 @pytest.fixture(autouse=True)
-def same_environment() -> Iterator[None]:
-    """Restore the environment after each test: accelerate and transformers set variables for the whole process."""
-    before = dict(os.environ)
+def same_process() -> Iterator[None]:
+    """Restore what accelerate and transformers set for the whole process: the environment, and the level of logs."""
+    before, logger = dict(os.environ), logging.getLogger("transformers")
+    level = logger.level
     yield
+    logger.setLevel(level)
     if os.environ != before:
         os.environ.clear()
         os.environ.update(before)
