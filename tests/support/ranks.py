@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import PartialState
 from peft import LoraConfig
 from subprocesses import become_rank
 from training import QUIET, logged, trained
@@ -162,7 +161,6 @@ def main(model: str, folder: Path, count: int) -> None:
             except UserError as error:
                 found[name] = {"rejected": str(error)}
     (folder / f"{rank} of {count}.json").write_text(json.dumps(found))
-    PartialState().destroy_process_group()  # if it exists
 
 
 if __name__ == "__main__":
