@@ -1,6 +1,5 @@
 """Checks of rows before training: errors about bad rows, and warnings about columns."""
 
-import logging
 import signal
 import threading
 from collections.abc import Iterator, Mapping
@@ -11,8 +10,6 @@ import numpy as np
 from datasets import Dataset, IterableDataset
 
 from ..errors import UserError, UserTypeError
-
-logger = logging.getLogger(__name__)
 
 Row = Mapping[str, Any]
 

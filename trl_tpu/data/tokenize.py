@@ -20,7 +20,7 @@ from ..errors import UserError
 from . import checks
 from .checks import OLD_KEYS
 from .collators import read_old_row, rename_old_columns
-from .kinds import TOKENS, RowKind, check_one_form, choose_kind, kind_of_columns
+from .kinds import RowKind, check_one_form, choose_kind
 from .length_stats import length_stats, read_table, select, tables_of
 from .loader import main_processes_first
 from .prompts import RAW_BY_PREPARED
@@ -185,7 +185,7 @@ def keep_fitting(
     dataset, traps_N = warn_of_traps(dataset, name)
     first = 0
     for table in tables_of(dataset):
-        check_tokens(table, first, num_embeddings, name)
+        check_tokens(table, first, num_embeddings, name, kind)
         for column in kind.columns:
             if table[column].null_count:
                 where = checks.row_of(first + table[column].is_null().to_pylist().index(True), name, column)
@@ -241,29 +241,28 @@ def _fits(
     row: Mapping[str, Any], index: int, num_embeddings: int, max_length: int | None, name: str, kind: RowKind
 ) -> bool:
     """Check a row of a stream, and return whether it is short enough."""
-    check_row_ids(row, index, num_embeddings, name)
+    check_row_ids(row, index, num_embeddings, name, kind)
     kind.check_labels(row, checks.row_of(index, name))
     return max_length is None or max(map(len, kind.answers(row))) <= max_length
 
 
-def check_tokens(table: pa.Table, first: int, num_embeddings: int, name: str) -> None:
+def check_tokens(table: pa.Table, first: int, num_embeddings: int, name: str, kind: RowKind) -> None:
     """Check the token ids of a table's rows as `check_ids` does: all at once, and row by row to name a bad row.
 
     Args:
         first: Index of the table's first row in the dataset.
     """
-    columns = [table[name] for name in TOKENS if name in table.column_names]
+    columns = (table[column] for column in kind.token_columns)
     lists = (pc.list_flatten(column) if _is_nested(column) else column for column in columns)
     if not all(_are_ids(column, num_embeddings) for column in lists):
         for index, row in enumerate(table.to_pylist(), start=first):
-            check_row_ids(row, index, num_embeddings, name)
+            check_row_ids(row, index, num_embeddings, name, kind)
 
 
-def check_row_ids(row: Mapping[str, Any], index: int, num_embeddings: int, name: str) -> None:
+def check_row_ids(row: Mapping[str, Any], index: int, num_embeddings: int, name: str, kind: RowKind) -> None:
     """Check the token ids of all answers of a row; see `check_ids`."""
-    if (kind := kind_of_columns(row)) is not None:
-        for column, ids in zip(cycle(kind.token_columns), kind.answers(row) or [None], strict=False):
-            checks.check_ids(ids, checks.row_of(index, name, column), num_embeddings)
+    for column, ids in zip(cycle(kind.token_columns), kind.answers(row) or [None], strict=False):
+        checks.check_ids(ids, checks.row_of(index, name, column), num_embeddings)
 
 
 def _is_nested(column: pa.ChunkedArray) -> bool:

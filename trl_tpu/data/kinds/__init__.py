@@ -48,12 +48,12 @@ def choose_kind(
     columns: Sequence[str],
     kinds: Sequence[RowKind],
     name: str,
-    unused_settings: Callable[[str], Sequence[str]] = lambda kind: (),
+    unused_settings: Callable[[str], Sequence[str]],
 ) -> tuple[RowKind, bool]:
     """Return the kind of a dataset's rows, and whether they are tokenized.
 
     Args:
-        dataset: The dataset, perhaps a stream, which is not read.
+        dataset: The dataset. A stream is not read.
         columns: Its columns.
         kinds: The kinds that the settings accept.
         name: The dataset's name in errors.

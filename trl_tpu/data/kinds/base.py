@@ -6,7 +6,6 @@ labels, comparisons, predictions, scored row, words.
 Letters: N rows, K answers or steps per row, A attributes, G = N A rankings, M comparisons per ranking.
 """
 
-import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain, islice
@@ -23,8 +22,6 @@ from ..checks import Row
 from ..formats import apply_template, convert_row, template_arguments
 from ..traps import find_traps, unread_parts
 
-logger = logging.getLogger(__name__)
-
 #: Column that `score` adds to the rows of models whose labels are not read as usual.
 LABELS_AS = "labels_as"
 
@@ -37,8 +34,8 @@ class RowKind:
 
     Attributes:
         name: The rows, in the plural: "pairs".
-        unit: What a verdict counts: "pairs", "answers" or "steps".
-        does: What a model does right, in the sentence "The model ... in 70 % of the pairs".
+        unit: The items that a verdict counts: "pairs", "answers" or "steps".
+        does: Words for a right reward, in the sentence "The model ... in 70 % of the pairs".
         swapped: What may be swapped if the model is worse than chance.
         lacks: What excludes a scored row from a verdict.
         centered: The penalty of `center_rewards_coefficient`.
@@ -96,7 +93,7 @@ class RowKind:
 
     def is_tokenized(self, row: Row) -> bool:
         """Check whether a row has this kind's columns of token ids."""
-        return set(self.columns) <= row.keys()
+        return all(name in row for name in self.columns)
 
     def check_dataset(self, dataset: Any, columns: Collection[str], name: str) -> Self:
         """Check the columns of a dataset, and return the kind of its rows.
@@ -248,7 +245,7 @@ class RowKind:
         return None
 
     def from_scored(self, row: Row) -> Iterator[Part]:
-        """Yield the items that a scored row adds to a verdict; an item without numbers counts as left out."""
+        """Yield the items that a scored row adds to a verdict. A NaN reward with a grade counts as left out."""
         raise NotImplementedError
 
     # ---- words
