@@ -14,9 +14,8 @@ from datasets import Dataset, IterableDataset
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForSequenceClassification
 
-from trl_tpu.data import tokenize
-from trl_tpu.data.kinds import Answers, Pairs, Rankings
 from trl_tpu.data.kinds.solutions import NO_LABEL
+from trl_tpu.data.tokenize import prepare_preference_dataset
 
 TEMPLATE = (
     "{% if tools %}<|im_start|>system\nTools: {% for tool in tools %}{{ tool | tojson }}{% endfor %}<|im_end|>\n"
@@ -120,8 +119,7 @@ def prepare(data: Any, tokenizer: Any = None, streaming: bool = False, **setting
     if isinstance(data, list):
         data = IterableDataset.from_generator(partial(iter, data)) if streaming else Dataset.from_list(data)
     defaults: dict[str, Any] = {"num_embeddings": 100_000, "max_length": None, "num_proc": None, "name": "train"}
-    defaults["kinds"] = (Pairs(), Answers(), Rankings())
-    return tokenize.prepare(data, tokenizer or tiny_tokenizer(), **defaults | settings)
+    return prepare_preference_dataset(data, tokenizer or tiny_tokenizer(), **defaults | settings)
 
 
 # ---- JSON Lines files for `trl-tpu score`, and its command line

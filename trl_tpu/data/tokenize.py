@@ -20,7 +20,7 @@ from ..errors import UserError
 from . import checks
 from .checks import OLD_KEYS
 from .collators import read_old_row, rename_old_columns
-from .kinds import RowKind, check_one_form, choose_kind
+from .kinds import Answers, Pairs, Rankings, RowKind, check_one_form, choose_kind
 from .length_stats import length_stats, read_table, select, tables_of
 from .loader import main_processes_first
 from .prompts import RAW_BY_PREPARED
@@ -35,7 +35,7 @@ CODE = sha256(b"".join(path.read_bytes() for path in _SOURCES)).hexdigest()
 _STREAM_BATCH = 16  # rows tokenized at once from a stream: few, so that the first batch is ready soon
 
 
-def prepare(
+def prepare_preference_dataset(
     dataset: Dataset | IterableDataset,
     processing_class: PreTrainedTokenizerBase,
     *,
@@ -44,7 +44,7 @@ def prepare(
     num_proc: int | None,
     name: str,
     truncation_mode: str | None = None,
-    kinds: Sequence[RowKind],
+    kinds: Sequence[RowKind] = (Pairs(), Rankings(), Answers()),
     unused_settings: Callable[[str], Sequence[str]] = lambda kind: (),
 ) -> Dataset | IterableDataset:
     """Check and tokenize the rows, and truncate or drop rows that are too long.

@@ -18,7 +18,7 @@ from ..data.formats import convert_row
 from ..data.kinds import answers_of, kinds_for, labels_as
 from ..data.kinds.solutions import tokenize_solution
 from ..data.length_stats import is_prepared, length_stats
-from ..data.tokenize import prepare
+from ..data.tokenize import prepare_preference_dataset
 from ..errors import UserError, UserTypeError
 from ..parallel.shard import distributed_config, place_model, plan_model
 from .adapters import (
@@ -202,7 +202,7 @@ def build_dataset(
     kinds: Any = kinds_for(args, is_eval=name != "train", tokenize_row=tokenize_row)
     if old_columns and not args.attributes:  # TRL's old columns hold no attribute grades
         kinds = (OldPairs(processing_class),)
-    prepared = prepare(
+    prepared = prepare_preference_dataset(
         dataset,
         processing_class,
         num_embeddings=embeddings.weight.shape[0],
