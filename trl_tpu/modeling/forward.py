@@ -23,8 +23,8 @@ class PackingImpossible(UserError):
 
 _MAX_JOINT_MASK = 2**27  # entries; with longer trees, kernels are large and few
 
+#: Prefix of this package's implementations in transformers' registries and in a config's `_attn_implementation`.
 OURS = "trl_tpu_"
-"""Prefix of this package's implementations in transformers' registries and in a config's `_attn_implementation`."""
 
 
 class PackedOutputs(NamedTuple):

@@ -19,8 +19,8 @@ from ..packing.batch import WEIGHTS, Batch, Comparisons
 from ..runtime import current
 from .forward import rewards_of
 
+#: Values of `loss_type` that read whole rankings. "sigmoid" compares two rewards.
 LISTWISE_LOSSES = ("plackett_luce", "regression")
-"""Values of `loss_type` that read whole rankings. "sigmoid" compares two rewards."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,19 +156,23 @@ def plackett_luce_losses(reward_GK: torch.Tensor, grade_GK: torch.Tensor, top_k:
 
 @dataclass(frozen=True)
 class StepResult:
-    """Loss and rewards of a batch, on the device."""
+    """Loss and rewards of a batch, on the device.
+
+    Attributes:
+        loss: The loss of the batch, or a micro-batch's share of it. The shares add up to the batch's loss.
+        losses_P: The weighted loss of each data row; 0 for padding.
+        rewards_SA: Rewards, float32 or wider; arbitrary for padding.
+        tokens_S: Tokens that each reward adds: a sequence, or a step. Shared tokens count for every sequence. 0 for
+            padding.
+        outputs: The model's outputs for padded rows; None for packed rows.
+    """
 
     loss: torch.Tensor
-    """The loss of the batch, or a micro-batch's share of it. The shares add up to the batch's loss."""
     losses_P: torch.Tensor
-    """The weighted loss of each data row; 0 for padding."""
     rewards_SA: torch.Tensor
-    """Rewards, float32 or wider; arbitrary for padding."""
     tokens_S: torch.Tensor
-    """Tokens that each reward adds: a sequence, or a step. Shared tokens count for every sequence. 0 for padding."""
     table: Comparisons[torch.Tensor]
     outputs: Any = None
-    """The model's outputs for padded rows; None for packed rows."""
 
     @property
     def present_P(self) -> torch.Tensor:

@@ -55,13 +55,16 @@ def is_per_token(value: Any, rows: int, columns: int) -> bool:
 
 
 class LayerCall(NamedTuple):
-    """A call of a recurrent layer, with its arguments by their meaning."""
+    """A call of a recurrent layer, with its arguments by their meaning.
+
+    Attributes:
+        cache: Name of the cache parameter.
+        tokens: Arguments with a value per token, [R, L, ...].
+    """
 
     forward: Callable[..., Any]
     cache: str
-    """Name of the cache parameter."""
     tokens: dict[str, torch.Tensor]
-    """Arguments with a value per token, [R, L, ...]."""
     others: dict[str, Any]
 
     @classmethod

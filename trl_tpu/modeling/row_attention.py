@@ -67,12 +67,15 @@ class TreeByTree(RowAttention):
     """Attention in an unpadded row, one tree at a time: the least work, in many small operations.
 
     In a tree without a mask, attention is computed tail by tail. The keys of a tail's path come before its own keys.
+
+    Attributes:
+        trees: Each tree with its mask [1, 1, S, S]; None if the model's rule is plain causal attention.
+        tail_masks: Additive masks [1, 1, T, K] of later tails in trees without a mask: T tail tokens, K keys of path
+            and tail.
     """
 
     trees: tuple[tuple[Tree, torch.Tensor | None], ...]
-    """Each tree with its mask [1, 1, S, S]; None if the model's rule is plain causal attention."""
     tail_masks: dict[Tail, torch.Tensor]
-    """Additive masks [1, 1, T, K] of later tails in trees without a mask: T tail tokens, K keys of path and tail."""
 
     @classmethod
     def of(cls, plain: Masks, batch: Batch[Any], rule: MaskRule, *args: Any, **kwargs: Any) -> "TreeByTree":
@@ -115,14 +118,17 @@ class TreeByTree(RowAttention):
 
 @dataclass(frozen=True, eq=False)
 class JointTrees(RowAttention):
-    """Attention in all trees of an unpadded row at once, as T rows of L columns with one mask: few operations."""
+    """Attention in all trees of an unpadded row at once, as T rows of L columns with one mask: few operations.
+
+    Attributes:
+        column_TL: Column of each token in the unpadded row; an arbitrary column for padding.
+        place_S: Place of each of the unpadded row's S tokens in the flattened T rows.
+        mask: The mask [T, 1, L, L].
+    """
 
     column_TL: torch.Tensor
-    """Column of each token in the unpadded row; an arbitrary column for padding."""
     place_S: torch.Tensor
-    """Place of each of the unpadded row's S tokens in the flattened T rows."""
     mask: torch.Tensor
-    """The mask [T, 1, L, L]."""
 
     @classmethod
     def of(cls, plain: Masks, batch: Batch[Any], rule: MaskRule, *args: Any, **kwargs: Any) -> "JointTrees":

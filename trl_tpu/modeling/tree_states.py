@@ -22,12 +22,15 @@ from .recurrent_layers import LayerCall, States, carries_states
 
 
 class Node(NamedTuple):
-    """A stretch of a row's tokens without a branch, as a range of the row's columns."""
+    """A stretch of a row's tokens without a branch, as a range of the row's columns.
+
+    Attributes:
+        parent: Number of the node that this one continues; -1 for the first node of a tree.
+    """
 
     start: int
     stop: int
     parent: int
-    """Number of the node that this one continues; -1 for the first node of a tree."""
 
 
 @lru_cache(maxsize=2)  # each recurrent layer needs the same nodes
@@ -110,11 +113,14 @@ def _read_by_nodes(forward: Callable[..., Any], signature: inspect.Signature, *a
 
 
 class _After(NamedTuple):
-    """What the children of a node continue."""
+    """What the children of a node continue.
+
+    Attributes:
+        unread: The node's token if ``states`` do not contain it.
+    """
 
     states: States | None
     unread: Mapping[str, torch.Tensor]
-    """The node's token if ``states`` do not contain it."""
 
 
 def _read_node(

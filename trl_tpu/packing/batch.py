@@ -18,21 +18,26 @@ from torch.nn.utils.rnn import pad_sequence
 from ..errors import UserTypeError
 
 Array = TypeVar("Array")  # numpy arrays during packing, torch tensors after the collator
+#: Fields of `Comparisons` that a micro-batch sets to 0 for data rows of other micro-batches.
 WEIGHTS = ("weight_C", "ranking_weight_G", "row_weight_P")
-"""Fields of `Comparisons` that a micro-batch sets to 0 for data rows of other micro-batches."""
 
 
 class Expansion(NamedTuple, Generic[Array]):
-    """Places of packed tokens in expanded rows, int32: see `planned.expand_rows`."""
+    """Places of packed tokens in expanded rows, int32: see `planned.expand_rows`.
+
+    Attributes:
+        gather_R2L: Packed column whose token is copied to each expanded place; -1 for padding.
+        segment_R2L: Number of the sequence at each expanded place; 0 for padding.
+        scatter_R2L: Packed column that takes its output from each expanded place; -1 for padding and for unused
+            copies.
+        inverse_RL: Place in the two flattened expanded rows from which each packed token takes its output; -1 for
+            padding.
+    """
 
     gather_R2L: Array
-    """Packed column whose token is copied to each expanded place; -1 for padding."""
     segment_R2L: Array
-    """Number of the sequence at each expanded place; 0 for padding."""
     scatter_R2L: Array
-    """Packed column that takes its output from each expanded place; -1 for padding and for unused copies."""
     inverse_RL: Array
-    """Place in the two flattened expanded rows from which each packed token takes its output; -1 for padding."""
 
 
 class Arrays:
@@ -70,30 +75,32 @@ class Comparisons(Arrays, Generic[Array]):
 
     Rewards are numbered by data row, answer and attribute: ``(p K + k) A + a``. Number -1 stands for the constant 0:
     steps and single answers are compared with it. Padding compares a reward with itself or with 0.
+
+    Attributes:
+        better_C: Number of the reward that should be higher, int32.
+        worse_C: Number of the reward that should be lower, int32.
+        probability_C: Probability that `better_C` is better than `worse_C`, 0.5 to 1.
+        margin_C: Target margin, subtracted from the difference of the rewards.
+        weight_C: Weight of each comparison in the loss, before division by `weight_sum_1`; 0 for padding.
+        grade_SA: Grade of each reward for losses over whole rankings and for evaluation; NaN for padding.
+        ranking_weight_G: Weight of each ranking in losses over whole rankings; 0 for padding.
+        row_weight_P: Weight of each data row in the mean; 0 for padding.
+        weight_sum_1: Divisor of the loss: the sum of the global batch's row weights, or a process's share of this sum.
+        answers: K.
+        kind: Kind of the data rows, see `trl_tpu.data.kinds`.
     """
 
     better_C: Array
-    """Number of the reward that should be higher, int32."""
     worse_C: Array
-    """Number of the reward that should be lower, int32."""
     probability_C: Array
-    """Probability that `better_C` is better than `worse_C`, 0.5 to 1."""
     margin_C: Array
-    """Target margin, subtracted from the difference of the rewards."""
     weight_C: Array
-    """Weight of each comparison in the loss, before division by `weight_sum_1`; 0 for padding."""
     grade_SA: Array
-    """Grade of each reward for losses over whole rankings and for evaluation; NaN for padding."""
     ranking_weight_G: Array
-    """Weight of each ranking in losses over whole rankings; 0 for padding."""
     row_weight_P: Array
-    """Weight of each data row in the mean; 0 for padding."""
     weight_sum_1: Array
-    """Divisor of the loss: the sum of the global batch's row weights, or a process's share of this sum."""
     answers: int
-    """K."""
     kind: Any
-    """Kind of the data rows, see `trl_tpu.data.kinds`."""
 
     def among(self, here_P: np.ndarray) -> "Comparisons[Any]":
         """Return the table with weight 0 for all data rows that ``here_P`` does not mark (numpy only)."""
@@ -126,23 +133,29 @@ class Comparisons(Arrays, Generic[Array]):
 
 @dataclass(frozen=True, slots=True)
 class Tail:
-    """The tokens that a sequence adds to its tree. They attend to their path, and causally within the tail."""
+    """The tokens that a sequence adds to its tree. They attend to their path, and causally within the tail.
+
+    Attributes:
+        start: First column of the tail, relative to the first column of the tree.
+        path: Columns of the sequence's earlier tokens, as ranges relative to the first column of the tree.
+    """
 
     start: int
-    """First column of the tail, relative to the first column of the tree."""
     stop: int
     path: tuple[tuple[int, int], ...]
-    """Columns of the sequence's earlier tokens, as ranges relative to the first column of the tree."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tree:
-    """The columns of a prefix tree in its row."""
+    """The columns of a prefix tree in its row.
+
+    Attributes:
+        tails: The tree's tails in the order of columns. A tree without branches has one tail.
+    """
 
     start: int
     stop: int
     tails: tuple[Tail, ...]
-    """The tree's tails in the order of columns. A tree without branches has one tail."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -155,35 +168,36 @@ class Batch(Arrays, Generic[Array]):
     The batch's loss and gradient are the sums of the micro-batches' losses and gradients. For transformers, accelerate
     and scripts, a batch behaves like TRL's dict: `to` moves it to a device, and `input_ids` and `attention_mask` are
     created on request.
+
+    Attributes:
+        input_ids_RL: Token ids. Padding columns hold the pad token.
+        score_row_S: Row of the token at which each reward is read, int32; 0 without a reward in these rows.
+        score_column_S: Column of the token at which each reward is read, int32; 0 without a reward in these rows.
+        tokens_S: Tokens from the previous reward of the data row to this reward, int32; 0 without a reward in these
+            rows. Shared tokens count for every sequence.
+        table: Comparisons of the rewards that are read in these rows.
+        position_ids_RL: Index of each token in its sequence, int32.
+        subtree_end_RL: Token q attends to token k exactly when ``k <= q < subtree_end[k]``, int32.
+        attention_mask_RL: 1 for tokens, 0 for padding.
+        expansion: Places of the tokens in expanded rows, for models that attend in rows of whole sequences.
+        trees: The trees of an unpadded row: attention is computed tree by tree. None for rows with one mask.
+        extras: Further arguments of the model: additional keys of a user-defined collator's batch.
+        earlier: Micro-batches to compute before this one, in order. They only accumulate gradients.
     """
 
     input_ids_RL: Array
-    """Token ids. Padding columns hold the pad token."""
     score_row_S: Array
-    """Row of the token at which each reward is read, int32; 0 without a reward in these rows."""
     score_column_S: Array
-    """Column of the token at which each reward is read, int32; 0 without a reward in these rows."""
     tokens_S: Array
-    """Tokens from the previous reward of the data row to this reward, int32; 0 without a reward in these rows.
-
-    Shared tokens count for every sequence."""
     table: Comparisons[Array]
-    """Comparisons of the rewards that are read in these rows."""
     position_ids_RL: Array | None = None
-    """Index of each token in its sequence, int32."""
     subtree_end_RL: Array | None = None
-    """Token q attends to token k exactly when ``k <= q < subtree_end[k]``, int32."""
     attention_mask_RL: Array | None = None
-    """1 for tokens, 0 for padding."""
     expansion: Expansion[Array] | None = None
-    """Places of the tokens in expanded rows, for models that attend in rows of whole sequences."""
     trees: tuple[Tree, ...] | None = None
-    """The trees of an unpadded row: attention is computed tree by tree. None for rows with one mask."""
     extras: Mapping[str, Any] = field(default_factory=dict)
-    """Further arguments of the model: additional keys of a user-defined collator's batch."""
     pad_token_id: int = 0
     earlier: tuple["Batch[Array]", ...] = ()
-    """Micro-batches to compute before this one, in order. They only accumulate gradients."""
 
     @classmethod
     def of(cls, parts: list["Batch[Array]"]) -> "Batch[Array]":

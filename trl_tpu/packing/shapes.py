@@ -14,17 +14,20 @@ import numpy as np
 
 from ..errors import UserError
 
+#: With recurrent layers, shared prefixes in planned rows are multiples of this many tokens.
 CHUNK = 64
-"""With recurrent layers, shared prefixes in planned rows are multiples of this many tokens."""
 
 
 @dataclass(frozen=True)
 class PairLengths:
-    """Lengths of each pair's common prefix and of the tails after it, in tokens. A ranking is a pair with K tails."""
+    """Lengths of each pair's common prefix and of the tails after it, in tokens. A ranking is a pair with K tails.
+
+    Attributes:
+        tails_PK: Lengths of the tails; 0 for missing answers.
+    """
 
     prefix_P: np.ndarray
     tails_PK: np.ndarray
-    """Lengths of the tails; 0 for missing answers."""
 
     @classmethod
     def of(cls, pairs: Iterable[tuple[int, int, int]]) -> "PairLengths":
@@ -110,8 +113,8 @@ class RowShape:
         return f"{self.rows} x {self.length}"
 
 
+#: The row shapes of one batch's micro-batches, in order. The last micro-batch ends with an update.
 Schedule = tuple[RowShape, ...]
-"""The row shapes of one batch's micro-batches, in order. The last micro-batch ends with an update."""
 
 _MAX_ACCUMULATED = 3  # maximum of accumulating micro-batches per batch in planning; rare batches need more
 
@@ -272,10 +275,13 @@ class _Planner:
     """Plans shapes for `plan_rows`, with its arguments.
 
     Batches [B, P] are sizes of pairs as in `added_N`. The pairs of each batch are in descending order of size.
+
+    Attributes:
+        added_N: Tokens that each pair adds to a row that starts with the shared prefix.
+        unplanned: A plan with the costs, but without shapes.
     """
 
     added_N: np.ndarray
-    """Tokens that each pair adds to a row that starts with the shared prefix."""
     pairs: int
     shards: int
     max_shapes: int
@@ -283,7 +289,6 @@ class _Planner:
     multiple: int
     row_length: int | None
     unplanned: RowPlan
-    """A plan with the costs, but without shapes."""
 
     def draw_batches(self, most: int) -> np.ndarray:
         """Draw at most ``most`` batches [B, P] as training does: consecutive parts of random permutations."""

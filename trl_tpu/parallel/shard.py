@@ -24,12 +24,15 @@ from .sharding_plan import GATHERED_OUTPUTS, Placement, Plan, Rules, bare_name
 
 @dataclass(frozen=True)
 class ShardReport:
-    """Placements and sizes of a model's parameters. Sizes exclude gradients and optimizer state."""
+    """Placements and sizes of a model's parameters. Sizes exclude gradients and optimizer state.
+
+    Attributes:
+        sizes: Bytes of each full parameter by name. A tied parameter counts once.
+    """
 
     mesh: MeshShape
     placements: dict[str, Placement]
     sizes: dict[str, int]
-    """Bytes of each full parameter by name. A tied parameter counts once."""
 
     @property
     def bytes_per_device(self) -> int:

@@ -140,9 +140,9 @@ _SPLITS = {
     "grouped_gemm": "experts",
 }
 
+#: Rows of a bfloat16 tile, the smallest unit a TPU moves. libtpu reduce-scatters a gradient that is split into full
+#: tiles. It often all-reduces a gradient that is split by columns, and slices the full result.
 _TILE_ROWS = 16
-"""Rows of a bfloat16 tile, the smallest unit a TPU moves. libtpu reduce-scatters a gradient that is split into full
-tiles. It often all-reduces a gradient that is split by columns, and slices the full result."""
 
 # Styles with a split weight and gathered outputs.
 GATHERED_OUTPUTS = ("colwise_gather_output", "colwise_rep")

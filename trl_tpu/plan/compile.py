@@ -21,9 +21,9 @@ from typing import Any
 from ..parallel.mesh import parse_topology
 from ..runtime import device_choice
 
+#: Environment of the child processes: jax uses the CPU, libtpu does not query Google Cloud's metadata server, and
+#: several processes may load libtpu at once.
 WITHOUT_A_TPU = {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
-"""Environment of the child processes: jax uses the CPU, libtpu does not query Google Cloud's metadata server,
-and several processes may load libtpu at once."""
 
 
 @dataclass(frozen=True)

@@ -23,8 +23,8 @@ from ..training.batch_plan import LONG_ROW, plan_rows_of
 from .compile import CompiledProgram, compile_for
 from .trace import StepRequest, trace_step
 
+#: Maximum number of layers to compile: 32 layers of an 8B model need more than 24 GB of host memory.
 _MAX_COMPILED_LAYERS = 24
-"""Maximum number of layers to compile: 32 layers of an 8B model need more than 24 GB of host memory."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -24,18 +24,21 @@ from ..runtime.xla import XlaRuntime
 from .compile import TracedProgram
 
 _C = torch_xla._XLAC
+#: Kernel version that libtpu 0.0.21 reads, the libtpu of torch_xla 2.9. Later versions of libtpu read it, too.
 _KERNELS_VERSION = 6
-"""Kernel version that libtpu 0.0.21 reads, the libtpu of torch_xla 2.9. Later versions of libtpu read it, too."""
 
 
 @dataclass(frozen=True)
 class Sharding:
-    """Sharding of a placeholder on the mesh; replicated by default."""
+    """Sharding of a placeholder on the mesh; replicated by default.
+
+    Attributes:
+        op: The sharding as torch_xla's `OpSharding`; None for replicated.
+        text: The sharding in HLO notation.
+    """
 
     op: Any = None
-    """The sharding as torch_xla's `OpSharding`; None for replicated."""
     text: str = "{replicated}"
-    """The sharding in HLO notation."""
 
     @property
     def parts(self) -> int:

@@ -13,13 +13,13 @@ from typing import Literal
 
 VARIABLE = "LIBTPU_INIT_ARGS"
 
+#: libtpu flags that the trainer adds. Each flag is from a published recipe that was timed on TPUs.
 FLAGS: Mapping[str, str] = {
     # XLA can compute products with a sharded weight piece by piece, while the weight moves around a ring of devices.
     # This flag makes it all-gather weights instead, concurrently with other work, as in MaxText's recipes for v6e:
     # DISABLE_COLLECTIVE_MATMUL in https://github.com/AI-Hypercomputer/maxtext, benchmarks/xla_flags_library.py
     "xla_jf_spmd_threshold_for_windowed_einsum_mib": "1000000",
 }
-"""libtpu flags that the trainer adds. Each flag is from a published recipe that was timed on TPUs."""
 
 _TORCH_XLA_FLAGS: Mapping[str, str] = {
     "xla_tpu_use_enhanced_launch_barrier": "false",
@@ -27,8 +27,8 @@ _TORCH_XLA_FLAGS: Mapping[str, str] = {
     "xla_tpu_prefer_async_allgather_to_allreduce": "true",
     "xla_tpu_enable_flash_attention": "false",
 }
+#: libtpu flags that torch_xla 2.9 adds when it is imported on a TPU, and flags that it adds only on TPU v5.
 _TORCH_XLA_V5_FLAGS = {"xla_enable_async_all_gather": "true", "xla_enable_async_collective_permute": "true"}
-"""libtpu flags that torch_xla 2.9 adds when it is imported on a TPU, and flags that it adds only on TPU v5."""
 
 
 def flags_for(topology: str, given: str = "") -> str:
@@ -72,23 +72,26 @@ _INSTALL = 'pip install -e ".[tpu]"'
 
 @dataclass(frozen=True)
 class Facts:
-    """Facts about the environment that decide the choice of the backend."""
+    """Facts about the environment that decide the choice of the backend.
+
+    Attributes:
+        tpu_chips: Number of TPU chips of this host.
+        pjrt_device: The variable ``PJRT_DEVICE``, if the user set it.
+        switch: The variable ``USE_TORCH_XLA``, if the user set it.
+        version_mismatch: Reason why the installed torch_xla cannot be used; None if it can.
+        accelerator: Type of torch's current accelerator; None without torch_tpu.
+        asks_for_cpu: Whether the user sets accelerate to the CPU.
+    """
 
     has_torch_xla: bool
     has_libtpu: bool
     tpu_chips: int = 0
-    """Number of TPU chips of this host."""
     pjrt_device: str | None = None
-    """The variable ``PJRT_DEVICE``, if the user set it."""
     switch: str | None = None
-    """The variable ``USE_TORCH_XLA``, if the user set it."""
     version_mismatch: str | None = None
-    """Reason why the installed torch_xla cannot be used; None if it can."""
     has_torch_tpu: bool = False
     accelerator: str | None = None
-    """Type of torch's current accelerator; None without torch_tpu."""
     asks_for_cpu: bool = False
-    """Whether the user sets accelerate to the CPU."""
 
 
 @dataclass(frozen=True)
@@ -129,13 +132,16 @@ def _is_on(value: str) -> bool:
 
 
 class _State:
-    """The choice of this process."""
+    """The choice of this process.
+
+    Attributes:
+        set_switch: Whether `settle` set ``USE_TORCH_XLA``.
+        came_late: Whether XLA was already started when plain torch was chosen.
+    """
 
     choice: Choice | None = None
     set_switch = False
-    """Whether `settle` set ``USE_TORCH_XLA``."""
     came_late = False
-    """Whether XLA was already started when plain torch was chosen."""
 
 
 def settle() -> None:

@@ -45,17 +45,20 @@ class Remat(StrEnum):
 
 @dataclass(frozen=True)
 class Topology:
-    """The devices and processes that train together."""
+    """The devices and processes that train together.
+
+    Attributes:
+        devices: Number of devices in the mesh.
+        slices: Number of TPU slices: groups of devices that are connected by a slower network.
+        process_count: Number of processes that share the mesh: on a TPU pod, one per host.
+        description: Description of the devices, for the log.
+    """
 
     devices: int
-    """Number of devices in the mesh."""
     slices: int
-    """Number of TPU slices: groups of devices that are connected by a slower network."""
     process_index: int
     process_count: int
-    """Number of processes that share the mesh: on a TPU pod, one per host."""
     description: str
-    """Description of the devices, for the log."""
 
 
 @torch.library.custom_op("trl_tpu::einsum", mutates_args=())
@@ -217,22 +220,23 @@ class Runtime:
     One process drives one device. Launchers start several processes. Either each process has a full model and a mesh
     of one device, or all processes shard one model over one mesh. The constructor does all initialization that must
     happen before a device is used.
+
+    Attributes:
+        plans_shapes: True if batches should have a few planned shapes, since each new shape is compiled.
+        is_spmd: True if one process drives all devices of its host, and steps are recorded and partitioned by the
+            compiler. On SPMD devices, reading a value stops the device, and values that change from step to step must
+            be tensors. Without SPMD, each process has one device, and accelerate manages the processes.
+        copies: Number of processes in a `tensor` group: all of them compute the same pairs.
+        segment_attention: Computes causal attention within segments with the device's best kernel.
     """
 
     plans_shapes = False
-    """True if batches should have a few planned shapes, since each new shape is compiled."""
 
     is_spmd = False
-    """True if one process drives all devices of its host, and steps are recorded and partitioned by the compiler.
-
-    On SPMD devices, reading a value stops the device, and values that change from step to step must be tensors.
-    Without SPMD, each process has one device, and accelerate manages the processes.
-    """
 
     name = "plain torch"
 
     copies = 1
-    """Number of processes in a `tensor` group: all of them compute the same pairs."""
 
     _ranks = 1  # processes of the mesh, one per device
     _saving_group: dist.ProcessGroup | None = None  # the mesh's processes, for host tensors and checkpoint threads
@@ -524,4 +528,3 @@ class Runtime:
         return carry, [torch.stack(outputs[:: -1 if reverse else 1]) for outputs in zip(*results, strict=True)]
 
     segment_attention = staticmethod(segment_attention)
-    """Computes causal attention within segments with the device's best kernel."""

@@ -21,12 +21,12 @@ from torch.nn.functional import pad
 from torch_xla._internal.jax_workarounds import requires_jax
 from torch_xla.experimental.custom_kernel import to_jax_shape_dtype_struct
 
+#: Size of a TPU's vectors: lengths and head sizes are padded to multiples of it.
 LANES = 128
-"""Size of a TPU's vectors: lengths and head sizes are padded to multiples of it."""
+#: Queries and keys per block, the default of torch_xla and MaxText; smaller for shorter rows.
 BLOCK = 512
-"""Queries and keys per block, the default of torch_xla and MaxText; smaller for shorter rows."""
+#: Target of lowering. jax's default, the attached device, may differ from the device that is compiled for.
 _PLATFORM = "tpu"
-"""Target of lowering. jax's default, the attached device, may differ from the device that is compiled for."""
 
 
 def splash_attention(
