@@ -16,8 +16,7 @@ from trl_tpu.data.collate import ComparisonRule, sequences_of
 from trl_tpu.data.collators import DataCollatorForPreference
 from trl_tpu.modeling.forward import rewards_of
 from trl_tpu.packing.batch import Batch
-from trl_tpu.packing.pack import Sequences
-from trl_tpu.packing.planned import pack
+from trl_tpu.packing.pack import Sequences, pack
 from trl_tpu.packing.shapes import RowPlan, RowShape
 
 PAD = 0

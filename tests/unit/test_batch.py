@@ -25,8 +25,7 @@ from trl_tpu.modeling.losses import Loss, batch_loss
 from trl_tpu.modeling.packability import use_tree_masks
 from trl_tpu.modeling.static_shapes import use_expanded_attention
 from trl_tpu.packing.batch import Batch, micro_batches_of
-from trl_tpu.packing.pack import pack_unpadded, pad
-from trl_tpu.packing.planned import pack
+from trl_tpu.packing.pack import pack, pack_unpadded, pad
 from trl_tpu.packing.shapes import RowPlan, RowShape
 from trl_tpu.parallel.sharding_plan import Placement
 from trl_tpu.runtime.native import Runtime

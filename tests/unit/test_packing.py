@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trl_tpu.packing.batch import Batch
-from trl_tpu.packing.pack import pack_unpadded
-from trl_tpu.packing.planned import expand_rows, pack
+from trl_tpu.packing.pack import expand_rows, pack, pack_unpadded
 from trl_tpu.packing.shapes import RowPlan, RowShape, plan_rows
 
 batches = st.lists(drawn_pair, min_size=1, max_size=7)

@@ -14,10 +14,9 @@ from torch import nn
 from trl_tpu.modeling import forward
 from trl_tpu.modeling.forward import PackingImpossible
 from trl_tpu.modeling.packability import make_packable
-from trl_tpu.modeling.tree_states import nodes_of, recompute_in_same_batch, use_tree_states
+from trl_tpu.modeling.recurrent_layers import nodes_of, recompute_in_same_batch, use_tree_states
 from trl_tpu.packing.batch import Tail, Tree
-from trl_tpu.packing.pack import pack_unpadded
-from trl_tpu.packing.planned import pack
+from trl_tpu.packing.pack import pack, pack_unpadded
 from trl_tpu.packing.shapes import CHUNK, RowPlan, RowShape
 
 _IDS = torch.randint(1, 64, (400,), generator=torch.Generator().manual_seed(5)).tolist()

@@ -12,8 +12,7 @@ from preference_rows import dataset_of
 
 from trl_tpu.data.collate import ComparisonRule, sequences_of
 from trl_tpu.data.length_stats import length_stats
-from trl_tpu.packing.pack import pack_unpadded
-from trl_tpu.packing.planned import pack
+from trl_tpu.packing.pack import pack, pack_unpadded
 from trl_tpu.packing.shapes import bucket_lengths, plan_rows
 
 

@@ -37,8 +37,7 @@ from transformers.masking_utils import (
 from trl_tpu.modeling import forward
 from trl_tpu.modeling.packability import PROVEN_TYPES, check_packing_is_exact, use_tree_masks
 from trl_tpu.modeling.static_shapes import ExpansionImpossible, use_expanded_attention, window_of
-from trl_tpu.packing.pack import pack_unpadded
-from trl_tpu.packing.planned import pack
+from trl_tpu.packing.pack import pack, pack_unpadded
 from trl_tpu.packing.shapes import RowPlan, RowShape
 
 EAGER = {"Llama, eager": "Llama", "Mistral, sliding window, eager": "Mistral, sliding window"}

@@ -14,8 +14,8 @@ from subprocesses import selected_cases
 from transformers import PreTrainedModel
 
 from trl_tpu.checkpoint.state_dict import to_host
+from trl_tpu.modeling.recurrent_layers import recompute_in_same_batch, use_tree_states
 from trl_tpu.modeling.static_shapes import use_static_shapes
-from trl_tpu.modeling.tree_states import recompute_in_same_batch, use_tree_states
 from trl_tpu.runtime import current
 
 

@@ -16,15 +16,12 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from ..data.collate import BatchCollator, PackRows
 from ..data.collators import DataCollatorForPreference
 from ..packing.batch import Batch
-from ..packing.pack import pack_unpadded, pad
-from ..packing.planned import pack
+from ..packing.pack import pack, pack_unpadded, pad
 from ..packing.shapes import CHUNK, RowPlan, RowShape
 from .adapters import without_adapters
-from .forward import OURS, PackingImpossible, read_scores, record_scores, register_attention, run_packed
+from .forward import OURS, MaskRule, PackingImpossible, read_scores, record_scores, register_attention, run_packed
 from .head_spec import find_score_head
-from .recurrent_layers import States, call_with_states, carries_states
-from .row_attention import MaskRule
-from .tree_states import restore_layer_forwards, use_tree_states
+from .recurrent_layers import States, call_with_states, carries_states, restore_layer_forwards, use_tree_states
 
 # largest relative difference between float32 sums of the same numbers in two orders
 _ROUNDING = 2e-5

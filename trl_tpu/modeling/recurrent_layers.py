@@ -13,11 +13,26 @@ forwards read packed rows, and no model code is copied. This relies on:
 4. Only functions of the family's module with a parameter for an initial state carry a recurrent state over a sequence.
    Rows of planned shapes replace these rules in a copy of the layer's forward (`replace_rules`): the module itself
    belongs to all models of the process.
-5. A call with a state and one token is a step of generation (`tree_states._read_node`).
+5. A call with a state and one token is a step of generation (`_read_node`).
 
 `tests/unit/test_recurrent_layers.py` lists the layers that this finds and misses in transformers' source. The list is
 not used here: unlisted families qualify alike, by the trial `packability.check_packing_is_exact`. It rejects a model
 if one of its layers was missed, or takes no initial state.
+
+In unpadded rows, each branch of a prefix tree resumes from the state after the shared prefix. A layer is called once
+per node of the prefix trees. A node is a stretch of tokens without a branch, and its call gets a cache that holds the
+states after its parent node. All other modules of the model read the whole row. Results are exact in float64 for every
+family of transformers 5.23 whose scan takes an initial state.
+
+A device that compiles once per shape cannot split rows at data-dependent branches. Instead every row of planned shapes
+is split into chunks of `CHUNK` tokens, and sequences share whole chunks only (`Sequences.chunk`). A chunk then
+continues exactly one other chunk of its row, or none. The layer's own forward is called once, with the chunks of all
+rows as its batch:
+
+- A convolution takes its last inputs from the parent chunk, through the layer's cache.
+- The rule that carries the recurrent state runs as a loop over the chunks of a row. All rows advance together.
+
+Letters: R rows, M chunks per row, C tokens per chunk.
 """
 
 import inspect
@@ -28,8 +43,14 @@ from typing import Any, NamedTuple, Self
 
 import torch
 from torch import nn
+from torch.autograd.function import once_differentiable
+from torch.utils._pytree import tree_map
 
+from ..packing.batch import Batch, Tree
 from ..packing.shapes import CHUNK
+from ..runtime import current
+from .forward import PackingImpossible, current_packed_batch, reading
+from .head_spec import is_wrapped, wrap_forward
 
 STATE_UPDATES = frozenset({"update_conv_state", "update_recurrent_state"})
 INITIAL_STATES = frozenset({"initial_state", "initial_states"})
@@ -159,3 +180,261 @@ def _with_scanned_rules(function: FunctionType, scan: Callable[..., Any]) -> Fun
     )
     copy.__kwdefaults__ = function.__kwdefaults__
     return copy
+
+
+# ---- unpadded rows, node by node
+
+
+class Node(NamedTuple):
+    """A stretch of a row's tokens without a branch, as a range of the row's columns.
+
+    Attributes:
+        parent: Number of the node that this one continues; -1 for the first node of a tree.
+    """
+
+    start: int
+    stop: int
+    parent: int
+
+
+@lru_cache(maxsize=2)  # each recurrent layer needs the same nodes
+def nodes_of(trees: tuple[Tree, ...]) -> tuple[Node, ...]:
+    """Split trees into nodes in the order of the row: a parent comes before its children."""
+    nodes = list[Node]()
+    for tree in trees:
+        branch_columns = {tail.start: tail.path[-1][1] if tail.path else -1 for tail in tree.tails}
+        boundaries = sorted({*branch_columns, *branch_columns.values(), *(tail.stop for tail in tree.tails)} - {-1})
+        number_by_stop = dict[int, int]()
+        for start, stop in zip(boundaries, boundaries[1:], strict=False):
+            parent = number_by_stop.get(branch_columns.get(start, start), -1)
+            number_by_stop[stop] = len(nodes)
+            nodes.append(Node(tree.start + start, tree.start + stop, parent))
+    return tuple(nodes)
+
+
+def use_tree_states(model: nn.Module) -> bool:
+    """Let the recurrent layers of ``model`` read packed rows node by node. Other batches are read as before.
+
+    Returns:
+        Whether the model has recurrent layers.
+    """
+    layers = [module for module in model.modules() if carries_states(module)]
+    for layer in layers:
+        wrap_forward(layer, _read_by_nodes, inspect.signature(layer.forward))
+    return bool(layers)
+
+
+def restore_layer_forwards(model: nn.Module) -> None:
+    """Restore the forwards that `use_tree_states` wrapped."""
+    for module in model.modules():
+        if is_wrapped(module, _read_by_nodes):
+            module.forward = module.forward.__wrapped__  # type: ignore[union-attr, attr-defined]
+
+
+def recompute_in_same_batch(model: nn.Module) -> None:
+    """Let recurrent layers that the backward recomputes read the batch of their forward, in any thread.
+
+    Call it once the layers have their checkpointing functions.
+    """
+    for module in model.modules():
+        checkpoint = getattr(module, "_gradient_checkpointing_func", None)
+        if checkpoint is not None and any(is_wrapped(part, _read_by_nodes) for part in module.modules()):
+            module._gradient_checkpointing_func = partial(_checkpoint_in_batch, checkpoint)  # type: ignore[assignment]
+
+
+def _checkpoint_in_batch(
+    checkpoint: Callable[..., Any], forward: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    call = partial(forward)  # with the keywords of a partial `forward`: on XLA, some are inputs with a gradient
+    in_batch = partial(_call_in_batch, current_packed_batch(), call.func, *call.args, **call.keywords)
+    return checkpoint(in_batch, *args, **kwargs)
+
+
+def _call_in_batch(batch: Batch[Any] | None, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    with reading(batch):
+        return forward(*args, **kwargs)
+
+
+def _read_by_nodes(forward: Callable[..., Any], signature: inspect.Signature, *args: Any, **kwargs: Any) -> Any:
+    """Call a layer's ``forward`` once per node of the row, or once for a batch that is not packed."""
+    batch = current_packed_batch()
+    if batch is None:
+        return forward(*args, **kwargs)
+    call = LayerCall.of(forward, signature, args, kwargs, batch.input_ids_RL.shape)
+    if batch.trees is None:
+        return call_by_chunks(call, batch)
+    nodes = nodes_of(batch.trees)
+    # One split of the whole row: the backward of separate slices would write a row of zeros per slice.
+    sizes = [node.stop - node.start for node in nodes]
+    values = zip(*(value.split(sizes, dim=1) for value in call.tokens.values()), strict=True)
+    outputs, after_nodes = list[Any](), [_After(None, {})]  # first what comes before a tree's first node
+    for node, parts in zip(nodes, values, strict=True):
+        tokens = dict(zip(call.tokens, parts, strict=True))
+        output, after = _read_node(call, tokens, *after_nodes[node.parent + 1])
+        outputs.append(output)
+        after_nodes.append(after)
+    return tree_map(lambda *parts: torch.cat(parts, dim=1), *outputs)
+
+
+class _After(NamedTuple):
+    """What the children of a node continue.
+
+    Attributes:
+        unread: The node's token if ``states`` do not contain it.
+    """
+
+    states: States | None
+    unread: Mapping[str, torch.Tensor]
+
+
+def _read_node(
+    call: LayerCall, tokens: Mapping[str, torch.Tensor], before: States | None, unread: Mapping[str, torch.Tensor]
+) -> tuple[Any, _After]:
+    """Read a node's tokens, and return the layer's output for them.
+
+    A layer would read a lone token with a state as a step of generation, by kernels without a backward. So the token
+    is read twice, its own state is not kept, and the node's children read the token again.
+    """
+    inputs = {name: torch.cat([unread[name], value], dim=1) for name, value in tokens.items()} if unread else tokens
+    length, size = (next(iter(values.values())).shape[1] for values in (inputs, tokens))
+    is_lone, after = before is not None and length == 1, States(before)
+    read = {name: torch.cat([value, value], dim=1) for name, value in inputs.items()} if is_lone else inputs
+    output = tree_map(lambda part: part[:, length - size : length], call.read(read, after))
+    return output, _After(before, inputs) if is_lone else _After(after, {})
+
+
+# ---- rows of planned shapes, chunk by chunk
+
+
+def parents_of_chunks(batch: Batch[torch.Tensor]) -> torch.Tensor:
+    """Return the number of each chunk's parent chunk in its row, [R, M]; -1 for none."""
+    assert batch.subtree_end_RL is not None  # packed rows have it
+    end_R1M = batch.subtree_end_RL[:, None, ::CHUNK]
+    number_M = torch.arange(end_R1M.shape[-1], device=end_R1M.device)
+    is_ancestor_RMM = (end_R1M > number_M[:, None] * CHUNK) & (number_M < number_M[:, None])
+    return (is_ancestor_RMM * (number_M + 1)).amax(-1) - 1
+
+
+def call_by_chunks(call: LayerCall, batch: Batch[torch.Tensor]) -> Any:
+    """Call a recurrent layer's own forward with the chunks of all rows as its batch.
+
+    Args:
+        call: The layer's call for the whole rows.
+        batch: Packed rows whose sequences share whole chunks.
+
+    Raises:
+        PackingImpossible: If the row length is not a multiple of `CHUNK`, or a convolution computes its state itself.
+    """
+    rows, length = batch.input_ids_RL.shape
+    if length % CHUNK:
+        raise PackingImpossible(f"recurrent layers read rows whose length is a multiple of {CHUNK} (got {length})")
+    chunks = {name: value.reshape(-1, CHUNK, *value.shape[2:]) for name, value in call.tokens.items()}
+    chunked = call._replace(forward=replace_rules(call.forward, _scan_rule))
+    output = chunked.read(chunks, _ChunkStates(parents_of_chunks(batch)))
+    return tree_map(lambda part: part.reshape(rows, length, *part.shape[2:]), output)
+
+
+class _ChunkStates(States):
+    """States of all chunks: gives each chunk the last inputs of its parent's convolution.
+
+    The loop over chunks passes the recurrent states.
+    """
+
+    def __init__(self, parent_RM: torch.Tensor) -> None:
+        super().__init__()
+        self._parent_RM = parent_RM
+
+    def update_conv_state(
+        self,
+        conv_states: torch.Tensor,
+        layer_idx: int,
+        state_idx: int = 0,
+        conv_kernel_size: int | None = None,
+        **_: Any,
+    ) -> torch.Tensor:
+        """Return the inputs, [R M, channels, C], with the last inputs of each chunk's parent before them."""
+        if conv_kernel_size is None:
+            raise PackingImpossible("the convolution computes its state itself; planned rows do not support that")
+        rows, count = self._parent_RM.shape
+        last_RM = conv_states[..., -conv_kernel_size:].unflatten(0, (rows, count))
+        row_R1 = torch.arange(rows, device=conv_states.device)[:, None]
+        before_RM = last_RM[row_R1, self._parent_RM.clamp(min=0)]
+        before_RM = torch.where((self._parent_RM >= 0)[:, :, None, None], before_RM, 0)
+        return torch.cat([before_RM.flatten(0, 1), conv_states], dim=-1)
+
+
+def _scan_rule(rule: Callable[..., Any], state: str, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Call ``rule`` chunk by chunk. A rule takes an initial ``state``, and returns outputs and the last state."""
+    batch = current_packed_batch()
+    assert batch is not None
+    parent_RM = parents_of_chunks(batch)
+    rows, count = parent_RM.shape
+    arguments = arguments_of(inspect.signature(rule), args, kwargs)
+    arguments.pop(state, None)
+    names = [name for name, value in arguments.items() if isinstance(value, torch.Tensor)]
+    others = {name: value for name, value in arguments.items() if name not in names}
+
+    def by_chunk(value: torch.Tensor) -> torch.Tensor:
+        if is_per_token(value, rows * count, CHUNK):
+            return value.unflatten(0, (rows, count)).transpose(0, 1)
+        return value.expand(count, *value.shape)  # a weight of the rule: the gradients of all chunks add up
+
+    def on_chunk(initial: torch.Tensor | None, *tensors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return rule(**dict(zip(names, tensors, strict=True)), **others, **{state: initial})
+
+    outputs_MR: torch.Tensor = _ChunkScan.apply(on_chunk, parent_RM, *(by_chunk(arguments[name]) for name in names))
+    return outputs_MR.transpose(0, 1).flatten(0, 1), outputs_MR.new_zeros(())
+
+
+class _ChunkScan(torch.autograd.Function):
+    """Loops over chunks. Saves the state after each chunk, and recomputes each chunk in the backward."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, on_chunk: Callable[..., Any], parent_RM: torch.Tensor, *tensors: torch.Tensor
+    ) -> torch.Tensor:
+        kind = tensors[0].device.type
+        ctx.autocast = partial(torch.autocast, kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
+        ctx.on_chunk, (rows, count) = on_chunk, parent_RM.shape
+        row_R, parent_MR = torch.arange(rows, device=parent_RM.device), parent_RM.T + 1
+        number_M = torch.arange(1, count + 1, device=parent_RM.device)
+        first = on_chunk(None, *(tensor[0] for tensor in tensors))[1]
+        states = first.new_zeros(count + 1, *first.shape)  # index 0 holds zeros, for chunks without a parent
+
+        def step(carry: list[Any], chunk: list[Any]) -> tuple[list[Any], list[Any]]:
+            (states, row_R), (number, parent_R, *tensors) = carry, chunk
+            with torch.no_grad():
+                output, after = on_chunk(states[parent_R, row_R], *tensors)
+            return [states.index_copy(0, number[None], after[None]), row_R], [output]
+
+        (states, _), (outputs,) = current().loop(step, [states, row_R], [number_M, parent_MR, *tensors])
+        ctx.save_for_backward(states, row_R, number_M, parent_MR, *tensors)
+        return outputs
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        states, row_R, number_M, parent_MR, *tensors = ctx.saved_tensors
+        needs_gradient = ctx.needs_input_grad[2:]
+
+        def step(carry: list[Any], chunk: list[Any]) -> tuple[list[Any], list[Any]]:
+            (state_gradients, states, row_R), (number, parent_R, gradient, *tensors) = carry, chunk
+            before = states[parent_R, row_R].detach().requires_grad_()
+            tensors = [
+                tensor.detach().requires_grad_(needed) for tensor, needed in zip(tensors, needs_gradient, strict=True)
+            ]
+            with torch.enable_grad(), ctx.autocast():
+                output, after = ctx.on_chunk(before, *tensors)
+            inputs = [before, *(tensor for tensor in tensors if tensor.requires_grad)]
+            # not `state_gradients[number]`: the host would read the index from the device
+            after_gradient = state_gradients.index_select(0, number[None])[0]
+            gradients = torch.autograd.grad(
+                (output, after), inputs, (gradient, after_gradient), materialize_grads=True
+            )
+            state_gradients = state_gradients.index_put((parent_R, row_R), gradients[0], accumulate=True)
+            return [state_gradients, states, row_R], [*gradients[1:]]
+
+        carry = [torch.zeros_like(states), states, row_R]
+        _, results = current().loop(step, carry, [number_M, parent_MR, gradient, *tensors], reverse=True)
+        gradients = iter(results)
+        return (None, None, *(next(gradients) if needed else None for needed in needs_gradient))

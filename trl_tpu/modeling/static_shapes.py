@@ -20,10 +20,9 @@ from ..parallel.mesh import BATCH_AXES
 from ..runtime import PartitionSpec
 from ..runtime.native import einsum, masked_attention
 from .adapters import without_adapters
-from .forward import register_attention, tree_masks
+from .forward import MaskRule, RowAttention, register_attention, tree_masks
 from .head_spec import wrap_forward
 from .recurrent_layers import carries_states
-from .row_attention import MaskRule, RowAttention
 
 
 def static_sdpa_mask(*args: Any, **kwargs: Any) -> torch.Tensor | None:

@@ -23,7 +23,7 @@ WEIGHTS = ("weight_C", "ranking_weight_G", "row_weight_P")
 
 
 class Expansion(NamedTuple, Generic[Array]):
-    """Places of packed tokens in expanded rows, int32: see `planned.expand_rows`.
+    """Places of packed tokens in expanded rows, int32: see `pack.expand_rows`.
 
     Attributes:
         gather_R2L: Packed column whose token is copied to each expanded place; -1 for padding.

@@ -25,8 +25,7 @@ from ..modeling.packability import make_packable
 from ..modeling.recurrent_layers import shared_chunk
 from ..modeling.static_shapes import use_static_shapes
 from ..packing.batch import Batch
-from ..packing.pack import in_order, pack_unpadded, pad
-from ..packing.planned import pack
+from ..packing.pack import in_order, pack, pack_unpadded, pad
 from ..packing.shapes import RowPlan, RowShape, attention_crossover_length, round_up
 from ..parallel.mesh import BATCH_AXES, parse_mesh
 from ..parallel.shard import place_model, plan_model, shard_activations

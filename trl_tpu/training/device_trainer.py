@@ -61,7 +61,7 @@ from ..data.loader import (
     skip_batches,
 )
 from ..errors import UserError
-from ..modeling.tree_states import recompute_in_same_batch
+from ..modeling.recurrent_layers import recompute_in_same_batch
 from ..packing.batch import Batch, micro_batches_of, tensors_in
 from ..parallel import shard
 from ..parallel.mesh import BATCH_AXES

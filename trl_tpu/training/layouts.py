@@ -14,8 +14,7 @@ from ..data.collate import BatchCollator, ComparisonRule, Part
 from ..data.collators import DataCollatorForPreference, DictCollator, RewardDataCollatorWithPadding
 from ..modeling.model_shape import outgrows_positions
 from ..modeling.recurrent_layers import shared_chunk
-from ..packing.pack import pack_unpadded, pad
-from ..packing.planned import pack
+from ..packing.pack import pack, pack_unpadded, pad
 from ..packing.shapes import RowPlan
 from ..runtime import Runtime
 
