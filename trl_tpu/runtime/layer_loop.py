@@ -135,13 +135,7 @@ class _Recompute(torch.autograd.Function):
         args = [
             next(saved) if is_tensor else value for is_tensor, value in zip(ctx.is_tensor, ctx.others, strict=True)
         ]
-        with (
-            xm.fork_rng(),
-            torch.enable_grad(),
-            ctx.autocast,
-            weights_of(ctx.layer, weights),
-            Reusing(ctx.keep, kept),
-        ):
+        with xm.fork_rng(), torch.enable_grad(), ctx.autocast, weights_of(ctx.layer, weights), Reusing(ctx.keep, kept):
             xm.set_rng_state(ctx.seed)
             outputs = ctx.function(*args)
         outputs = outputs if isinstance(outputs, tuple) else (outputs,)

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from accelerate.utils import recursively_apply
 from torch import nn
 from torch.autograd.graph import save_on_cpu
 from torch.distributed.tensor import DTensor
@@ -97,13 +98,7 @@ einsum.register_autograd(_einsum_backward, setup_context=_save_factors)
 _aten = torch.ops.aten
 #: All operations that multiply matrices.
 MATMULS = frozenset(
-    {
-        _aten.mm.default,
-        _aten.bmm.default,
-        _aten.addmm.default,
-        _aten.baddbmm.default,
-        torch.ops.trl_tpu.einsum.default,
-    }
+    {_aten.mm.default, _aten.bmm.default, _aten.addmm.default, _aten.baddbmm.default, torch.ops.trl_tpu.einsum.default}
 )
 
 
@@ -196,15 +191,11 @@ class DeviceLoader:
             self.runtime.step_boundary()
 
     def upload(self, value: Any, device: torch.device) -> Any:
-        """Copy the tensors of a batch, or of a part of it, to the device."""
-        if isinstance(value, dict):
-            return type(value)({key: self.upload(part, device) for key, part in value.items()})
-        if type(value) in (tuple, list):
-            return type(value)(self.upload(part, device) for part in value)
+        """Copy the tensors of a batch to the device."""
+        upload = functools.partial(self.runtime.upload, batch_axes=self._batch_axes, device=device)
         if hasattr(value, "map_tensors"):  # a `Batch` of this package's collators
-            return value.map_tensors(lambda tensor: self.upload(tensor, device))
-        is_tensor = isinstance(value, torch.Tensor)
-        return self.runtime.upload(value, self._batch_axes, device) if is_tensor else value
+            return value.map_tensors(upload)
+        return recursively_apply(upload, value)
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of sampler and dataset: samplers shuffle by (seed, epoch)."""
@@ -226,16 +217,15 @@ class Runtime:
         is_spmd: True if one process drives all devices of its host, and steps are recorded and partitioned by the
             compiler. On SPMD devices, reading a value stops the device, and values that change from step to step must
             be tensors. Without SPMD, each process has one device, and accelerate manages the processes.
+        has_attention_kernel: True if `segment_attention` needs less memory than a mask per query and key.
         copies: Number of processes in a `tensor` group: all of them compute the same pairs.
         segment_attention: Computes causal attention within segments with the device's best kernel.
     """
 
-    plans_shapes = False
-
-    is_spmd = False
-
     name = "plain torch"
-
+    plans_shapes = False
+    is_spmd = False
+    has_attention_kernel = False
     copies = 1
 
     _ranks = 1  # processes of the mesh, one per device
@@ -245,11 +235,6 @@ class Runtime:
     def shards_model(self) -> bool:
         """True if one model is sharded over processes or devices. Each process then makes the batches of all."""
         return self.is_spmd or self._ranks > 1
-
-    @property
-    def has_attention_kernel(self) -> bool:
-        """True if `segment_attention` needs less memory than a mask per query and key."""
-        return False
 
     @property
     def batch_part(self) -> tuple[int, int]:
@@ -496,10 +481,8 @@ class Runtime:
 
     def _checkpoint_function(self, layer: Any, policy: Remat) -> Any:
         """Return a function that replaces `torch.utils.checkpoint.checkpoint` for the calls of ``layer``."""
-        if policy != Remat.DOTS:
-            return (
-                layer._gradient_checkpointing_func
-            )  # transformers' default, torch's checkpoint, works in plain torch
+        if policy != Remat.DOTS:  # transformers' default, torch's checkpoint, works in plain torch
+            return layer._gradient_checkpointing_func
         keep = functools.partial(create_selective_checkpoint_contexts, list(MATMULS))
         return functools.partial(layer._gradient_checkpointing_func, use_reentrant=False, context_fn=keep)
 

@@ -226,7 +226,7 @@ class XlaRuntime(Runtime):
         xr.use_spmd()
 
     @property
-    def has_attention_kernel(self) -> bool:
+    def has_attention_kernel(self) -> bool:  # type: ignore[override]
         return xr.device_type() == "TPU" and importlib.util.find_spec("jax") is not None
 
     @property
@@ -346,18 +346,12 @@ class XlaRuntime(Runtime):
     def optimization_barrier(self, tensors: Sequence[torch.Tensor]) -> None:
         xm.optimization_barrier_(list(tensors))
 
-    @functools.cached_property
-    def attention_kernel(self) -> Callable[..., torch.Tensor]:
-        """Splash attention on a TPU, else plain attention. `trl-tpu plan` sets splash attention without a TPU."""
-        if xr.device_type() != "TPU":
-            return segment_attention
+    def segment_attention(self, q_BHLD: torch.Tensor, *others: Any) -> torch.Tensor:  # type: ignore[override]
+        if not self.has_attention_kernel or q_BHLD.device.type != "xla":
+            return segment_attention(q_BHLD, *others)
         from .splash import splash_attention
 
-        return splash_attention
-
-    def segment_attention(self, q_BHLD: torch.Tensor, *others: Any) -> torch.Tensor:  # type: ignore[override]
-        kernel = self.attention_kernel if q_BHLD.device.type == "xla" else segment_attention
-        return kernel(q_BHLD, *others)
+        return splash_attention(q_BHLD, *others)
 
     def shard_map(
         self,
