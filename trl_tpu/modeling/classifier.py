@@ -54,7 +54,7 @@ def load_classifier(
         UserError: The checkpoint does not exist, a file is broken, or weights are missing or have another shape.
     """
     source = logging.getLogger(PreTrainedModel.__module__)
-    with explaining(f"{name} cannot be loaded as a reward model"), _load_reports_held(source) as reports:
+    with explaining(f"{name} cannot be loaded as a reward model"), _without_load_reports(source):
         _check_shards(Path(name))
         hub_kwargs = hub_settings(kwargs) | {"trust_remote_code": kwargs.get("trust_remote_code", False)}
         config = AutoConfig.from_pretrained(name, **hub_kwargs)
@@ -76,31 +76,25 @@ def load_classifier(
             torch.set_rng_state(random_state)  # a head was drawn before it was read
         elif "distributed_config" in kwargs:
             _draw_whole(model, outputs, new, random_state, kwargs.get("trust_remote_code", False))
-        reports.clear()
         report = {field.name: set[str]() for field in fields(LoadStateDictInfo)} | info
         # every new reward model has a new head
         report["missing_keys"] = {key for key in info["missing_keys"] if key not in new_head or ".pooler." in key}
-        log_state_dict_report(model, name, True, LoadStateDictInfo(**report), source)
+    log_state_dict_report(model, name, True, LoadStateDictInfo(**report), source)
     return model, info
 
 
 @contextmanager
-def _load_reports_held(source: logging.Logger) -> Iterator[list[logging.LogRecord]]:
-    """Hold transformers' reports of missing and unexpected weights, and log those that are left at the end."""
-    reports = list[logging.LogRecord]()
+def _without_load_reports(source: logging.Logger) -> Iterator[None]:
+    """Hide transformers' reports of missing and unexpected weights: they list every new head, and heads read later."""
 
-    def hold(record: logging.LogRecord) -> bool:
-        if is_report := "LOAD REPORT" in record.getMessage():
-            reports.append(record)
-        return not is_report
+    def is_other(record: logging.LogRecord) -> bool:
+        return "LOAD REPORT" not in record.getMessage()
 
-    source.addFilter(hold)
+    source.addFilter(is_other)
     try:
-        yield reports
+        yield
     finally:
-        source.removeFilter(hold)
-        for record in reports:
-            source.handle(record)
+        source.removeFilter(is_other)
 
 
 # ---- completeness
