@@ -278,7 +278,7 @@ def test_process_without_rows_gets_an_empty_batch(layout: str) -> None:
     batch = collate(EXAMPLES)
     assert batch["input_ids"].shape == batch["attention_mask"].shape == (0, 0)
     assert not batch.table.weight_C.any() and not batch.present_P().any()
-    with pytest.raises(TypeError):
+    with pytest.raises(KeyError, match="Its keys are input_ids and attention_mask"):
         dict(batch)
 
 

@@ -18,7 +18,7 @@ from transformers import (
 )
 from transformers.utils import ADAPTER_CONFIG_NAME, CONFIG_NAME, cached_file
 
-from ..errors import UserError, UserTypeError
+from ..errors import UserError
 
 
 def find_score_head(model: nn.Module) -> nn.Module | None:
@@ -187,23 +187,13 @@ def check_num_labels(model: Any, outputs: HeadSpec = ONE_REWARD) -> None:
 
     Raises:
         UserError: The model has another number or kind of outputs.
-        UserTypeError: The model has no config.
     """
-    if getattr(model, "config", None) is None:
-        raise UserTypeError(
-            f"`model` is a {type(model).__name__} without a config. Pass a model's name or a model of transformers: "
-            "`AutoModelForSequenceClassification.from_pretrained(..., num_labels=1)`. A module of your own must be a "
-            "`PreTrainedModel` that takes `input_ids` and `attention_mask` and returns `logits` [rows, 1]."
-        )
-    is_process_reward, needed = outputs.step_separator is not None, len(outputs.weights)
-    num_labels, kind = getattr(model.config, "num_labels", None), type(model).__name__
-    if is_process_reward and (num_labels != 2 or "TokenClassification" not in kind):
-        auto = "`AutoModelForTokenClassification.from_pretrained(..., num_labels=2)`"
-        raise UserError(f"Process rewards need a token classifier with two labels, not a {kind}: load it with {auto}.")
-    if not is_process_reward and num_labels != needed:
+    needed, num_labels, kind = len(outputs.weights), getattr(model.config, "num_labels", None), type(model).__name__
+    is_other_task = outputs.step_separator is not None and "TokenClassification" not in kind
+    if num_labels != needed or is_other_task:
         raise UserError(
-            f"The model has `num_labels={num_labels}`, but reward models require `num_labels={needed}`. Load it with "
-            f"`AutoModelForSequenceClassification.from_pretrained(..., num_labels={needed})`, or pass its name."
+            f"The model is a {kind} with `num_labels={num_labels}`, but its rewards require `num_labels={needed}`. "
+            f"Load it by `{outputs.auto_class.__name__}.from_pretrained(..., num_labels={needed})`, or pass its name."
         )
 
 

@@ -67,8 +67,6 @@ def set_special_tokens(
         if token is None:
             tokenizer, token = copy.deepcopy(tokenizer), _NEW_PAD_TOKEN
             tokenizer.add_special_tokens({"pad_token": token})
-    if token is None:
-        raise UserError("The tokenizer has neither a pad nor an eos token. Set `tokenizer.pad_token`.")
     tokenizer = _with_token(tokenizer, "pad_token", token)
     embeddings: Any = model.get_input_embeddings()
     if tokenizer.pad_token_id >= embeddings.weight.shape[0]:
@@ -96,7 +94,7 @@ def _reserved_token(tokenizer: PreTrainedTokenizerBase) -> str | None:
     return next(named, next(unnamed, None))
 
 
-def _with_token(processing_class: PreTrainedTokenizerBase, kind: str, token: str) -> PreTrainedTokenizerBase:
+def _with_token(processing_class: PreTrainedTokenizerBase, kind: str, token: str | None) -> PreTrainedTokenizerBase:
     """Return a tokenizer whose ``kind`` ("eos_token", "pad_token") is ``token``: a copy if it had another token."""
     if token not in processing_class.get_vocab():
         raise UserError(
@@ -202,9 +200,7 @@ def get_config_model_id(config: Any) -> str:
 
 
 def load_processing_class(
-    model: PreTrainedModel,
-    processing_class: PreTrainedTokenizerBase | ProcessorMixin | None = None,
-    **kwargs: Any,
+    model: PreTrainedModel, processing_class: PreTrainedTokenizerBase | ProcessorMixin | None = None, **kwargs: Any
 ) -> PreTrainedTokenizerBase:
     """Return the given tokenizer or the given processor's, or load the tokenizer of the model's checkpoint.
 

@@ -14,7 +14,6 @@ from torch import nn
 from torch.nn.functional import logsigmoid
 
 from ..data.kinds import TIE_MODELS
-from ..errors import UserError
 from ..packing.batch import WEIGHTS, Batch, Comparisons
 from ..runtime import current
 from .forward import rewards_of
@@ -72,8 +71,6 @@ class Loss:
         return losses_P + (losses_G * weight_G).masked_fill(weight_G == 0, 0.0).unflatten(0, (rows, -1)).sum(-1)
 
     def _comparison_losses(self, difference_C: torch.Tensor, probability_C: torch.Tensor) -> torch.Tensor:
-        if self.loss_type != "sigmoid":
-            raise UserError(f"loss_type must be 'sigmoid', 'plackett_luce' or 'regression', got {self.loss_type!r}.")
         if self.ties in TIE_MODELS:
             won_C, tied_C = tie_losses(difference_C, self.ties, self.tie_threshold)
             return torch.where(probability_C == 0.5, tied_C, won_C)

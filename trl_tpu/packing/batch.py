@@ -9,13 +9,11 @@ R rows of tokens, L columns per row.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Generic, NamedTuple, NoReturn, TypeVar, cast
+from typing import Any, Generic, NamedTuple, TypeVar, cast
 
 import numpy as np
 import torch
 from torch.nn.utils.rnn import pad_sequence
-
-from ..errors import UserTypeError
 
 Array = TypeVar("Array")  # numpy arrays during packing, torch tensors after the collator
 #: Fields of `Comparisons` that a micro-batch sets to 0 for data rows of other micro-batches.
@@ -230,11 +228,6 @@ class Batch(Arrays, Generic[Array]):
         """Return the number of micro-batches."""
         return len(self.earlier) + 1
 
-    def __iter__(self) -> NoReturn:
-        raise UserTypeError(
-            "A batch is not a dict: move it by `batch.to(device)`, and pass it whole to `compute_loss`."
-        )
-
     def __contains__(self, key: object) -> bool:
         return key in ("input_ids", "attention_mask")
 
@@ -246,10 +239,8 @@ class Batch(Arrays, Generic[Array]):
         """
         if key not in self:
             raise KeyError(f"{key!r} is not in this batch. Its keys are input_ids and attention_mask.")
-        ids_D, stored = (
-            [torch.from_numpy(ids).long() for ids in self._sequences()],
-            cast(torch.Tensor, self.input_ids_RL),
-        )
+        ids_D = [torch.from_numpy(ids).long() for ids in self._sequences()]
+        stored = cast(torch.Tensor, self.input_ids_RL)
         if not ids_D:  # a process without rows
             return torch.zeros(0, 0, dtype=torch.long, device=stored.device)
         rows, fill = (ids_D, self.pad_token_id) if key == "input_ids" else (list(map(torch.ones_like, ids_D)), 0)

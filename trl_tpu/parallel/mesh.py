@@ -128,7 +128,6 @@ class Chip:
         peak_flops: Peak rate of bfloat16 matrix products, in FLOP/s.
         memory: HBM that is available to programs, in bytes. libtpu 0.0.21 reserves a quarter of a GiB, as its
             out-of-memory message shows.
-        memory_bandwidth: HBM bandwidth in bytes per second.
         link_bandwidth: Total bandwidth of all links to other chips in one direction, in bytes per second: half of the
             published bidirectional bandwidth.
         shapes: Shapes of slices that can be rented, from small to large.
@@ -138,7 +137,6 @@ class Chip:
     name: str
     peak_flops: float
     memory: int
-    memory_bandwidth: float
     link_bandwidth: float
     shapes: tuple[str, ...]
     accelerator_prefix: str
@@ -155,9 +153,9 @@ _3D_SHAPES = (
     *("8x8x16", "8x16x16", "16x16x16", "16x16x24"),
 )
 CHIPS = {
-    "v5e": Chip("v5e", 197e12, 16 * GiB - 258 * MiB, 819e9, 400e9 / 2, _2D_SHAPES, "v5litepod"),
-    "v5p": Chip("v5p", 459e12, 96 * GiB - 263 * MiB, 2765e9, 1200e9 / 2, _3D_SHAPES, "v5p"),
-    "v6e": Chip("v6e", 918e12, 63 * GiB // 2 - 260 * MiB, 1600e9, 800e9 / 2, _2D_SHAPES, "v6e"),
+    "v5e": Chip("v5e", 197e12, 16 * GiB - 258 * MiB, 400e9 / 2, _2D_SHAPES, "v5litepod"),
+    "v5p": Chip("v5p", 459e12, 96 * GiB - 263 * MiB, 1200e9 / 2, _3D_SHAPES, "v5p"),
+    "v6e": Chip("v6e", 918e12, 63 * GiB // 2 - 260 * MiB, 800e9 / 2, _2D_SHAPES, "v6e"),
 }
 
 
@@ -196,12 +194,9 @@ def parse_topology(text: str) -> TpuSlice:
     Raises:
         UserError: The kind of chip is unknown, or its slices do not have this shape. The message lists valid values.
     """
-    kind, colon, shape = text.strip().partition(":")
+    kind, _, shape = text.strip().partition(":")
     chip = CHIPS.get(kind.lower())
-    if chip is None or not colon:
-        raise UserError(f"topology {text!r} is not CHIP:SHAPE, such as v6e:4x4. Choose CHIP from {', '.join(CHIPS)}.")
-    if shape not in chip.shapes:
-        raise UserError(
-            f"topology {text!r}: slices of {chip.name} have the shapes {', '.join(chip.shapes)} ({chip.source})."
-        )
+    if chip is None or shape not in chip.shapes:
+        shapes = "; ".join(f"{name}: {', '.join(known.shapes)}" for name, known in CHIPS.items())
+        raise UserError(f"topology {text!r} is not CHIP:SHAPE, such as v6e:4x4. Shapes by chip are {shapes}.")
     return TpuSlice(chip, shape)

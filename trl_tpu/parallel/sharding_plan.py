@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from ..errors import UserError, UserFileError
+from ..errors import UserError
 from .mesh import AXES, MeshShape, as_axes, names_of
 
 if TYPE_CHECKING:
@@ -36,17 +36,12 @@ class Rules:
         """Read a YAML file.
 
         Raises:
-            UserError: The file is not valid YAML, is not a mapping of patterns to lists of axes, or has an unknown or
-                repeated axis.
-            UserFileError: The file does not exist.
+            UserError: The file is not a mapping of patterns to lists of axes, or has an unknown or repeated axis.
+            OSError, yaml.YAMLError: The file cannot be read. The message names it.
         """
         source = f"sharding plan {str(path)!r}"
-        if not Path(path).is_file():
-            raise UserFileError(f"{source} does not exist. Name a YAML file that maps patterns to mesh axes.")
-        try:
-            content = yaml.safe_load(Path(path).read_bytes())
-        except yaml.YAMLError as error:
-            raise UserError(f"{source} is not valid YAML: {' '.join(str(error).split())}.") from error
+        with Path(path).open(encoding="utf-8") as file:
+            content = yaml.safe_load(file)
         if not isinstance(content, dict) or not content:
             raise UserError(f"{source} must map patterns of parameter names to lists of mesh axes, or to {AUTO!r}.")
         return cls(source, {str(pattern): _read_axes(source, pattern, value) for pattern, value in content.items()})
