@@ -6,15 +6,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from datasets import Dataset
 from torch import nn
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from ..data.length_stats import length_stats
 from ..packing.shapes import PairLengths
-from .head_spec import HeadSpec
-from .heads import auto_class_of
 
 
 def learned_positions(model: PreTrainedModel) -> int | None:
@@ -84,20 +81,6 @@ class ModelShape:
     trained_products: float
     attention: int
     windows: tuple[int | None, ...]
-
-
-def model_without_weights(config: PretrainedConfig, dtype: Any, trust_remote_code: bool = False) -> Any:
-    """Return the reward model of a config, on torch's meta device.
-
-    Args:
-        config: The model's config.
-        dtype: Data type of the weights, as a torch dtype or its name; None for torch's default.
-        trust_remote_code: Whether the model may run custom code from the Hub.
-    """
-    outputs = HeadSpec.of(config)
-    config.num_labels = len(outputs.weights)
-    with torch.device("meta"):
-        return auto_class_of(config, outputs).from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
 
 
 def model_shape_of(model: Any) -> ModelShape:
