@@ -198,11 +198,11 @@ def test_attributes_are_rankings_and_the_reward_is_their_weighted_sum(some: Any,
 
 def test_attribute_head_can_start_from_another_number_of_outputs(tmp_path: Path) -> None:
     config = LlamaConfig(num_labels=2, attribute_weights=[0.5, 2.0])
-    write_head_spec(config, NAMES, None, None)
+    write_head_spec(config, HeadSpec(dict.fromkeys(NAMES, 1.0)), keeps_weights=True)
     config.save_pretrained(tmp_path)
     assert HeadSpec.saved(tmp_path) == HeadSpec(dict(zip(NAMES, [0.5, 2.0], strict=True)))
     one = LlamaConfig.from_pretrained(tmp_path, num_labels=1)  # loaded as a model with one reward
-    write_head_spec(one, (), None, None)
+    write_head_spec(one, HeadSpec())
     assert HeadSpec.of(one) == HeadSpec() and one.num_labels == 1
 
 

@@ -219,8 +219,7 @@ def _write_adapters(
     else:
         stored = _stored_dtype(checkpoint / STATE_FOLDER, WEIGHT_PREFIX)
         config = AutoConfig.from_pretrained(_base_name(checkpoint, base), trust_remote_code=trust_remote_code)
-        spec = HeadSpec.saved(checkpoint)
-        write_head_spec(config, [*spec.attributes], spec.weights, spec.step_separator, spec.labels_as)
+        write_head_spec(config, HeadSpec.saved(checkpoint))
         model = model_without_weights(config, stored, trust_remote_code)
         adapted = empty_adapters(model, str(checkpoint), stored)
         read_weights(adapted, checkpoint, Runtime())

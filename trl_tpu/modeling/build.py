@@ -99,7 +99,9 @@ def build_reward_model(
     Raises:
         UserError, ImportError: A step failed. The message says what to do.
     """
-    outputs = HeadSpec(dict.fromkeys(args.attributes or (), 1.0), args.step_separator, labels_as(args))
+    names = args.attributes or []
+    weights = args.attribute_weights or [1 / len(names) for _ in names]
+    outputs = HeadSpec(dict(zip(names, weights, strict=True)), args.step_separator, labels_as(args))
     files: dict[str, Any] = {"trust_remote_code": args.trust_remote_code}
     name, in_files = model, False
     attribute_weights: Mapping[str, float] = read_attribute_weights(model) if is_peft_model(model) else {}
@@ -137,10 +139,9 @@ def build_reward_model(
     base = without_adapters(model)
     check_num_labels(base, outputs)
     if attribute_weights:
-        write_head_spec(base.config, [*attribute_weights], [*attribute_weights.values()], None)
+        write_head_spec(base.config, HeadSpec(attribute_weights))
     if not outputs == HeadSpec.of(base.config) == ONE_REWARD:
-        spec = (args.attributes or (), args.attribute_weights, outputs.step_separator, outputs.labels_as)
-        write_head_spec(base.config, *spec)
+        write_head_spec(base.config, outputs, keeps_weights=args.attribute_weights is None)
     tokenizer = load_processing_class(model, processing_class, **files)
     tokenizer, added_tokens = set_special_tokens(model, tokenizer, args)
     if in_files:  # before the adapters: peft puts them on the device of the base weights

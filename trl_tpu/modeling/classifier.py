@@ -174,7 +174,7 @@ def load_classifier(
         UserError: The checkpoint does not exist, a file is broken, or weights are missing or have another shape.
     """
     source = logging.getLogger(PreTrainedModel.__module__)
-    with explaining(f"{name} cannot be loaded as a reward model"), _without_load_reports(source):
+    with explaining(f"{name} cannot be loaded as a reward model"), _without_messages(source, "LOAD REPORT"):
         _check_shards(Path(name))
         hub_kwargs = hub_settings(kwargs) | {"trust_remote_code": kwargs.get("trust_remote_code", False)}
         config = AutoConfig.from_pretrained(name, **hub_kwargs)
@@ -204,11 +204,11 @@ def load_classifier(
 
 
 @contextmanager
-def _without_load_reports(source: logging.Logger) -> Iterator[None]:
-    """Hide transformers' reports of missing and unexpected weights: they list every new head, and heads read later."""
+def _without_messages(source: logging.Logger, text: str) -> Iterator[None]:
+    """Drop a logger's messages that contain ``text``, while the context is open."""
 
     def is_other(record: logging.LogRecord) -> bool:
-        return "LOAD REPORT" not in record.getMessage()
+        return text not in record.getMessage()
 
     source.addFilter(is_other)
     try:
@@ -334,9 +334,6 @@ def _load_in_files(
     name: str, outputs: HeadSpec, kwargs: dict[str, Any]
 ) -> tuple[PreTrainedModel, dict[str, Any]] | None:
     """Load a model with its backbone, except the input embeddings, "offloaded to disk"; None if that is impossible."""
-    offloading_logger = logging.getLogger("accelerate.big_modeling")
-    level = offloading_logger.level
-    offloading_logger.setLevel(logging.ERROR)  # hide warnings about offloading: it is intended here
     try:
         config = AutoConfig.from_pretrained(name, **kwargs)
         empty = model_without_weights(config, None, kwargs.get("trust_remote_code", False), outputs)
@@ -347,11 +344,10 @@ def _load_in_files(
             if not any(True for _ in module.children())
         }
         settings = kwargs | {"device_map": device_map, "output_loading_info": True}
-        model, info = auto_class_of(config, outputs).from_pretrained(name, **settings)
+        with _without_messages(logging.getLogger("accelerate.big_modeling"), "offloaded to"):  # it is intended here
+            model, info = auto_class_of(config, outputs).from_pretrained(name, **settings)
     except (OSError, ValueError):  # converted weights cannot be offloaded; other errors recur in the full load
         return None
-    finally:
-        offloading_logger.setLevel(level)
     is_lost = any(device_map.get(key.rpartition(".")[0]) == "disk" for key in info["missing_keys"])
     # these weights must stay float32, but reading them from the files would cast them to the model's dtype
     is_mixed = model.dtype != torch.float32 and (model._keep_in_fp32_modules or model._keep_in_fp32_modules_strict)

@@ -1,8 +1,8 @@
 """The head of a reward model, and the config fields that give its outputs a meaning, for training and servers."""
 
 import json
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from functools import partial, reduce
 from pathlib import Path
 from typing import Any
@@ -138,46 +138,36 @@ class HeadSpec:
 ONE_REWARD = HeadSpec()
 
 
-def write_head_spec(
-    config: PretrainedConfig,
-    names: Sequence[str],
-    weights: Sequence[float] | None,
-    step_separator: str | None,
-    labels_as: str | None = None,
-) -> None:
+def write_head_spec(config: PretrainedConfig, spec: HeadSpec, *, keeps_weights: bool = False) -> None:
     """Write a head specification into a model's config, in place of the specification of its base model.
 
     Args:
         config: The config to change, in place.
-        names: Names of the attributes; empty without attributes. If the config has the same names, their order in the
-            config is kept.
-        weights: One weight per name. None keeps the weights in the config; without any, all weights are equal.
-        step_separator, labels_as: See `HeadSpec`.
+        spec: The specification. If the config has the same attributes, their order in the config is kept.
+        keeps_weights: Whether to keep the config's weights of these attributes, if it has any.
 
     Raises:
         UserError: The config has attributes with other names.
     """
-    before = HeadSpec.of(config).attributes
+    before, names = HeadSpec.of(config).attributes, [*spec.attributes]
     if all(name.startswith("LABEL_") for name in before):  # transformers' default names
         before = dict(zip(names, before.values(), strict=True)) if len(before) == len(names) else {}
     if before and names and set(before) != set(names):
         raise UserError(
-            f"The model's outputs are the attributes {[*before]}, but attributes={[*names]} differ. Set "
+            f"The model's outputs are the attributes {[*before]}, but attributes={names} differ. Set "
             f"attributes={[*before]} to train them further, or start from a model without attributes."
         )
     for name in ("attribute_weights", "step_separator", "labels_as"):
         vars(config).pop(name, None)
     if names:
-        attributes = (
-            dict(zip(names, weights, strict=True)) if weights else before or dict.fromkeys(names, 1 / len(names))
-        )
+        weights = before if before and keeps_weights else spec.attributes
         names = [*before] or names
-        config.attribute_weights = [attributes[name] for name in names]
+        config.attribute_weights = [weights[name] for name in names]
         config.id2label, config.label2id = dict(enumerate(names)), {name: place for place, name in enumerate(names)}
-    if step_separator is not None:
-        config.step_separator = step_separator
-    if labels_as is not None:
-        config.labels_as = labels_as
+    if spec.step_separator is not None:
+        config.step_separator = spec.step_separator
+    if spec.labels_as is not None:
+        config.labels_as = spec.labels_as
 
 
 def check_num_labels(model: Any, outputs: HeadSpec = ONE_REWARD) -> None:
@@ -205,7 +195,7 @@ def fold_attributes(model: PreTrainedModel, outputs: HeadSpec) -> None:
     Raises:
         UserError: The model has attributes, but no `score` head.
     """
-    write_head_spec(model.config, (), None, outputs.step_separator, outputs.labels_as)
+    write_head_spec(model.config, replace(outputs, attributes={}))
     if not outputs.attributes:
         return
     if (head := find_score_head(model)) is None:
