@@ -26,8 +26,8 @@ logger = logging.getLogger(__name__)
 
 _STOPS = ("should_training_stop", "should_epoch_stop")
 _DECISIONS = ("should_log", "should_save", "should_evaluate", *_STOPS)
+#: Time between votes that nothing else triggers: the maximum time a preempted host waits for all hosts to stop.
 _SECONDS_BETWEEN_VOTES = 5.0
-"""Time between votes that nothing else triggers: the maximum time a preempted host waits for all hosts to stop."""
 
 
 def over_processes(accelerator: Accelerator | None, value: Value) -> list[Value]:
@@ -208,16 +208,16 @@ class Preemption(ExportableState):
     Args:
         time_limit: Maximum duration of one `train()`; None for no limit.
         save_interval: Time between saves; None for no extra saves.
+
+    Attributes:
+        stopped_by: Reason for an early stop: `SIGTERM` or `TIME_LIMIT`; None without an early stop.
+        is_preempted: Whether this process has received SIGTERM.
+        interrupts_evaluations: Whether a SIGTERM ends the current evaluation by `EvaluationInterrupted`; the step is
+            saved then.
+        requests: Requests of this process at the end of the last step.
     """
 
     stopped_by: str | None
-    """Reason for an early stop: `SIGTERM` or `TIME_LIMIT`; None without an early stop."""
-    is_preempted: bool
-    """Whether this process has received SIGTERM."""
-    interrupts_evaluations: bool
-    """Whether a SIGTERM ends the current evaluation by `EvaluationInterrupted`; the step is saved then."""
-    requests: dict[str, bool]
-    """Requests of this process at the end of the last step."""
 
     def __init__(self, time_limit: timedelta | None, save_interval: timedelta | None) -> None:
         self._time_limit = timedelta.max if time_limit is None else time_limit
