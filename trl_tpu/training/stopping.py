@@ -1,7 +1,6 @@
 """Early stops and extra saves of a run (SIGTERM, time limit, save interval), votes of ranks, comparison of hosts."""
 
 import contextlib
-import json
 import logging
 import os
 import signal
@@ -18,6 +17,7 @@ from accelerate.utils import gather_object
 from transformers import TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import DefaultFlowCallback, ExportableState
 
+from ..checkpoint.identity import changes
 from ..data.length_stats import is_prepared, length_stats
 from ..errors import NOT_SAVED, UNFINISHED, UserError
 from ..runtime import Runtime, Value
@@ -317,19 +317,17 @@ def check_alike(runs: Sequence[Mapping[str, Any]]) -> None:
         runs: One mapping per host, from names to values that must be equal on all hosts.
 
     Raises:
-        UserError: A value differs between hosts. The message lists the values and hosts.
+        UserError: A value differs between hosts. The message lists the first differences from host 0.
     """
-    faults = []
-    for name in runs[0]:
-        hosts_of: dict[str, list[int]] = {}
-        for host, run in enumerate(runs):
-            hosts_of.setdefault(json.dumps(run[name], default=str), []).append(host)
-        if len(hosts_of) > 1:
-            faults.append(f"{name} is " + " and ".join(f"{value} on {_listed(on)}" for value, on in hosts_of.items()))
+    faults = [
+        f"{name} is {before!r} on host 0 and {now!r} on host {host}"
+        for host, run in enumerate(runs)
+        for name, before, now in changes(runs[0], run)
+    ]
     if faults:
         raise UserError(
-            f"All hosts must train the same run, but {'; '.join(faults)}. Start the same command on every host, with "
-            "the same data and an output_dir that all hosts share."
+            f"All hosts must train the same run, but {'; '.join(faults[:8])}. Start the same command on every host, "
+            "with the same data and an output_dir that all hosts share."
         )
 
 
@@ -350,8 +348,3 @@ def digest(dataset: Any) -> Any:
     if not is_prepared(dataset):
         return None
     return f"{len(dataset)} pairs ({length_stats(dataset).checksum:08x})"
-
-
-def _listed(hosts: list[int]) -> str:
-    more = f" and {len(hosts) - 8} more" if len(hosts) > 8 else ""
-    return f"{'host' if len(hosts) == 1 else 'hosts'} {', '.join(map(str, hosts[:8]))}{more}"
