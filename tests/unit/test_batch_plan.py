@@ -18,8 +18,7 @@ from trl_tpu.parallel.mesh import MeshShape, parse_topology
 from trl_tpu.plan.layouts import Layout
 from trl_tpu.runtime import Remat
 from trl_tpu.runtime.native import Runtime
-from trl_tpu.training.batch_plan import BatchPlan
-from trl_tpu.training.layouts import Padded, Planned, TrlDict, Unpadded
+from trl_tpu.training.batch_plan import BatchPlan, Padded, Planned, TrlDict, Unpadded
 
 
 class Compiling(Runtime):

@@ -63,7 +63,8 @@ def test_rates_exclude_pauses_and_steps_before_a_resume(monkeypatch: pytest.Monk
     monkeypatch.setattr(runtime, "chip", lambda: "v5litepod")
     peak = peak_flops_of("v5litepod")
     assert peak is not None
-    statistics = StepStatistics(runtime, torch.device("cpu"), flops_per_pair=peak / 4)
+    statistics = StepStatistics(runtime, torch.device("cpu"))
+    statistics.flops_per_pair = peak / 4
 
     def rates(pairs: int, tokens: int, step: int) -> dict[str, float]:
         table = compare(pairs_of(pairs), ComparisonRule()).map_tensors(torch.from_numpy)

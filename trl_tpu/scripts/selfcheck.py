@@ -84,7 +84,7 @@ def _train(folder: Path, settings: dict[str, Any], kills: bool) -> dict[str, Any
     from trl_tpu import RewardConfig, RewardTrainer
     from trl_tpu.runtime import current
     from trl_tpu.scripts import synthetic
-    from trl_tpu.training.layouts import Planned
+    from trl_tpu.training.batch_plan import Planned
 
     marks, runtime, is_long = list[tuple[float, int | None, int | None]](), current(), folder.name == "long"
 

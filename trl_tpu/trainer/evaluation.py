@@ -40,9 +40,8 @@ from .utils import get_config_model_id
 
 logger = logging.getLogger(__name__)
 
+#: Methods that decide the order of evaluated pairs.
 ORDER_METHODS = ("get_eval_dataloader", "get_test_dataloader", "_get_eval_sampler")
-"""Methods that decide the order of evaluated pairs."""
-
 
 #: Tensors of N rows of the data by name: losses [N], weight [N], rewards [N, K] or [N, A, K], grade [N, A, K],
 #: predictions and labels.

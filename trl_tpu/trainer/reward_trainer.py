@@ -36,7 +36,6 @@ from ..modeling.build import (
 )
 from ..modeling.head_spec import HeadSpec
 from ..modeling.losses import Loss, StepResult, batch_loss
-from ..modeling.model_shape import flops_per_pair
 from ..packing.batch import Batch
 from ..packing.shapes import RowPlan
 from ..training.batch_plan import BatchPlan
@@ -84,6 +83,9 @@ class RewardTrainer(SuggestsNewNames, EvaluatingTrainer):
             hyperparameter trial.
         tokenizer: Deprecated name of `processing_class`.
         max_length: Deprecated. Set `max_length` in `RewardConfig`.
+
+    Attributes:
+        verdicts: Verdict of the last evaluation for each prefix of metric names, such as "eval".
 
     Raises:
         TypeError, ValueError: If arguments or data are invalid. Checked before anything is compiled.
@@ -191,7 +193,6 @@ class RewardTrainer(SuggestsNewNames, EvaluatingTrainer):
             self.accelerator,
             nonfinite_limit=args.nonfinite_limit,
             attribute_weights=tuple(HeadSpec.of(without_adapters(built).config).attributes.values()),
-            flops_per_pair=flops_per_pair(built, train_rows),
         )
         self._make_components(plan, statistics)
         self.trl_tpu.build = build
@@ -199,7 +200,6 @@ class RewardTrainer(SuggestsNewNames, EvaluatingTrainer):
         if eval_dataset is not None:
             self.trl_tpu.seen = self._prompts_seen()
         self.verdicts = statistics.verdicts
-        """Verdict of the last evaluation for each prefix of metric names, such as "eval"."""
         self._metrics = {mode: SubclassMetrics(self._last_metrics) for mode in ("train", "eval")}
         self.tokenizer = built_tokenizer  # TRL's name up to 0.23
 

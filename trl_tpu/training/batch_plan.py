@@ -1,17 +1,22 @@
-"""Choose the layouts of a run's batches, and plan shapes for devices that compile once per shape."""
+"""Choose the layouts of a run's batches, and plan shapes for devices that compile once per shape.
+
+A layout is a value. It makes its collator, knows its shapes and describes itself.
+"""
 
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
+from accelerate.utils import parse_flag_from_env
 from datasets import Dataset
 from transformers import DataCollatorForTokenClassification, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..config.reward_config import RewardConfig
-from ..data.collate import ComparisonRule, Part
-from ..data.collators import DataCollatorForPreference, RewardDataCollatorWithPadding
+from ..data.collate import BatchCollator, ComparisonRule, Part
+from ..data.collators import DataCollatorForPreference, DictCollator, RewardDataCollatorWithPadding
 from ..data.length_stats import is_prepared, kind_of_dataset, length_stats, length_stats_of_stream
 from ..data.loader import sizes_by_prompt
 from ..errors import UserError
@@ -23,9 +28,9 @@ from ..modeling.model_shape import outgrows_positions
 from ..modeling.packability import make_packable, reads_padding, user_code_in
 from ..modeling.recurrent_layers import shared_chunk
 from ..modeling.static_shapes import ExpansionImpossible, use_expanded_attention, use_static_shapes
+from ..packing.pack import pack, pack_unpadded, pad
 from ..packing.shapes import PairLengths, RowPlan, attention_crossover_length, bucket_lengths, plan_rows, round_up
 from ..runtime import Runtime
-from . import layouts
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +40,184 @@ LONG_ROW = 2048
 # A stream's sample is repeated to this many batches. Only one batch of the longest possible pairs is added, so shapes
 # fit typical batches.
 _STREAM_BATCHES = 4096
+
+#: Collators of TRL and transformers. `BatchCollator` makes batches with the same rows.
+STANDARD_COLLATORS = (DataCollatorForPreference, RewardDataCollatorWithPadding, DataCollatorForTokenClassification)
+
+
+# ---- layouts
+
+
+@dataclass(frozen=True)
+class Unpadded:
+    """Each batch is packed into one row without padding.
+
+    Args:
+        crossover: Row length at which attention costs as much as everything else.
+
+    Attributes:
+        name: The kind of rows, as recorded in checkpoints: "packed" or "padded".
+        shapes: Number of batch shapes; None if shapes are not planned.
+        accumulates: Whether some batches are split into several micro-batches.
+    """
+
+    crossover: float
+    name, shapes, accumulates = "packed", None, False
+
+    def collator(self, pad_token_id: int, rule: ComparisonRule, part: Part) -> Callable[..., Any]:
+        """Return the collator that makes process ``part``'s batches with comparisons by ``rule``."""
+        pack_rows = partial(pack_unpadded, attention_crossover_length=self.crossover)
+        return BatchCollator(pack_rows, pad_token_id, rule, part if part.count > 1 else None)
+
+    def __str__(self) -> str:
+        return "each packed into one row without padding"
+
+
+@dataclass(frozen=True)
+class Planned:
+    """Batches are packed into rows of a few planned shapes. All processes have the same shapes.
+
+    Args:
+        rows: The rows of all processes.
+        expands: Whether attention is computed in rows of whole sequences.
+    """
+
+    rows: RowPlan
+    expands: bool
+    name = "packed"
+
+    @property
+    def shapes(self) -> int:
+        return len(self.rows.shapes)
+
+    @property
+    def accumulates(self) -> bool:
+        return bool(self.rows.accumulate)
+
+    def collator(self, pad_token_id: int, rule: ComparisonRule, part: Part) -> Callable[..., Any]:
+        pack_rows = partial(pack, plan=self.rows, expands=self.expands, part=(part.index, part.count))
+        every = replace(part, pairs=part.pairs * part.count, shares_pairs=True)
+        return BatchCollator(pack_rows, pad_token_id, rule, every)
+
+    def __str__(self) -> str:
+        attention = "in rows of whole sequences" if self.expands else "with masks"
+        return f"packed into rows of {self.rows}; attention is computed {attention}"
+
+
+@dataclass(frozen=True)
+class Padded:
+    """Batches have one row for each sequence.
+
+    Args:
+        reason: Why batches are not packed.
+        lengths: Planned row lengths; None pads to the longest sequence.
+        is_static: Whether each batch has the same number of rows, even if lengths are not planned.
+        multiple: Row lengths that are not planned are multiples of this.
+    """
+
+    reason: str
+    lengths: tuple[int, ...] | None
+    is_static: bool
+    multiple: int
+    name = "padded"
+    accumulates = False
+
+    @property
+    def shapes(self) -> int | None:
+        return None if self.lengths is None else len(self.lengths)
+
+    def collator(self, pad_token_id: int, rule: ComparisonRule, part: Part) -> Callable[..., Any]:
+        lengths = self.lengths or () if self.is_static else None
+        pack_rows = partial(pad, lengths=lengths, multiple=self.multiple)
+        return BatchCollator(pack_rows, pad_token_id, rule, part if self.is_static or part.count > 1 else None)
+
+    def __str__(self) -> str:
+        if self.lengths is None:
+            return f"padded to their longest sequence ({self.reason})"
+        listed = " or ".join(map(str, self.lengths))
+        if len(self.lengths) > 4:
+            listed = f"one of {len(self.lengths)} lengths in"
+        return f"padded to {listed} tokens ({self.reason})"
+
+
+@dataclass(frozen=True)
+class TrlDict(Padded):
+    """Batches are TRL's dict of padded rows, for user code that makes or reads them.
+
+    Args:
+        collate: TRL's or the user's collator.
+        is_old: Whether ``collate`` reads the columns of TRL up to 0.23.
+        padding_side: The side on which ``collate`` pads.
+    """
+
+    collate: Callable[[list[Any]], dict[str, Any]]
+    is_old: bool
+    padding_side: str
+
+    def collator(self, pad_token_id: int, rule: ComparisonRule, part: Part) -> Callable[..., Any]:
+        collate, own_part = self.collate, part if part.count > 1 else None
+        if type(collate) is DataCollatorForPreference and rule.answers != 2:
+            collate = replace(collate, answers=rule.answers)
+        return DictCollator(collate, self.is_old, rule, pad_token_id, self.padding_side, self.lengths, own_part)
+
+
+BatchLayout = Unpadded | Planned | Padded
+
+
+# ---- the choice
+
+
+def obstacle_to_packing(
+    args: RewardConfig, model: PreTrainedModel, runtime: Runtime, dataset: Any, is_planned: bool
+) -> str | None:
+    """Return the first reason in the settings, the model's type and the training data not to pack batches, or None.
+
+    User code is another reason, see `user_code_reading`, and so is a model that fails `make_packable`.
+
+    Args:
+        is_planned: Whether packed rows would have planned shapes.
+    """
+    counted, recompiles = args.include_num_input_tokens_seen, args.torch_compile and not is_planned
+    shards = (
+        args.fsdp or args.deepspeed_plugin or args.parallelism_config or parse_flag_from_env("ACCELERATE_USE_FSDP")
+    )
+    is_gpu = runtime.device.type == "cuda" and not args.use_cpu
+    prefers_padding = args.packing == "auto" and is_gpu and shared_chunk(model) > 1
+    changes_positions = outgrows_positions(model, args.max_length)
+    counts_padding = getattr(counted, "value", counted) not in (False, "no")
+    is_unbounded = is_planned and not can_plan(dataset, args.max_length)
+    obstacles = {
+        "packing is turned off": args.packing == "false",
+        "torch_compile would compile the model again for each new shape of a row": recompiles,
+        "neftune_noise_alpha scales its noise by the length of rows": args.neftune_noise_alpha,
+        "long sequences change the positions of shorter ones in a batch (see max_length)": changes_positions,
+        "accelerate shards the model, and packed rows are not tested with that": shards,
+        "include_num_input_tokens_seen counts padded rows (num_tokens in the logs does not)": counts_padding,
+        "on a GPU, recurrent layers are faster in padded rows: packed rows take many small steps": prefers_padding,
+        "train_dataset is a stream without max_length, so its pairs may be longer than any row": is_unbounded,
+    }
+    return next((obstacle for obstacle, is_present in obstacles.items() if is_present), None)
+
+
+def user_code_reading(args: RewardConfig, collator: Any, method: str | None) -> str | None:
+    """Return a description of user code that makes or reads batches and so needs TRL's dict, or None.
+
+    Args:
+        collator: The user's data collator; None for the default.
+        method: Name of a user-defined method of the trainer that reads batches.
+    """
+    if collator is not None and type(collator) not in STANDARD_COLLATORS:
+        return "a custom data collator makes the batches"
+    if method is None:
+        return None
+    if method.endswith("_dataloader") and args.train_batch_size > args.per_device_train_batch_size:
+        return f"{method} is overridden; a batch of its loader is the batch of all devices of the mesh"
+    return f"{method} is overridden, and such code expects padded rows"
+
+
+def can_plan(dataset: Any, max_length: int | None) -> bool:
+    """Return whether rows of ``dataset`` can be planned. A stream needs ``max_length`` as a bound for its pairs."""
+    return isinstance(dataset, Dataset) or (dataset is not None and max_length is not None)
 
 
 def plan_rows_of(
@@ -93,12 +276,14 @@ class BatchPlan:
             rows; None without such a method.
         fixed_rows: Rows for every packed batch. None chooses rows that fit the data.
 
+    Attributes:
+        padding_reason: The obstacle to packing; None if batches are packed.
+
     Raises:
         UserError: packing=True is set, but packing is impossible.
     """
 
     padding_reason: str | None = None
-    """The obstacle to packing; None if batches are packed."""
     _expands = False  # whether planned rows attend in rows of whole sequences
     _sizes_N: np.ndarray | None = None  # sizes of the training pairs with `group_by_prompt`
     _streamed: PairLengths | None = None  # lengths of the first pairs of the first stream
@@ -122,7 +307,7 @@ class BatchPlan:
         self._is_planned = runtime.plans_shapes or fixed_rows is not None
         self._plans: dict[tuple[str, int], RowPlan] = {}
         self._reads_padding: dict[str, bool] = {}  # by the description of user code in the model
-        obstacle = layouts.obstacle_to_packing(args, model, runtime, train_dataset, self._is_planned)
+        obstacle = obstacle_to_packing(args, model, runtime, train_dataset, self._is_planned)
         self._pad_for_reason(obstacle or self._user_code())
         self.use_model(model)
 
@@ -169,7 +354,7 @@ class BatchPlan:
         if self._expands:
             self._plans.clear()  # plan again: whole sequences take more room
         for dataset in evaluated:
-            if args.row_length is not None and layouts.can_plan(dataset, args.max_length):
+            if args.row_length is not None and can_plan(dataset, args.max_length):
                 self.rows(dataset, args.eval_batch_size)
 
     def _choose_expansion(self) -> bool:
@@ -191,7 +376,7 @@ class BatchPlan:
         return False
 
     def _user_code(self) -> str | None:
-        return layouts.user_code_reading(self._args, self._collator, self._reads_padded_rows())
+        return user_code_reading(self._args, self._collator, self._reads_padded_rows())
 
     def _pad_for_reason(self, obstacle: str | None) -> None:
         """Pad batches from now on if there is an obstacle to packing.
@@ -210,26 +395,26 @@ class BatchPlan:
     # ---- layouts and collators
 
     @property
-    def layout(self) -> layouts.BatchLayout:
+    def layout(self) -> BatchLayout:
         """The layout of training batches."""
         return self.layout_of(self._train_dataset, self._args.train_batch_size)
 
-    def layout_of(self, dataset: Any, batch_size: int) -> layouts.BatchLayout:
+    def layout_of(self, dataset: Any, batch_size: int) -> BatchLayout:
         """Return the layout of batches of ``dataset`` with ``batch_size`` rows of the data per process."""
         args, is_static = self._args, self._runtime.plans_shapes
         if self.padding_reason is None and not self._is_planned:
-            return layouts.Unpadded(attention_crossover_length(self._hidden_size))
-        if self.padding_reason is None and layouts.can_plan(dataset, args.max_length):
-            return layouts.Planned(self.rows(dataset, batch_size), self._expands)
+            return Unpadded(attention_crossover_length(self._hidden_size))
+        if self.padding_reason is None and can_plan(dataset, args.max_length):
+            return Planned(self.rows(dataset, batch_size), self._expands)
         reason = self.padding_reason or "a stream without max_length"
-        has_own_format = self._collator is None or isinstance(self._collator, layouts.STANDARD_COLLATORS)
+        has_own_format = self._collator is None or isinstance(self._collator, STANDARD_COLLATORS)
         lengths = self._lengths(dataset) if is_static and has_own_format else None
         multiple: Any = args.pad_to_multiple_of or 1  # the config has parsed text
         if self._user_code() is None:
-            return layouts.Padded(reason, lengths, is_static, multiple)
+            return Padded(reason, lengths, is_static, multiple)
         collate = self._collator or self.default_collator()
         are_old = self._old_columns or isinstance(collate, RewardDataCollatorWithPadding)
-        return layouts.TrlDict(reason, lengths, is_static, multiple, collate, are_old, self.padding_side)
+        return TrlDict(reason, lengths, is_static, multiple, collate, are_old, self.padding_side)
 
     def collator(self, dataset: Any, batch_size: int, user_collator: Any) -> Callable[..., Any]:
         """Return the collator of ``dataset``.

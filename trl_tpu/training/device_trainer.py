@@ -61,6 +61,7 @@ from ..data.loader import (
     skip_batches,
 )
 from ..errors import UserError
+from ..modeling.model_shape import flops_per_pair
 from ..modeling.recurrent_layers import recompute_in_same_batch
 from ..packing.batch import Batch, micro_batches_of, tensors_in
 from ..parallel import shard
@@ -101,13 +102,15 @@ class DeviceTrainer(SavingTrainer):
 
     State that this package adds is in the attribute `trl_tpu` and in private methods. A subclass may use any other
     public name that is not documented here.
+
+    Attributes:
+        stopped_by: Reason the last `train()` stopped early: "training_time_limit" or "SIGTERM"; None if it finished.
+        stop_checkpoint: Folder or URL of the last saved checkpoint. After an early stop it belongs to the last step.
     """
 
     shard_report: shard.ShardReport | None = None
     stopped_by: str | None = None
-    """Reason the last `train()` stopped early: "training_time_limit" or "SIGTERM"; None if it finished."""
     stop_checkpoint = ""
-    """Folder or URL of the last saved checkpoint. After an early stop it belongs to the last step."""
 
     def _make_components(self, plan: BatchPlan, statistics: StepStatistics) -> None:
         """Make the components. Call this after transformers' constructor."""
@@ -316,6 +319,8 @@ class DeviceTrainer(SavingTrainer):
         epochs, updates, _, samples, _, batches, max_steps = self.set_initial_training_values(self.args, loader)
         first_epoch, skipped = self._init_training_state(max_steps, updates, epochs, checkpoint, trial)
         shard.reshard(self.model)  # an evaluation before training may have left weights gathered
+        # now, as sharding and stacking change the shapes of weights
+        self.trl_tpu.statistics.flops_per_pair = flops_per_pair(self.model, self.train_dataset)
         is_ours = saves_state(self.accelerator)
         model, loader = self._prepare_for_training(max_steps, loader, None if is_ours else checkpoint)
         self._place_training_state()

@@ -75,24 +75,29 @@ class Components:
         statistics: Sums over training steps.
         announce: Called with a message before a compilation, and with "" after it.
 
+    Attributes:
+        at_late_sigterm: Called after a SIGTERM that came too late to stop training.
+        base_identity: Returns the part of the identity that is read from the device, see `base_identity`.
+        best_model_lost: Reason why the last `train()` could not load its best model and kept the last one; None if it
+            could.
+        build: Function that turns the return value of `model_init` into a reward model.
+        date: Date that the chat template writes into conversations; None if it writes no date.
+        evaluated_kind: Kind of the last evaluated rows.
+        identity: Everything that decides the numbers of the run, see `identity_of`.
+        last_step: Last result of the loss, for subclass methods that do not return it.
+        seen: Number of evaluation prompts that are also in the training data, and of all, by the `id` of a dataset.
+
     Raises:
         UserError: Checkpoints of FSDP or DeepSpeed would go to a URL, or one process would use several GPUs.
     """
 
     best_model_lost: str | None = None
-    """Reason why the last `train()` could not load its best model and kept the last one; None if it could."""
     base_identity: Callable[[], dict[str, Any]] = dict
-    """Returns the part of the identity that is read from the device, see `base_identity`."""
     build: Any = None
-    """Function that turns the return value of `model_init` into a reward model."""
     date: str | None = None
-    """Date that the chat template writes into conversations; None if it writes no date."""
     seen: Mapping[int, tuple[int, ...]] = MappingProxyType({})
-    """Number of evaluation prompts that are also in the training data, and of all, by the `id` of a dataset."""
     evaluated_kind: Any = Pairs()
-    """Kind of the last evaluated rows."""
     last_step: StepResult | None = None
-    """Last result of the loss, for subclass methods that do not return it."""
 
     def __init__(
         self,
@@ -126,9 +131,7 @@ class Components:
         self.step_state = StepState(runtime, scanned=scanned, moments=args.optim_state_dtype)
         self.gradient_norms = GradientNorms(runtime, is_on=args.log_grad_norms)
         self.identity: dict[str, Any] = {}
-        """Everything that decides the numbers of the run, see `identity_of`."""
         self.at_late_sigterm: Callable[[], None] = partial(signal.raise_signal, signal.SIGTERM)
-        """Called after a SIGTERM that came too late to stop training."""
 
     def unfinished(self, reason: str) -> Unfinished:
         """Return the exception to raise after an early stop.
@@ -149,7 +152,6 @@ class SavingTrainer(Trainer):
     args: RewardConfig
     model: PreTrainedModel  # or a peft model, which forwards attribute access
     trl_tpu: Components
-    """Components that this package adds."""
 
     def __getattr__(self, name: str) -> Any:
         if name == "trl_tpu":

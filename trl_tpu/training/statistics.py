@@ -51,25 +51,24 @@ class StepStatistics:
         nonfinite_limit: Maximum number of consecutive nonfinite steps: training stops when it is reached. 0 turns
             counting and skipping off.
         attribute_weights: Weights that combine several attributes into the measured reward; empty for one attribute.
+
+    Attributes:
+        device_counts: int32: `COUNTS`, tokens, `StepCounts`.
+        device_sums: float32: `SUMS`, the lowest and highest reward, the loss up to the last finite step.
+        checks_nonfinite: False if accelerate's FSDP or DeepSpeed takes the steps.
+        has_scaler: True if a loss scaler runs. It causes infinite gradients, and skips their updates itself.
         flops_per_pair: FLOPs of an average training pair; None if unknown. Tokens that its answers share count once,
             padding does not count. See `trl_tpu.modeling.model_shape`.
+        num_tokens: Tokens up to the last log, including those before a resume.
+        nonfinite: Nonfinite steps of this run up to the last log.
+        is_finite_1: True if the last step was finite.
+        evaluated: Mean and standard deviation of rewards in the last evaluation.
+        verdicts: Verdict of the last evaluation, by metric prefix.
     """
 
-    device_counts: torch.Tensor
-    """int32: `COUNTS`, tokens, `StepCounts`."""
-    device_sums: torch.Tensor
-    """float32: `SUMS`, the lowest and highest reward, the loss up to the last finite step."""
-    checks_nonfinite = True
-    """False if accelerate's FSDP or DeepSpeed takes the steps."""
-    has_scaler = False
-    """True if a loss scaler runs. It causes infinite gradients, and skips their updates itself."""
-    num_tokens = 0  # tokens up to the last log, including those before a resume
-    evaluated: RewardScale | None = None
-    """Mean and standard deviation of rewards in the last evaluation."""
-    is_finite_1: torch.Tensor
-    """True if the last step was finite."""
-    nonfinite = 0
-    """Nonfinite steps of this run up to the last log."""
+    checks_nonfinite, has_scaler = True, False
+    flops_per_pair: float | None = None
+    num_tokens = 0
 
     def __init__(
         self,
@@ -79,13 +78,10 @@ class StepStatistics:
         *,
         nonfinite_limit: int = 0,
         attribute_weights: Sequence[float] = (),
-        flops_per_pair: float | None = None,
     ) -> None:
         self._runtime, self._device, self._accelerator = runtime, device, accelerator
         self.limit, self.attribute_weights = nonfinite_limit, attribute_weights
-        self._work = flops_per_pair
         self.verdicts: dict[str, AnyVerdict] = {}
-        """Verdict of the last evaluation, by metric prefix."""
         self._windows: deque[RewardSums] = deque()  # one entry per log
         self._load(RewardSums(), StepCounts())
         self._begin(0, RewardSums())
@@ -160,7 +156,7 @@ class StepStatistics:
         # the next log includes these sums, but its rates do not
         self._resumed, self._step = resumed, step
         self._seconds, self._since = 0.0, time.monotonic()
-        self.evaluated = None
+        self.evaluated: RewardScale | None = None
         self._windows.clear()
         self._losses_1 = self.loss_sum()  # sum over the step's micro-batches, finite only if all losses are
         self.is_finite_1, self.nonfinite = self._to_device([True], torch.bool), 0
@@ -307,8 +303,8 @@ class StepStatistics:
         rates = {"pairs_per_second": pairs / seconds, "tokens_per_second": tokens / seconds}
         if steps > 0:
             rates["seconds_per_step"] = seconds / steps
-        if self._work is not None:
-            flops, peak = self._work * pairs / seconds, peak_flops_of(self._runtime.chip())
+        if self.flops_per_pair is not None:
+            flops, peak = self.flops_per_pair * pairs / seconds, peak_flops_of(self._runtime.chip())
             rates["model_tflops_per_second"] = flops / 1e12
             if peak is not None:
                 rates["mfu"] = flops / (peak * self._runtime.topology().devices)

@@ -1,7 +1,6 @@
 """Early stops and extra saves of a run (SIGTERM, time limit, save interval), votes of ranks, comparison of hosts."""
 
 import contextlib
-import json
 import logging
 import os
 import signal
@@ -18,6 +17,7 @@ from accelerate.utils import gather_object
 from transformers import TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import DefaultFlowCallback, ExportableState
 
+from ..checkpoint.identity import changes
 from ..data.length_stats import is_prepared, length_stats
 from ..errors import NOT_SAVED, UNFINISHED, UserError
 from ..runtime import Runtime, Value
@@ -26,8 +26,8 @@ logger = logging.getLogger(__name__)
 
 _STOPS = ("should_training_stop", "should_epoch_stop")
 _DECISIONS = ("should_log", "should_save", "should_evaluate", *_STOPS)
+#: Time between votes that nothing else triggers: the maximum time a preempted host waits for all hosts to stop.
 _SECONDS_BETWEEN_VOTES = 5.0
-"""Time between votes that nothing else triggers: the maximum time a preempted host waits for all hosts to stop."""
 
 
 def over_processes(accelerator: Accelerator | None, value: Value) -> list[Value]:
@@ -208,16 +208,16 @@ class Preemption(ExportableState):
     Args:
         time_limit: Maximum duration of one `train()`; None for no limit.
         save_interval: Time between saves; None for no extra saves.
+
+    Attributes:
+        stopped_by: Reason for an early stop: `SIGTERM` or `TIME_LIMIT`; None without an early stop.
+        is_preempted: Whether this process has received SIGTERM.
+        interrupts_evaluations: Whether a SIGTERM ends the current evaluation by `EvaluationInterrupted`; the step is
+            saved then.
+        requests: Requests of this process at the end of the last step.
     """
 
     stopped_by: str | None
-    """Reason for an early stop: `SIGTERM` or `TIME_LIMIT`; None without an early stop."""
-    is_preempted: bool
-    """Whether this process has received SIGTERM."""
-    interrupts_evaluations: bool
-    """Whether a SIGTERM ends the current evaluation by `EvaluationInterrupted`; the step is saved then."""
-    requests: dict[str, bool]
-    """Requests of this process at the end of the last step."""
 
     def __init__(self, time_limit: timedelta | None, save_interval: timedelta | None) -> None:
         self._time_limit = timedelta.max if time_limit is None else time_limit
@@ -317,19 +317,17 @@ def check_alike(runs: Sequence[Mapping[str, Any]]) -> None:
         runs: One mapping per host, from names to values that must be equal on all hosts.
 
     Raises:
-        UserError: A value differs between hosts. The message lists the values and hosts.
+        UserError: A value differs between hosts. The message lists the first differences from host 0.
     """
-    faults = []
-    for name in runs[0]:
-        hosts_of: dict[str, list[int]] = {}
-        for host, run in enumerate(runs):
-            hosts_of.setdefault(json.dumps(run[name], default=str), []).append(host)
-        if len(hosts_of) > 1:
-            faults.append(f"{name} is " + " and ".join(f"{value} on {_listed(on)}" for value, on in hosts_of.items()))
+    faults = [
+        f"{name} is {before!r} on host 0 and {now!r} on host {host}"
+        for host, run in enumerate(runs)
+        for name, before, now in changes(runs[0], run)
+    ]
     if faults:
         raise UserError(
-            f"All hosts must train the same run, but {'; '.join(faults)}. Start the same command on every host, with "
-            "the same data and an output_dir that all hosts share."
+            f"All hosts must train the same run, but {'; '.join(faults[:8])}. Start the same command on every host, "
+            "with the same data and an output_dir that all hosts share."
         )
 
 
@@ -350,8 +348,3 @@ def digest(dataset: Any) -> Any:
     if not is_prepared(dataset):
         return None
     return f"{len(dataset)} pairs ({length_stats(dataset).checksum:08x})"
-
-
-def _listed(hosts: list[int]) -> str:
-    more = f" and {len(hosts) - 8} more" if len(hosts) > 8 else ""
-    return f"{'host' if len(hosts) == 1 else 'hosts'} {', '.join(map(str, hosts[:8]))}{more}"
