@@ -57,18 +57,21 @@ _WITHOUT_PROMPT = ("messages", "text")  # columns of whole conversations
 
 @dataclass
 class Item:
-    """One text or conversation of a row, and its results."""
+    """One text or conversation of a row, and its results.
+
+    Attributes:
+        where: Beginning of error messages: row, column and index.
+        by_attribute: Reward of each attribute of the model, by name.
+        fault: Reason why the item has no reward.
+    """
 
     row: Row
     where: str
-    """Beginning of error messages: row, column and index."""
     dialogue: Dialogue | None = None
     tokens: int | None = None
     reward: float | None = None
     by_attribute: dict[str, float] | None = None
-    """Reward of each attribute of the model, by name."""
     fault: str | None = None
-    """Reason why the item has no reward."""
 
 
 #: Items of a row by column: one item, or a list of items if the column has a list of answers.

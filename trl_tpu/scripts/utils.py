@@ -31,8 +31,8 @@ BUILDERS = {".jsonl": "json", ".ndjson": "json", ".json": "json", ".parquet": "p
 COMPRESSIONS = (".gz", ".zst", ".bz2", ".xz")
 STDIN = "-"
 
+#: Rows; a line that is not a JSON object is replaced by an error that describes the fault.
 Rows = Iterator[dict[str, Any] | UserError]
-"""Rows; a line that is not a JSON object is replaced by an error that describes the fault."""
 
 
 @dataclass
@@ -71,9 +71,6 @@ class DatasetMixtureConfig:
         streaming: Whether to stream the datasets of the mixture.
         test_split_size: Rows of the mixture to hold out as the split `test`: a count, or a share below 1. By default
             no rows are held out.
-
-    Raises:
-        UserError: `datasets` is not a list, or a dataset has no `path` or an unknown key.
     """
 
     datasets: list[DatasetConfig] = field(default_factory=list)
@@ -81,10 +78,7 @@ class DatasetMixtureConfig:
     test_split_size: float | None = None
 
     def __post_init__(self) -> None:
-        try:
-            self.datasets = [DatasetConfig(**item) if isinstance(item, dict) else item for item in self.datasets]
-        except TypeError as error:  # not a list, an unknown key, or no path
-            raise UserError(f"`datasets` must be a list of mappings with a `path` each: {error}.") from error
+        self.datasets = [DatasetConfig(**item) if isinstance(item, dict) else item for item in self.datasets]
 
 
 @help_from_docstring
