@@ -15,8 +15,7 @@ from preference_rows import write_jsonl
 from trl_tpu import cli
 from trl_tpu.errors import UserError
 from trl_tpu.report import pages as page
-from trl_tpu.report.pages import read_run
-from trl_tpu.report.verdicts import verdict_file_name
+from trl_tpu.report.pages import read_run, verdict_file_name
 
 HOSTILE = "</pre><script>alert(1)</script><img src=x onerror=alert(2)>$\\frac$"
 

@@ -84,7 +84,8 @@ def test_rows_in_two_formats_are_rejected(good_model: Path, tmp_path: Path, erro
     several: dict[str, Any] = pair | {"completions": ["a", "b"], "scores": [1, 2]}
     both = write_jsonl(tmp_path / "both.jsonl", [several])
     assert "completions, scores" in error_of(*score_command(good_model, both))
-    assert "`mean` and `std`" in error_of(*score_command(good_model, both), "--standardize")
+    pairs = write_jsonl(tmp_path / "pairs.jsonl", [pair])
+    assert "`mean` and `std`" in error_of(*score_command(good_model, pairs), "--standardize")
     with pytest.raises(UserError, match="completions, scores"):
         read_scored(write_jsonl(tmp_path / "scored.jsonl", [several | {"reward_chosen": 1.0, "reward_rejected": 0.0}]))
     (best,) = trl_tpu.score(model, [several], best_of_n=True)
@@ -173,14 +174,13 @@ TYPED = {
 def test_parquet_output_keeps_types_also_after_a_resume(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     output = str(tmp_path / "out.parquet")
     rows = [{"row": 0, **TYPED}, {"row": 1, **TYPED, "made": None}, {"row": 2}, {"row": 3, "day": TYPED["day"]}]
-    with pytest.raises(KeyboardInterrupt), score.RowsFile(output, {}, chunk=1) as file:
-        for row in rows[:3]:
-            file.write([row], [row])
-        raise KeyboardInterrupt
-    with score.RowsFile(output, {}, chunk=1) as file:
-        coming = iter(rows)
-        assert list(file.written_chunks(coming)) == [[row] for row in rows[:3]]
-        file.write(left := list(coming), left)
+    interrupted = score.RowsFile(output, {}, chunk=1)
+    for row in rows[:3]:
+        interrupted.write([row], [row])
+    file, coming = score.RowsFile(output, {}, chunk=1), iter(rows)
+    assert list(file.written_chunks(coming)) == [[row] for row in rows[:3]]
+    file.write(left := list(coming), left)
+    file.finish()
     table = pq.read_table(output)
     assert table.to_pylist() == [dict.fromkeys(rows[0]) | row for row in rows]
     kinds = {"note": pa.binary(), "made": pa.timestamp("us", "UTC"), "day": pa.date32(), "price": pa.decimal128(3, 2)}
@@ -192,9 +192,10 @@ def test_json_lines_warn_once_about_columns_they_cannot_hold(tmp_path: Path, cap
     plain = {"text": "a", "number": 1.5, "list": [{"a": None}]}
     for name, value in TYPED.items():
         caplog.clear()
-        with score.RowsFile(str(tmp_path / "out.jsonl"), {}, chunk=1) as file:
-            for row in (plain, plain | {name: value}, plain | {name: value}):
-                file.write([row], [row])
+        file = score.RowsFile(str(tmp_path / "out.jsonl"), {}, chunk=1)
+        for row in (plain, plain | {name: value}, plain | {name: value}):
+            file.write([row], [row])
+        file.finish()
         (told,) = [record.getMessage() for record in caplog.records]
         assert f" {name}:" in told
         assert [{key: row[key] for key in plain} for row in read_jsonl(tmp_path / "out.jsonl")] == [plain] * 3

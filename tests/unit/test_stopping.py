@@ -13,22 +13,24 @@ from unittest.mock import create_autospec
 import pytest
 from accelerate import Accelerator
 from fake_hosts import AllGather, Host
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import TrainerControl, TrainerState, TrainingArguments
 
-from trl_tpu.config.reward_config import RewardConfig, parse_duration
+from trl_tpu.config.reward_config import RewardConfig
 from trl_tpu.training import stopping
 from trl_tpu.training.stopping import HostAgreement, Preemption, end_forks_by_sigterm
 
 PARTS = st.tuples(*(st.integers(0, 999_999) for _ in "dhm"))
 
 
+@settings(deadline=None)
 @given(PARTS.filter(any))
 def test_duration_is_the_sum_of_its_parts(parts: tuple[int, int, int]) -> None:
     text = "".join(f"{count}{unit}" for count, unit in zip(parts, "dhm", strict=True) if count)
     days, hours, minutes = parts
-    assert parse_duration(text, "training_time_limit") == timedelta(minutes=minutes + 60 * (hours + 24 * days))
+    limit = RewardConfig("out", training_time_limit=text).time_limit
+    assert limit == timedelta(minutes=minutes + 60 * (hours + 24 * days))
 
 
 def test_config_sets_when_to_save_and_stop() -> None:

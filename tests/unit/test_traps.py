@@ -13,6 +13,7 @@ from tokenizers.processors import TemplateProcessing
 from trl_tpu.data.formats import apply_template
 from trl_tpu.data.kinds import Pairs
 from trl_tpu.errors import UserError
+from trl_tpu.modeling.head_spec import HeadSpec
 from trl_tpu.scoring.stream import Form, flatten_items
 from trl_tpu.scripts.synthetic import load_dataset
 
@@ -21,6 +22,7 @@ QUESTION, YES, NO = user("q"), assistant("yes"), assistant("no")
 CHAT = {"chosen": [QUESTION, YES], "rejected": [QUESTION, NO]}
 ANSWERS = {"chosen": [YES], "rejected": [NO]}
 RANKED = {"completions": ["a", "b"], "scores": [1.0, 2.0]}
+PAIRS = Form(Pairs.scored_columns, best_only=False, spec=HeadSpec())
 SINGLE = {"prompt": "p", "completions": ["a"], "scores": [1.0]}
 
 
@@ -191,7 +193,7 @@ def test_other_formats_are_trained_and_scored_as_messages(form: str, caplog: pyt
         assert [found[key] for key in Pairs.columns] == [expected[key] for key in Pairs.columns]
         is_told = form not in ("a null prompt", "single messages")
         assert [each.name for each in caplog.records] == ["trl_tpu.data.traps"] * is_told
-    scored = flatten_items(Form.of(GOOD).read(Dataset.from_list([row])[0], "Row 0", tokenizer))
+    scored = flatten_items(PAIRS.read(Dataset.from_list([row])[0], "Row 0", tokenizer))
     texts = [item.dialogue and apply_template(tokenizer, item.dialogue) for item in scored]  # type: ignore[arg-type]
     assert texts == [apply_template(tokenizer, CHAT[half]) for half in GOOD]
 
@@ -239,6 +241,6 @@ def test_arrow_nulls_in_tools_and_calls_are_not_rendered() -> None:
         for half in GOOD:
             expected = tokenizer.apply_chat_template(row[half], tools=row["tools"], tokenize=False)
             assert tokenizer.decode(ids[f"{half}_ids"]) == expected
-        scored: Any = flatten_items(Form.of(GOOD).read(came, "Row 0", tokenizer))[0]
+        scored: Any = flatten_items(PAIRS.read(came, "Row 0", tokenizer))[0]
         expected = tokenizer.apply_chat_template(row["chosen"], tools=row["tools"], tokenize=False)
         assert apply_template(tokenizer, scored.dialogue, tools=scored.row["tools"]) == expected

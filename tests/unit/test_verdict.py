@@ -19,17 +19,17 @@ from trl_tpu.data.collate import pairs_of
 from trl_tpu.errors import UserError
 from trl_tpu.evaluation import evaluate
 from trl_tpu.evaluation.evaluate import Evaluation, NoComparisons, evaluate_best_of_n, evaluate_rows, padded
-from trl_tpu.evaluation.verdict import BestOfN, ScoreFit, Verdict, distribution_of, length_bias_of, proportion
-from trl_tpu.report.verdicts import (
-    LabeledRewards,
-    as_markdown,
-    markdown_text,
-    printable,
-    read_scored,
+from trl_tpu.evaluation.verdict import (
+    BestOfN,
+    ScoreFit,
+    Verdict,
+    distribution_of,
+    length_bias_of,
+    proportion,
     read_verdict,
-    sentences_of,
     verdict_json,
 )
+from trl_tpu.report.verdicts import LabeledRewards, as_markdown, markdown_text, printable, read_scored, sentences_of
 
 HOSTILE = "\x1b[31m[bold]<script>|`x`*\n![a](b)"
 margins = st.lists(st.floats(-40, 40) | st.just(0.0), min_size=1, max_size=60).map(np.array)

@@ -115,10 +115,13 @@ class Checkpointer:
         writes: Whether this process writes the small files and the manifest. One process per disk does.
         shares_disk: Whether all processes write to one shared folder. If not, each host has a separate disk.
         limit: Maximum number of checkpoints to keep; None keeps all.
+
+    Attributes:
+        latest: Folder or URL of the checkpoint that was last begun.
+        failed: Folders or URLs of checkpoints that could not be saved.
     """
 
     latest = ""
-    """Folder or URL of the checkpoint that was last begun."""
     _pending: Future[None] | None = None
 
     def __init__(
@@ -127,7 +130,6 @@ class Checkpointer:
         self._runtime, self._processes = runtime, processes
         self._writes, self._shares_disk, self._limit = writes, shares_disk, limit
         self.failed: list[str] = []
-        """Folders or URLs of checkpoints that could not be saved."""
 
     @property
     def _has_tensors(self) -> bool:
@@ -286,14 +288,16 @@ class CheckpointLoader:
         runtime: The runtime of the model's tensors.
         processes: All training processes.
         shares_disk: Whether all processes see the same folder.
+
+    Attributes:
+        progress: Content of the checkpoint's progress file; None for a checkpoint of another trainer.
+        folder: The checkpoint's folder on this host.
+        place: The checkpoint's folder or URL as requested.
     """
 
     progress: dict[str, Any] | None = None
-    """Content of the checkpoint's progress file; None for a checkpoint of another trainer."""
     folder: str | None = None
-    """The checkpoint's folder on this host."""
     place: str | None = None
-    """The checkpoint's folder or URL as requested."""
     _must_be_same = False  # "auto" was asked for
 
     def __init__(self, runtime: Runtime, processes: Processes, *, shares_disk: bool) -> None:

@@ -43,8 +43,8 @@ _OPTIONAL = re.compile(r"rng_state.*\.pth|training_args\.bin|.*(token|vocab|conf
 
 _CHECKPOINT_NAME = re.compile(r"checkpoint-\d+")
 
+#: Size in bytes and SHA-256 of each file, by its path relative to the folder.
 Files = dict[str, dict[str, Any]]
-"""Size in bytes and SHA-256 of each file, by its path relative to the folder."""
 
 
 # ---- writing

@@ -17,17 +17,8 @@ from ..parallel.shard import full_tensor
 
 #: Fields of a model's config that say nothing about its outputs, or that training writes (`mean` and `std`).
 _CONFIG_FIELDS_OF_NO_RUN = {
-    *(
-        "architectures",
-        "auto_map",
-        "distributed_config",
-        "dtype",
-        "labels_as",
-        "mean",
-        "std",
-        "transformers_version",
-        "use_cache",
-    ),
+    *("architectures", "auto_map", "distributed_config", "dtype", "labels_as", "mean", "std"),
+    *("transformers_version", "use_cache"),
 }
 #: Fields of a peft config that say nothing about the adapters' outputs.
 _ADAPTER_FIELDS_OF_NO_RUN = {

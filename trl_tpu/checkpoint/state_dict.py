@@ -37,15 +37,15 @@ from ..runtime import Runtime
 
 _MODEL_FILE = re.compile(r"(model|adapter_model)(?:-\d{5}-of-\d{5})?\.safetensors(?:\.index\.json)?")
 _TENSOR_FILE = re.compile(r"((adapter_)?model(-\d+-of-\d+)?|host-\d{5}-device-\d{3})\.safetensors")
+#: Maximum size of a model file. While a file is written, the host holds its tensors twice.
 _FILE_SIZE = "5GB"
-"""Maximum size of a model file. While a file is written, the host holds its tensors twice."""
 
 PROGRESS_FILE = "progress.json"
 STATE_FOLDER = "state"
 WEIGHT_PREFIX = "model."
 OPTIMIZER_PREFIX = "optimizer."
+#: Settings of optimizer groups that come from the new run's arguments instead of the checkpoint.
 _GROUP_SETTINGS_OF_RUN = ("params", "initial_lr", "weight_decay", "betas", "eps", "capturable", "foreach", "fused")
-"""Settings of optimizer groups that come from the new run's arguments instead of the checkpoint."""
 
 Tensors = Mapping[str, torch.Tensor]
 

@@ -119,7 +119,6 @@ def check_values(args: Any) -> None:
         )
     with explaining(f"frozen_parameters={args.frozen_parameters!r} is not a valid regular expression", "Correct it."):
         re.compile(args.frozen_parameters or "")
-    _ = args.time_limit  # raises UserError on invalid values
 
 
 def check_one_gpu(count: int) -> None:

@@ -23,30 +23,7 @@ from ..parallel.mesh import MeshShape, parse_mesh
 from ..parallel.sharding_plan import Rules
 from ..runtime import Remat
 from . import checks
-from .settings import SETTINGS
-
-_DURATION = re.compile(r"(?:([1-9][0-9]{0,5})d)?(?:([1-9][0-9]{0,5})h)?(?:([1-9][0-9]{0,5})m)?")
-
-
-def parse_duration(text: object, setting: str) -> timedelta:
-    """Parse a duration such as "2h30m", "1d" or "90m".
-
-    Args:
-        text: The duration.
-        setting: Name of the setting that has this value, for the error message.
-
-    Raises:
-        UserError: If the text has any other form.
-    """
-    match = _DURATION.fullmatch(text) if isinstance(text, str) else None
-    if not match or not match[0]:
-        raise UserError(
-            f"{setting}={text!r} is not a duration. Write whole numbers of days (d), hours (h) and minutes (m), in "
-            "this order and without spaces, and leave out units that are 0: '2h30m', '1d', '90m'."
-        )
-    days, hours, minutes = (int(part or 0) for part in match.groups())
-    return timedelta(days=days, hours=hours, minutes=minutes)
-
+from .settings import DURATION, SETTINGS
 
 T = TypeVar("T")
 
@@ -319,12 +296,12 @@ class RewardConfig(RemovedArguments, TrainingArguments):
     """
 
     _VALID_DICT_FIELDS = [*TrainingArguments._VALID_DICT_FIELDS, "model_init_kwargs"]
+    # text after each step of a solution; None unless the trainer rewards steps
     step_separator: ClassVar[str | None] = None
-    """Text after each step of a solution. None unless the trainer rewards steps."""
+    # settings that do not change a run; all others belong to its identity, also the fields of a subclass
     may_change_on_resume: ClassVar[frozenset[str]] = frozenset(REMOVED) | {
         name for name, setting in SETTINGS.items() if not setting.changes_run
     }
-    """Settings that do not change a run. All others belong to its identity, also the fields of a subclass."""
 
     # TRL's defaults that differ from TrainingArguments'
     learning_rate: float = 1e-4
@@ -494,8 +471,10 @@ class RewardConfig(RemovedArguments, TrainingArguments):
     @property
     def time_limit(self) -> timedelta | None:
         """Duration after which `train()` saves and stops; None for no limit."""
-        limit = self.training_time_limit
-        return None if limit is None else parse_duration(limit, "training_time_limit")
+        if self.training_time_limit is None:
+            return None
+        counts = cast(re.Match, DURATION.fullmatch(self.training_time_limit)).groupdict("0")
+        return timedelta(**{unit: int(count) for unit, count in counts.items()})
 
     @property
     def save_interval(self) -> timedelta | None:

@@ -5,6 +5,7 @@ The groups are the sections of `--help all`. An undeclared setting, such as a su
 """
 
 import math
+import re
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -56,6 +57,11 @@ class Setting(NamedTuple):
 
 
 SETTINGS: dict[str, Setting] = {}
+
+#: Whole numbers of days, hours and minutes, such as "2h30m".
+DURATION = re.compile(
+    r"(?=.)(?:(?P<days>[1-9][0-9]{0,5})d)?(?:(?P<hours>[1-9][0-9]{0,5})h)?(?:(?P<minutes>[1-9][0-9]{0,5})m)?"
+)
 
 
 def _declare(group: str, changes_run: bool, names: str, *rejected: No, valid: Any = None, needs: str = "") -> None:
@@ -207,7 +213,12 @@ _add("save_steps", No("always", "leave it out, or set save_strategy='no'", "None
 _add("save_interval_minutes", _NO_LOOP, valid=_at_least(0))
 _add("save_only_model", No("resume_from_checkpoint=^auto$"))
 _add("enable_jit_checkpoint", No("xla", "leave it out: a SIGTERM to any host already saves and stops"), _NO_LOOP)
-_add("load_best_model_at_end resume_from_checkpoint training_time_limit", _NO_LOOP)
+_add("load_best_model_at_end resume_from_checkpoint", _NO_LOOP)
+_is_duration = (
+    "a duration such as '2h30m', '1d' or '90m'",
+    lambda value: value is None or DURATION.fullmatch(str(value)),
+)
+_add("training_time_limit", _NO_LOOP, valid=_is_duration)
 _add("metric_for_best_model", needs="eval_strategy=steps|epoch")
 _add("greater_is_better", needs="metric_for_best_model=^(?!None)")
 

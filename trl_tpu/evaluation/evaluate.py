@@ -15,7 +15,7 @@ from ..data.collate import ComparisonRule, Labels, compare, pairs_of
 from ..data.kinds import Pairs, RowKind
 from ..data.length_stats import is_prepared, kind_of_dataset, length_stats, rows_of
 from ..data.prompts import Prompt, group_prompts, prompts_of
-from ..errors import UserError
+from ..errors import UserError, explaining
 from ..packing.batch import Comparisons
 from .verdict import (
     MOST_GROUPS,
@@ -494,7 +494,6 @@ def evaluate_rewards(
         try:
             if eval_by is not None:
                 groups = [label for label in _group_labels(dataset, eval_by)[:rows] for _ in range(per_row)]
-                check_groups(groups)
         except UserError as reason:  # the trainer's own data was checked before, but not data of a later call
             logger.warning("The metrics have no groups. %s", reason)
             groups = None
@@ -516,14 +515,12 @@ def _group_labels(dataset: Dataset, column: str) -> list[str]:
     """Return the group label of each row.
 
     Raises:
-        UserError: The dataset does not have this column.
+        UserError: The dataset does not have this column, or it has too many labels.
     """
-    if column not in dataset.column_names:
-        raise UserError(
-            f"eval_by={column!r} is not a column of the evaluation data. Choose one of its columns "
-            f"({', '.join(dataset.column_names)}), or leave eval_by out."
-        )
-    return [label_of(value) for value in dataset[column]]
+    with explaining(f"eval_by={column!r} cannot group the evaluation data", "Choose a column, or leave eval_by out."):
+        labels = [label_of(value) for value in dataset[column]]
+    check_groups(labels)
+    return labels
 
 
 def check_eval_by(args: Any, eval_dataset: Any) -> None:
@@ -540,7 +537,7 @@ def check_eval_by(args: Any, eval_dataset: Any) -> None:
             raise UserError(
                 f"eval_by={args.eval_by!r} needs evaluation data with a length, not a stream. Leave eval_by out."
             )
-        check_groups(_group_labels(dataset, args.eval_by))
+        _group_labels(dataset, args.eval_by)
 
 
 def check_best_metric(args: Any, eval_dataset: Any) -> None:

@@ -1,10 +1,13 @@
 """Numbers of a verdict on a reward model: accuracy with its interval, calibration, length bias and best of N."""
 
+import dataclasses
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import NormalDist
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, get_args, get_origin, get_type_hints
 
 import numpy as np
 
@@ -390,3 +393,44 @@ def correlation_of(first_N: np.ndarray, second_N: np.ndarray) -> float:
 
 
 AnyVerdict: TypeAlias = Verdict | BestOfN | ScoreFit
+_TYPES: dict[str, type[AnyVerdict]] = {"pairs": Verdict, "best_of_n": BestOfN, "scores": ScoreFit}
+
+
+def verdict_json(verdict: AnyVerdict) -> str:
+    """Return a verdict as JSON, with null for numbers that are not finite."""
+    kind = next(name for name, type_ in _TYPES.items() if isinstance(verdict, type_))
+    text = json.dumps({"kind": kind} | dataclasses.asdict(verdict))
+    content = json.loads(text, parse_constant=lambda _: None)
+    return f"{json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False)}\n"
+
+
+def read_verdict(path: Path) -> AnyVerdict:
+    """Read a verdict from a file that was written with `verdict_json`.
+
+    Raises:
+        UserError: The file does not hold a verdict.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        if "loss" in content:  # its name in earlier files
+            content["pairwise_loss"] = content.pop("loss")
+        verdict: AnyVerdict = _from_json(_TYPES[content.pop("kind")], content)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise UserError(f"{path} cannot be read as a verdict ({reason}). Delete it and evaluate again.") from error
+    return verdict
+
+
+def _from_json(kind: Any, value: Any) -> Any:
+    """Convert a JSON value to the type ``kind``. A null becomes nan if the type is a float."""
+    if value is None:
+        return math.nan if kind is float else None
+    if dataclasses.is_dataclass(kind):
+        fields = get_type_hints(kind)
+        return kind(**{name: _from_json(fields[name], item) for name, item in value.items()})  # type: ignore[operator]
+    parts = get_args(kind)
+    if get_origin(kind) is tuple:
+        return tuple(_from_json(parts[0], item) for item in value)
+    if get_origin(kind) is dict:
+        return {name: _from_json(parts[1], item) for name, item in value.items()}
+    return _from_json(parts[0], value) if parts else value  # the first part of `X | None` is X

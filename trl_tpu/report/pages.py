@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
-from urllib.parse import unquote
+from urllib.parse import quote, unquote
 from zlib import crc32
 
 import numpy as np
@@ -21,25 +21,14 @@ from transformers import PreTrainedTokenizerBase
 
 from .. import __version__
 from ..errors import UserError
-from ..evaluation.verdict import AnyVerdict, LengthBias, Proportion, ScoreFit, Verdict
+from ..evaluation.verdict import AnyVerdict, LengthBias, Proportion, ScoreFit, Verdict, read_verdict, verdict_json
 from ..modeling.head_spec import HeadSpec
-from .verdicts import (
-    VERDICT_FILE,
-    ScoredRows,
-    as_markdown,
-    markdown_text,
-    printable,
-    read_verdict,
-    sentences_of,
-    tables_of,
-    text_of,
-    verdict_file_name,
-    verdict_json,
-)
+from .verdicts import ScoredRows, as_markdown, markdown_text, printable, sentences_of, tables_of
 
 logger = logging.getLogger(__name__)
 
 PAGE = "index.html"
+VERDICT_FILE = "verdict.json"
 _GENERATOR = "trl-tpu report"
 _MAX_CHARACTERS = 700  # of a text from the data
 _NO_MATPLOTLIB = "Pictures are missing because matplotlib is not installed. Run `pip install matplotlib`."
@@ -242,6 +231,14 @@ def draw_training(figure: Any, runs: Sequence[RunHistory], shown: Sequence[str])
     figure.legend(lines.values(), lines.keys(), loc="outside lower center", ncols=2)
 
 
+def verdict_file_name(dataset: str) -> str:
+    """Return the file name of a verdict on a dataset. The name of an only dataset is empty.
+
+    `urllib.parse.unquote` recovers the dataset's name.
+    """
+    return f"verdict-{quote(dataset, safe='')}.json" if dataset else VERDICT_FILE
+
+
 def write_verdicts(verdicts: Mapping[str, AnyVerdict], folder: Path, draws: bool) -> str:
     """Write the verdicts of evaluations into a model's folder, and return a Markdown section for its card.
 
@@ -259,10 +256,7 @@ def write_verdicts(verdicts: Mapping[str, AnyVerdict], folder: Path, draws: bool
         return ""
     folder.mkdir(parents=True, exist_ok=True)
     for name, verdict in by_dataset.items():
-        path = folder / verdict_file_name(name)
-        partial = path.with_name(f"{path.name}.partial")
-        partial.write_text(verdict_json(verdict), encoding="utf-8")
-        partial.replace(path)
+        (folder / verdict_file_name(name)).write_text(verdict_json(verdict), encoding="utf-8")
     parts = ["## Evaluation", as_markdown(by_dataset, markdown_text)]
     pictures = pictures_of({name or "value": verdict for name, verdict in by_dataset.items()}) if draws else {}
     for title, png in pictures.items():
@@ -321,6 +315,16 @@ def write_page(
 def _entry(name: str, content: bytes) -> str:
     """Return the page's record of a file. A later report may overwrite the file only if it matches this record."""
     return f"{name}={crc32(content):08x}"
+
+
+def text_of(dialogue: Any) -> str:
+    """Return a text unchanged, or the contents of a conversation's messages, one after another on new lines."""
+    if isinstance(dialogue, str):
+        return dialogue
+    if isinstance(dialogue, dict):
+        content = dialogue.get("content")
+        return content if isinstance(content, str) else text_of(content) or str(dialogue.get("text") or "")
+    return "\n".join(map(text_of, dialogue)) if isinstance(dialogue, list) else ""
 
 
 def _excerpt(content: Any) -> str:

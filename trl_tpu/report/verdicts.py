@@ -1,13 +1,11 @@
-"""Write verdicts as sentences, tables and files, and read the scored rows that they evaluate."""
+"""Write verdicts as sentences and tables, and read the scored rows that they evaluate."""
 
-import dataclasses
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_args, get_origin, get_type_hints
-from urllib.parse import quote
+from typing import Any
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -18,9 +16,6 @@ from ..data.prompts import Prompt, prompt_of
 from ..errors import UserError
 from ..evaluation.evaluate import evaluate_best_of_n, evaluate_rows, padded
 from ..evaluation.verdict import AnyVerdict, BestOfN, LengthBias, Proportion, ScoreFit, Verdict, check_groups, label_of
-
-VERDICT_FILE = "verdict.json"
-_TYPES: dict[str, type[AnyVerdict]] = {"pairs": Verdict, "best_of_n": BestOfN, "scores": ScoreFit}
 
 Row = Mapping[str, Any]
 Clean = Callable[[str], str]
@@ -216,54 +211,6 @@ def markdown_text(text: str) -> str:
     return "".join(f"\\{letter}" if letter in "\\*_[]" else letter for letter in escaped)
 
 
-def verdict_file_name(dataset: str) -> str:
-    """Return the file name of a verdict on a dataset. The name of an only dataset is empty.
-
-    `urllib.parse.unquote` recovers the dataset's name.
-    """
-    return f"verdict-{quote(dataset, safe='')}.json" if dataset else VERDICT_FILE
-
-
-def verdict_json(verdict: AnyVerdict) -> str:
-    """Return a verdict as JSON, with null for numbers that are not finite."""
-    kind = next(name for name, type_ in _TYPES.items() if isinstance(verdict, type_))
-    text = json.dumps({"kind": kind} | dataclasses.asdict(verdict))
-    content = json.loads(text, parse_constant=lambda _: None)
-    return f"{json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False)}\n"
-
-
-def read_verdict(path: Path) -> AnyVerdict:
-    """Read a verdict from a file that was written with `verdict_json`.
-
-    Raises:
-        UserError: The file does not hold a verdict.
-    """
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        if "loss" in content:  # its name in earlier files
-            content["pairwise_loss"] = content.pop("loss")
-        verdict: AnyVerdict = _from_json(_TYPES[content.pop("kind")], content)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        reason = f"{type(error).__name__}: {error}"
-        raise UserError(f"{path} cannot be read as a verdict ({reason}). Delete it and evaluate again.") from error
-    return verdict
-
-
-def _from_json(kind: Any, value: Any) -> Any:
-    """Convert a JSON value to the type ``kind``. A null becomes nan if the type is a float."""
-    if value is None:
-        return math.nan if kind is float else None
-    if dataclasses.is_dataclass(kind):
-        fields = get_type_hints(kind)
-        return kind(**{name: _from_json(fields[name], item) for name, item in value.items()})  # type: ignore[operator]
-    parts = get_args(kind)
-    if get_origin(kind) is tuple:
-        return tuple(_from_json(parts[0], item) for item in value)
-    if get_origin(kind) is dict:
-        return {name: _from_json(parts[1], item) for name, item in value.items()}
-    return _from_json(parts[0], value) if parts else value  # the first part of `X | None` is X
-
-
 _GROUP_COLUMNS = ("attribute", "subset")  # added for models with attributes, and RewardBench's
 
 
@@ -384,13 +331,3 @@ def read_scored(path: Path, eval_by: str | None = None) -> ScoredRows:
         return ScoredRows(scored.rows, best)
     verdict = evaluate_rows(scored.rewards_NK, scored.labels, scored.tokens_N2, groups, scored.prompts)
     return ScoredRows(scored.rows, verdict)
-
-
-def text_of(dialogue: Any) -> str:
-    """Return a text unchanged, or the contents of a conversation's messages, one after another on new lines."""
-    if isinstance(dialogue, str):
-        return dialogue
-    if isinstance(dialogue, dict):
-        content = dialogue.get("content")
-        return content if isinstance(content, str) else text_of(content) or str(dialogue.get("text") or "")
-    return "\n".join(map(text_of, dialogue)) if isinstance(dialogue, list) else ""

@@ -51,6 +51,8 @@ class Batches:
         attention_crossover_length: Sequence length at which attention costs as much as all other operations.
         shards: Number of devices that rows are split over.
         is_static: Whether padded batches must have few different shapes.
+        row_length: Length of planned rows; by default chosen from the first sequences.
+        chunk: See `RowPlan`.
     """
 
     pad_token_id: int
@@ -59,9 +61,7 @@ class Batches:
     shards: int = 1
     is_static: bool = False
     row_length: int | None = None
-    """Length of planned rows; by default chosen from the first sequences."""
     chunk: int = 1
-    """See `RowPlan`."""
 
     def unpadded(self, dialogues: Sequence[np.ndarray]) -> Iterator[Members]:
         """Yield batches of tight rows, for a device that computes any shape without compiling it."""

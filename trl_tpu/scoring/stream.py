@@ -17,8 +17,8 @@ In all forms but the last two, a ``prompt`` column is put before each answer. Th
 """
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from itertools import chain, islice
 from typing import Any
 
@@ -31,6 +31,7 @@ from ..data.kinds import Pairs, Rankings, Solutions, check_one_form
 from ..data.kinds.base import LABELS_AS, tokenize_conversation, with_eos
 from ..data.traps import unread_columns, warn_of_new_traps
 from ..errors import UserError
+from ..modeling.head_spec import HeadSpec
 from .scorer import TOKENS_PER_PASS, Scorer
 
 logger = logging.getLogger(__name__)
@@ -44,31 +45,31 @@ REASON = "not_scored"
 Row = Mapping[str, Any]
 Dialogue = str | list[dict[str, Any]] | np.ndarray  # a text, messages, or token ids
 
+_WITHOUT_PROMPT = ("messages", "text")  # columns of whole conversations
 # for each form, its columns to score, each with its reward column and its token count column
 _FORMS: tuple[Mapping[str, tuple[str, str]], ...] = (
-    Pairs.scored_columns,
-    Rankings.scored_columns,
-    {"completion": ("reward", "tokens")},
-    {"messages": ("reward", "tokens")},
-    {"text": ("reward", "tokens")},
+    *(Pairs.scored_columns, Rankings.scored_columns),
+    *({column: ("reward", "tokens")} for column in ("completion", *_WITHOUT_PROMPT)),
 )
-_WITHOUT_PROMPT = ("messages", "text")  # columns of whole conversations
 
 
 @dataclass
 class Item:
-    """One text or conversation of a row, and its results."""
+    """One text or conversation of a row, and its results.
+
+    Attributes:
+        where: Beginning of error messages: row, column and index.
+        by_attribute: Reward of each attribute of the model, by name.
+        fault: Reason why the item has no reward.
+    """
 
     row: Row
     where: str
-    """Beginning of error messages: row, column and index."""
     dialogue: Dialogue | None = None
     tokens: int | None = None
     reward: float | None = None
     by_attribute: dict[str, float] | None = None
-    """Reward of each attribute of the model, by name."""
     fault: str | None = None
-    """Reason why the item has no reward."""
 
 
 #: Items of a row by column: one item, or a list of items if the column has a list of answers.
@@ -85,59 +86,46 @@ class Form:
     Args:
         outputs: For each column to score, the names of its reward column and its token count column.
         best_only: Whether only the best of each row's completions is kept.
-        columns: All columns of the rows.
-        solutions: The kind of the rows, for a model that scores steps; None for other models.
-        labels_as: See `HeadSpec`.
+        spec: The outputs of the model.
     """
 
     outputs: Mapping[str, tuple[str, str]]
-    best_only: bool = False
-    columns: Sequence[str] = ()
-    solutions: Solutions | None = None
-    labels_as: str | None = None
+    best_only: bool
+    spec: HeadSpec
 
     @classmethod
-    def of(cls, columns: Iterable[str], best_only: bool = False) -> "Form":
-        """Find the form of rows with these columns.
+    def of(cls, columns: Iterable[str], best_only: bool, spec: HeadSpec) -> "Form":
+        """Find the form of rows with these columns, and warn about columns that the output overwrites.
 
         Raises:
-            UserError: The columns have no form that can be scored, or `best_only` is set without completions.
+            UserError: The columns have no form that can be scored, or two forms; `best_only` is set without
+                completions; or the model scores steps, but the rows have none.
         """
         present = list(columns)
-        forms = _FORMS[best_only and "completions" in present :]
-        outputs = next((form for form in forms if form.keys() <= set(present)), None)
+        scores_steps = spec.step_separator is not None
+        if scores_steps and (best_only or "completions" not in present):
+            raise UserError(
+                "The model scores steps: rows need `prompt` and `completions` (the steps of one solution), and "
+                f"best-of-N is not available. These rows have {present}."
+            )
+        if best_only and "completions" not in present:
+            raise UserError(
+                f"Choosing the best answer needs a column completions (a list of answers). These rows have {present}."
+            )
+        outputs: Mapping[str, tuple[str, str]] | None = {"completions": ("reward", "tokens")}
+        if scores_steps:
+            outputs = Solutions.scored_columns
+        elif not best_only:
+            outputs = next((form for form in _FORMS if form.keys() <= set(present)), None)
+            check_one_form(present, "The dataset")
         if outputs is None:
             raise UserError(
                 "Rows to score need chosen and rejected (answers, or lists of answers), completions (a list of "
                 f"answers) or completion, optionally with prompt; or messages, or text. These rows have {present}."
             )
-        if best_only and "completions" not in outputs:
-            raise UserError(
-                f"Choosing the best answer needs a column completions (a list of answers). These rows have {present}."
-            )
-        return cls({"completions": ("reward", "tokens")} if best_only else outputs, best_only, present)
-
-    def of_model(self, scorer: Scorer) -> "Form":
-        """Return the form that a model reads, and warn about columns of the rows that the output overwrites.
-
-        Raises:
-            UserError: The model scores steps, but the rows have none; or the rows match two forms.
-        """
-        separator, labels_as = scorer.outputs.step_separator, scorer.outputs.labels_as
-        form = replace(self, labels_as=None if self.best_only or "completions" not in self.outputs else labels_as)
-        if separator is None and not self.best_only:
-            check_one_form(self.columns, "The dataset")
-        if separator is not None:
-            if self.best_only or "completions" not in self.columns:
-                raise UserError(
-                    "The model scores steps: rows need `prompt` and `completions` (the steps of one solution), and "
-                    "best-of-N is not available."
-                )
-            solutions = Solutions(separator, is_eval=True)
-            form = Form(solutions.scored_columns, False, self.columns, solutions, labels_as)
+        form = cls(outputs, best_only, spec)
         # writing an empty row gives the names of all new columns
-        empty: Items = {column: Item({}, "") for column in form.outputs}
-        if replaced := form.written({}, empty, bool(scorer.outputs.attributes)).keys() & set(self.columns):
+        if replaced := form.written({}, {column: Item({}, "") for column in outputs}).keys() & set(present):
             logger.warning(f"Columns of the output overwrite the dataset's: {', '.join(sorted(replaced))}.")
         return form
 
@@ -151,8 +139,14 @@ class Form:
         """
         if isinstance(row, UserError):
             return {column: Item({}, where, fault=str(row)) for column in self.outputs}
-        if self.solutions is not None:
-            return {"completions": self._steps(self.solutions, row, where, tokenizer)}
+        if self.spec.step_separator is not None:
+            place = f"{where}: `completions"
+            try:
+                solutions = Solutions(self.spec.step_separator, is_eval=True)
+                sequences = solutions.sequences_to_score(row, where, tokenizer)
+            except UserError as error:
+                return {"completions": Item(row, place, fault=str(error))}
+            return {"completions": [Item(row, f"{place}[{index}]`", ids) for index, ids in enumerate(sequences)]}
         row = convert_row(row)[0]
         if "completion" in row and "completions" in self.outputs:  # also a row without a label, after rows with one
             row.setdefault("completions", [row["completion"]])
@@ -170,20 +164,12 @@ class Form:
                 items[column] = _read(row, prompt, answer, f"{place}`", tokenizer)
         return items
 
-    @staticmethod
-    def _steps(solutions: Solutions, row: Row, where: str, tokenizer: Any) -> Item | list[Item]:
-        try:
-            sequences = solutions.sequences_to_score(row, where, tokenizer)
-        except UserError as error:
-            return Item(row, f"{where}: `completions", fault=str(error))
-        return [Item(row, f"{where}: `completions[{place}]`", ids) for place, ids in enumerate(sequences)]
-
     def unread_columns(self, row: Row) -> list[str]:
         """Return traps for the columns of a converted row whose text is not scored."""
         prompt = None if self.outputs.keys() & set(_WITHOUT_PROMPT) else row.get("prompt")
         return unread_columns(row, prompt, [row.get(column) for column in self.outputs])
 
-    def written(self, row: Row, items: Items, has_attributes: bool = False) -> dict[str, Any]:
+    def written(self, row: Row, items: Items) -> dict[str, Any]:
         """Return the row with its rewards, its token counts, and a reason if it lacks rewards.
 
         Rewards of a model's attributes go to the column ``REWARD_COLUMN_by_attribute``.
@@ -201,13 +187,14 @@ class Form:
         for column, (reward, tokens) in self.outputs.items():
             scored = items[column]
             columns = {"reward": reward, "tokens": tokens}
-            columns |= {"by_attribute": f"{reward}_by_attribute"} if has_attributes else {}
+            columns |= {"by_attribute": f"{reward}_by_attribute"} if self.spec.attributes else {}
             for field, name in columns.items():
                 values = [getattr(item, field) for item in (scored if isinstance(scored, list) else [scored])]
                 written[name] = values if isinstance(scored, list) else values[0]
         written.pop(LABELS_AS, None)  # of another model
-        read = {} if self.labels_as is None else {LABELS_AS: self.labels_as}
-        return written | read | {REASON: f"{faults[0]}{more}" if faults else None}
+        if self.spec.labels_as is not None and "completions" in self.outputs and not self.best_only:
+            written[LABELS_AS] = self.spec.labels_as
+        return written | {REASON: f"{faults[0]}{more}" if faults else None}
 
 
 def flatten_items(items: Items) -> list[Item]:
@@ -310,18 +297,21 @@ def score(
     named: Iterable[Any] = (
         {"text" if isinstance(row, str) else "messages": row} if isinstance(row, str | list) else row for row in rows
     )
-    form, stream = inspect_rows(named, best_of_n)
+    spec = model.outputs if isinstance(model, Scorer) else HeadSpec.saved(model)
+    form, stream = inspect_rows(named, best_of_n, spec)
     if not isinstance(model, Scorer):
         settings: dict[str, Any] = {"bf16": bf16, "mesh": mesh, "tokens_per_pass": tokens_per_pass}
         model = Scorer(model, trust_remote_code, standardize=standardize, **settings)
-    return chain.from_iterable(scored for _, scored in scored_windows(model, stream, form.of_model(model), max_length))
+    return chain.from_iterable(scored for _, scored in scored_windows(model, stream, form, max_length))
 
 
-def inspect_rows(rows: Iterable[Any], best_only: bool) -> tuple[Form, Iterator[Row | UserError]]:
+def inspect_rows(rows: Iterable[Any], best_only: bool, spec: HeadSpec) -> tuple[Form, Iterator[Row | UserError]]:
     """Detect the form of rows from the first row; return the form and an iterator over all rows.
 
     Args:
         rows: The rows, with a UserError in place of each invalid row.
+        best_only: Whether only the best of each row's completions is kept.
+        spec: The outputs of the model.
 
     Raises:
         UserError: There are no rows, the first row is invalid, or its columns cannot be scored.
@@ -335,7 +325,7 @@ def inspect_rows(rows: Iterable[Any], best_only: bool) -> tuple[Form, Iterator[R
     converted, forms = convert_row(first)
     if forms:
         logger.warning(f"The rows to score have {', '.join(forms)}.")
-    return Form.of({**first, **converted}, best_only), chain([first], remaining)
+    return Form.of({**first, **converted}, best_only, spec), chain([first], remaining)
 
 
 def scored_windows(
@@ -388,7 +378,7 @@ def _start(
             else:
                 item.fault = f"{item.where}: the reward is {reward}, not a finite number"
         return rows, [
-            form.written({} if isinstance(row, UserError) else row, items, bool(scorer.outputs.attributes))
+            form.written({} if isinstance(row, UserError) else row, items)
             for row, items in zip(rows, items_of_rows, strict=True)
         ]
 

@@ -186,8 +186,6 @@ def read_inputs(
     Raises:
         UserError: No model, a stream, or a model or data that the trainer rejects.
     """
-    if not model_args.model_name_or_path:
-        raise UserError("Name a model with `--model_name_or_path`: a Hub id, or a folder with a config.json.")
     name, kwargs = resolve_model(model_args.model_name_or_path, folder), reward.model_init_kwargs(model_args, args)
     loading = {key: kwargs[key] for key in ("revision", "trust_remote_code") if key in kwargs}
     with explaining(f"{name} cannot be loaded as a reward model"):

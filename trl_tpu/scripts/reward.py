@@ -24,7 +24,7 @@ from trl_tpu.config.checks import warn_of_unmet_needs
 from trl_tpu.config.reward_config import RewardConfig, help_from_docstring
 from trl_tpu.data.checks import RAW_COLUMNS
 from trl_tpu.data.kinds import answers_of, labels_of
-from trl_tpu.errors import BEST_LOST, NOT_SAVED, UNFINISHED, UserError
+from trl_tpu.errors import BEST_LOST, NOT_SAVED, UNFINISHED
 from trl_tpu.experimental.prm import PRMConfig, PRMTrainer
 from trl_tpu.modeling.adapters import get_peft_config, get_quantization_config
 from trl_tpu.scripts.parser import CommandParser, TrlParser
@@ -78,8 +78,6 @@ def main(
         SystemExit: With status 73, the last model was saved, because the best model could not be loaded. With status
             74, the model or a checkpoint could not be saved. The log names the fault.
     """
-    if not model_args.model_name_or_path:
-        raise UserError("Name a model with `--model_name_or_path`: a Hub id, a local folder, or synthetic:tiny.")
     training_args = copy.copy(training_args)
     training_args.model_init_kwargs = model_init_kwargs(model_args, training_args)
     checkpoint: Any = training_args.resume_from_checkpoint
@@ -130,12 +128,13 @@ def make_trainer(
     script_args: ScriptArguments, args: RewardConfig, model_args: ModelConfig, dataset_args: DatasetMixtureConfig
 ) -> RewardTrainer:
     """Load the data and make the trainer. Raises UserError as described in `main`."""
+    model = resolve_model(model_args.model_name_or_path, str(args.output_dir))
     dataset, what = load_splits(script_args, dataset_args)
     args.do_eval |= args.eval_on_start  # `eval_strategy` has also set `do_eval`
     of_evaluation = ("eval_by", "max_eval_steps", "per_device_eval_batch_size")
     warn_of_unmet_needs(args, dict.fromkeys(of_evaluation, "do_eval=True"))
     return (RewardTrainer if args.step_separator is None else PRMTrainer)(
-        model=resolve_model(str(model_args.model_name_or_path), str(args.output_dir)),
+        model=model,
         args=args,
         train_dataset=pick_split(dataset, script_args.dataset_train_split, what),
         eval_dataset=pick_split(dataset, script_args.dataset_test_split, what) if args.do_eval else None,

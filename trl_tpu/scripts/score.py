@@ -9,11 +9,11 @@ import shutil
 import sys
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -25,6 +25,7 @@ from trl_tpu.data import checks
 from trl_tpu.data.tokenize import CODE
 from trl_tpu.errors import UserError, UserFileError
 from trl_tpu.evaluation.evaluate import Evaluation, NoComparisons
+from trl_tpu.modeling.head_spec import HeadSpec
 from trl_tpu.report.verdicts import LabeledRewards, Table, as_markdown, printable, read_rows
 from trl_tpu.scoring import stream
 from trl_tpu.scoring.scorer import TOKENS_PER_PASS, Scorer
@@ -105,10 +106,9 @@ def main(args: ScoreArguments) -> int:
         count: int | None = len(args.text)
     else:
         raw_rows, count = open_rows(str(args.dataset_name), args.dataset_config, args.dataset_split)
-    form, rows = inspect_rows(raw_rows, args.best_of_n)
+    form, rows = inspect_rows(raw_rows, args.best_of_n, HeadSpec.saved(args.model_name_or_path))
     settings: dict[str, Any] = {"bf16": args.bf16, "mesh": args.mesh, "tokens_per_pass": args.tokens_per_pass}
     scorer = Scorer(args.model_name_or_path, args.trust_remote_code, standardize=args.standardize, **settings)
-    form = form.of_model(scorer)
     columns = [reward for reward, _ in form.outputs.values()]
     evaluation, ranges, done, faults, fault = Evaluation(), defaultdict[str, list[Any]](list), 0, 0, None
     for scored in _windows(args, scorer, rows, form, count):
@@ -153,35 +153,35 @@ def _windows(
     args: ScoreArguments, scorer: Scorer, rows: Iterator[Any], form: Form, count: int | None
 ) -> Iterator[list[dict[str, Any]]]:
     """Yield windows of scored rows: first the windows that an earlier run wrote, then each new window once written."""
-    done, file = 0, None
+    done = 0
     scale = None if scorer.scale is None else [scorer.scale.mean, scorer.scale.std]
     depends_on = {"model": scorer.fingerprint, "best_of_n": args.best_of_n, "scale": scale}
     depends_on |= {"max_length": args.max_length, "bf16": args.bf16, "code": CODE}
-    with ExitStack() as stack:
-        if args.output:
-            file = stack.enter_context(RowsFile(args.output, depends_on, stream.WINDOW))
-            for scored in file.written_chunks(rows):
-                done += len(scored)
-                yield scored
-        if done:
-            logger.warning(f"Resuming an earlier run of this command: {done} rows are scored already.")
-        interval = 0.5 if sys.stderr.isatty() else 30  # seconds: a log keeps each line
-        settings: dict[str, Any] = {"unit": " rows", "mininterval": interval, "disable": bool(args.text)}
-        bar = stack.enter_context(tqdm(desc="Scoring", total=count, initial=done, **settings))
+    file = RowsFile(args.output, depends_on, stream.WINDOW) if args.output else None
+    for scored in file.written_chunks(rows) if file is not None else ():
+        done += len(scored)
+        yield scored
+    if done:
+        logger.warning(f"Resuming an earlier run of this command: {done} rows are scored already.")
+    interval = 0.5 if sys.stderr.isatty() else 30  # seconds: a log keeps each line
+    settings: dict[str, Any] = {"unit": " rows", "mininterval": interval, "disable": bool(args.text)}
+    with tqdm(desc="Scoring", total=count, initial=done, **settings) as bar:
         for source, scored in scored_windows(scorer, rows, form, args.max_length, first=done):
             if file is not None:
                 file.write(source, scored)
             bar.update(len(scored))
             yield scored
+    if file is not None:
+        file.finish()
 
 
 class RowsFile:
     """File of rows that is written in chunks, can be resumed, and appears when all rows are written.
 
-    It is a context manager. The file gets its name when the context ends without an error. Until then the chunks are
-    files in the folder ``OUTPUT.partial``, each complete or absent: JSON Lines, or Parquet if the output is Parquet
-    and JSON would change a value. The name of a chunk contains a digest of its source rows and of the settings. A
-    restarted command uses the digest to keep the chunks of an earlier run, or to reject chunks from other rows.
+    The file gets its name in `finish`. Until then the chunks are files in the folder ``OUTPUT.partial``, each complete
+    or absent: JSON Lines, or Parquet if the output is Parquet and JSON would change a value. The name of a chunk
+    contains a digest of its source rows and of the settings. A restarted command uses the digest to keep the chunks of
+    an earlier run, or to reject chunks from other rows.
 
     Args:
         output: Path of the file: Parquet if it ends in ``.parquet``, else JSON Lines.
@@ -249,17 +249,11 @@ class RowsFile:
             digest.update(json.dumps(row, default=str).encode())
         return self._folder / f"{len(self._chunks):08}-{digest.hexdigest()[:16]}.jsonl"
 
-    def __enter__(self) -> Self:
-        return self
+    def finish(self) -> None:
+        """Join the chunks into the file, and delete them.
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is None:
-            self._finish()
-        else:
-            logger.warning(f"Not all rows are written; the written rows are in {self._folder}.")
-
-    def _finish(self) -> None:
-        """Join the chunks into the file. A Parquet file gets one row group per chunk, to hold one chunk in memory."""
+        A Parquet file gets one row group per chunk, to hold one chunk in memory.
+        """
         whole = self._folder / f"whole{_PARQUET}"
         try:
             if self._path.suffix.lower() == _PARQUET:

@@ -22,16 +22,16 @@ from trl_tpu.parallel.mesh import CHIPS, TpuSlice
 
 _STEPS, _LOGGING_STEPS, _SAVED_STEP, _KILLED_STEP, _PAIRS = 20, 5, 10, 13, 8
 _GUIDE = "troubleshooting.md#selfcheck-"
+# largest difference of a logged loss, by heading of the guide; two CPU platforms differ by less than 1e-6
 _TOLERANCES = {"float32-losses": 1e-4, "bfloat16-losses": 3e-2, "meshes": 1e-4, "resuming": 1e-6}
-"""Largest difference of a logged loss, by heading of the guide. Two CPU platforms differ by less than 1e-6."""
 _CPU = {"USE_TORCH_XLA": "0", "ACCELERATE_USE_CPU": "1", "CUDA_VISIBLE_DEVICES": ""}
 _PACKAGES = (
     *("torch", "torch_xla", "torch_tpu", "libtpu", "transformers", "accelerate", "datasets", "peft", "safetensors"),
     *("flash-attn", "flash-attn-4", "trl_tpu"),
 )
 _EAGER: dict[str, Any] = {"model_init_kwargs": {"attn_implementation": "eager"}}
+# implementations of attention by the package that they need
 _FLASH = {"flash-attn": "flash_attention_2", "flash-attn-4": "flash_attention_4"}
-"""Implementations of attention by the package that they need."""
 
 
 def package_versions() -> dict[str, str | None]:
@@ -48,14 +48,17 @@ def _version(package: str) -> str | None:
 
 @dataclass(frozen=True)
 class Line:
-    """One line of the table."""
+    """One line of the table.
+
+    Attributes:
+        passed: None for a measurement without a limit.
+        guide: The page and heading that help if the check fails.
+    """
 
     check: str
     result: str
     passed: bool | None = None
-    """None for a measurement without a limit."""
     guide: str = ""
-    """The page and heading that help if the check fails."""
 
     def __str__(self) -> str:
         verdict = {True: "ok", False: "FAILED", None: ""}[self.passed]

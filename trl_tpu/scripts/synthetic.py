@@ -133,16 +133,16 @@ def _ranking(word: str, numbers: list[int]) -> dict[str, Any]:
     return {"prompt": question(word, *numbers), "completions": list(map(answer, numbers)), "scores": scores}
 
 
-def resolve_model(name: str, folder: str) -> str:
+def resolve_model(name: str | None, folder: str) -> str:
     """Return a model's name; for ``synthetic:tiny``, save the tiny model inside `folder` and return its path.
 
     Raises:
-        UserError: The synthetic model does not exist.
+        UserError: No name is given.
     """
-    if not name.startswith(PREFIX):
-        return name
+    if not name:
+        raise UserError(f"Name a model with `--model_name_or_path`: a Hub id, a local folder, or {MODEL}.")
     if name != MODEL:
-        raise UserError(f"Unknown synthetic model {name!r}; the only name is {MODEL}.")
+        return name
     path = os.path.join(folder, name.replace(":", "-"))
     with main_processes_first():
         # Never overwrite the model: another process may be reading it. Only rank 0 writes, the weights last.
