@@ -18,8 +18,9 @@ from torch.utils.data._utils.pin_memory import pin_memory
 from transformers import AutoModelForTokenClassification, DataCollatorForTokenClassification, PreTrainedModel
 from trl.trainer.reward_trainer import DataCollatorForPreference as TrlCollator
 
+from trl_tpu.compat.old_columns import RewardDataCollatorWithPadding
 from trl_tpu.data.collate import BatchCollator, ComparisonRule, Part
-from trl_tpu.data.collators import DataCollatorForPreference, DictCollator, RewardDataCollatorWithPadding, batches_in
+from trl_tpu.data.collators import DataCollatorForPreference, DictCollator, batches_in
 from trl_tpu.data.kinds import Rankings, Solutions
 from trl_tpu.modeling.losses import Loss, batch_loss
 from trl_tpu.modeling.packability import use_tree_masks

@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 from tiny import tiny_tokenizer
 from trl.trainer.reward_trainer import DataCollatorForPreference as TrlCollator
 
+from trl_tpu.compat.old_columns import RewardDataCollatorWithPadding
 from trl_tpu.data.checks import OLD_KEYS
 from trl_tpu.data.collate import ComparisonRule
 from trl_tpu.data.collators import (
     DataCollatorForPreference,
     DictCollator,
-    RewardDataCollatorWithPadding,
     batches_in,
     old_columns,
     read_dict,

@@ -18,8 +18,6 @@ from transformers import PreTrainedTokenizerBase
 
 from ..errors import UserError
 from . import checks
-from .checks import OLD_KEYS
-from .collators import read_old_row, rename_old_columns
 from .kinds import Answers, Pairs, Rankings, RowKind, check_one_form, choose_kind
 from .length_stats import length_stats, read_table, select, tables_of
 from .loader import main_processes_first
@@ -73,8 +71,7 @@ def prepare_preference_dataset(
         UserError: Missing columns, no rows, null or empty values, labels that cannot be learned, token ids that the
             model lacks, or no row within ``max_length``. Errors give the index of a row in the original dataset.
     """
-    raw = dataset
-    dataset, columns = rename_old_columns(dataset, checks.column_names(dataset, name))
+    raw, columns = dataset, checks.column_names(dataset, name)
     if len(kinds) > 1:
         check_one_form(columns, f"The {name} dataset")
     kind, is_tokenized = choose_kind(dataset, columns, kinds, name, unused_settings)
@@ -86,15 +83,10 @@ def prepare_preference_dataset(
             dataset = dataset.remove_columns([column for column in kind.columns if column in columns])
         arguments = {"processing_class": processing_class, "name": name, "kind": kind}
         arguments["warned"] = None if isinstance(dataset, Dataset) else set()
-        options: dict[str, Any] = {"with_indices": True, "batched": True, "fn_kwargs": arguments}
-        options |= {"features": features, "remove_columns": columns} if kind.has_own_tokens else {}
-        dataset = map_rows(dataset, _tokenize_rows, num_proc, name, **options)
+        options: Any = {"fn_kwargs": arguments, "features": features, "remove_columns": kind.raw_only(columns)}
+        dataset = map_rows(dataset, _tokenize_rows, num_proc, name, with_indices=True, batched=True, **options)
     elif kind.has_own_tokens:
         dataset = dataset.select_columns([*kind.columns])
-    elif not set(kind.columns) <= set(columns):
-        arguments = {"num_embeddings": num_embeddings, "name": name}
-        options = {"with_indices": True, "fn_kwargs": arguments, "remove_columns": list(OLD_KEYS)}
-        dataset = map_rows(dataset, read_old_row, num_proc, name, **options)
     limit = {} if kind.has_own_tokens else {"max_length": max_length, "truncation_mode": truncation_mode}
     options = {"max_length": None, **limit, "num_proc": num_proc, "name": name}
     prepared = keep_fitting(dataset, num_embeddings=num_embeddings, kind=kind, **options)

@@ -9,9 +9,10 @@ import numpy as np
 from datasets import Dataset
 from transformers import DataCollatorForTokenClassification, PreTrainedModel, PreTrainedTokenizerBase
 
+from ..compat.old_columns import RewardDataCollatorWithPadding
 from ..config.reward_config import RewardConfig
 from ..data.collate import ComparisonRule, Part
-from ..data.collators import DataCollatorForPreference, RewardDataCollatorWithPadding
+from ..data.collators import DataCollatorForPreference
 from ..data.length_stats import is_prepared, kind_of_dataset, length_stats, length_stats_of_stream
 from ..data.loader import sizes_by_prompt
 from ..errors import UserError

@@ -9,9 +9,10 @@ from accelerate.utils import parse_flag_from_env
 from datasets import Dataset
 from transformers import DataCollatorForTokenClassification, PreTrainedModel
 
+from ..compat.old_columns import RewardDataCollatorWithPadding
 from ..config.reward_config import RewardConfig
 from ..data.collate import BatchCollator, ComparisonRule, Part
-from ..data.collators import DataCollatorForPreference, DictCollator, RewardDataCollatorWithPadding
+from ..data.collators import DataCollatorForPreference, DictCollator
 from ..modeling.model_shape import outgrows_positions
 from ..modeling.recurrent_layers import shared_chunk
 from ..packing.pack import pack_unpadded, pad

@@ -163,6 +163,10 @@ class RowKind:
             prepared.append((self.tokenized(row, [*ids_K], where), traps))
         return prepared
 
+    def raw_only(self, columns: Sequence[str]) -> list[str]:
+        """Return those of a raw dataset's columns that the prepared dataset leaves out."""
+        return []
+
     def features(self, dataset: Any) -> Features | None:
         """Return the types of the columns of a prepared dataset; None infers them."""
         return None

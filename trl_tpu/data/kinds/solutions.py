@@ -120,6 +120,9 @@ class Solutions(RowKind):
             raise UserError(f"The {name} dataset is not a `Dataset` with a length: load it without streaming.")
         return self
 
+    def raw_only(self, columns: Sequence[str]) -> list[str]:
+        return [*columns]
+
     def features(self, dataset: Any) -> Features:
         """Return the types of the prepared columns. Without them, labels would stay bools."""
         labels_N = [labels or [] for labels in (dataset["labels"] if "labels" in dataset.column_names else ())]
