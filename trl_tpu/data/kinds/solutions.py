@@ -195,7 +195,7 @@ class Solutions(RowKind):
 
     def check_labels(self, row: Row, where: str) -> None:
         labels = np.asarray(row["labels"])
-        if len(labels) != len(row["input_ids"]) or not all((labels == NO_LABEL) | ((labels >= 0) & (labels <= 1))):
+        if labels.shape != (len(row["input_ids"]),) or not all((labels == NO_LABEL) | ((labels >= 0) & (labels <= 1))):
             raise UserError(f"{where}: `labels` must be as long as `input_ids`, each from 0 to 1, or {NO_LABEL}.")
 
     def check_prepared(self, raw: Dataset | None, prepared: Dataset, name: str) -> None:
