@@ -191,7 +191,7 @@ def reference(form: Form, model: PreTrainedModel) -> tuple[torch.Tensor, torch.T
             counts = [stop - start for start, stop in pairwise(stops)][: len(ends)]
         for place, (value, count) in enumerate(zip(values, counts, strict=True)):
             rewards[at, place], tokens[at, place] = value, count
-    table = form.rule.table(form.rows).map_tensors(torch.from_numpy)
+    table = form.rule.table(form.examples).map_tensors(torch.from_numpy)
     rewards_SA = rewards.flatten(0, 1)
     loss = form.loss.per_row(rewards_SA, table).sum() / table.weight_sum_1.squeeze()
     return loss, rewards_SA * (tokens.flatten() > 0)[:, None], tokens.flatten()
@@ -320,4 +320,4 @@ def test_gradients_of_an_interrupted_training_are_cleared() -> None:
 def test_batch_with_more_rows_than_planned_is_rejected() -> None:
     """Otherwise rows would be dropped silently."""
     with pytest.raises(ValueError, match="2 rows.* 3"):
-        BatchCollator(pad, PAD, part=Part(2))([{"answers": [[1], [2]]}] * 3)
+        BatchCollator(pad, PAD, part=Part(2))([{"chosen_ids": [1], "rejected_ids": [2]}] * 3)

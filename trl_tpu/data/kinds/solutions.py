@@ -19,12 +19,12 @@ from .base import LABELS_AS, Part, RowKind, numbers_in
 
 logger = logging.getLogger(__name__)
 
+#: Label of tokens that do not end a labeled step; the same value as `ignore_index` in torch's losses.
 NO_LABEL = -100
-"""Label of tokens that do not end a labeled step; the same value as `ignore_index` in torch's losses."""
+#: Name of the labels of a row that say which of its tokens are scored.
 STEP_ENDS = "step_ends"
-"""Name of the labels of a row that say which of its tokens are scored."""
+#: Label of a step that is neither right nor wrong.
 NEUTRAL = -1
-"""Label of a step that is neither right nor wrong."""
 _NEUTRAL_IS_WRONG = "neutral_steps=wrong"  # the value of `labels_as`
 
 
