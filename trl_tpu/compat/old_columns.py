@@ -12,9 +12,9 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils import PaddingStrategy
 
 from ..data import checks
-from ..data.chat_templates import maybe_apply_chat_template
 from ..data.checks import OLD_KEYS, RAW_COLUMNS, Row
 from ..data.collators import TABLE, needs_table
+from ..data.formats import maybe_apply_chat_template
 from ..data.kinds import Pairs
 from ..errors import UserError
 

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from hashlib import sha256
 from itertools import cycle
@@ -12,17 +13,17 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import tokenizers
+import torch
 import transformers
+from accelerate import PartialState
 from datasets import Dataset, IterableDataset
 from transformers import PreTrainedTokenizerBase
 
 from ..errors import UserError
 from . import checks
+from .checks import TRAPS, report_equal_answers, warn_of_new_traps, warn_of_traps
 from .kinds import Answers, Pairs, Rankings, RowKind, check_one_form, choose_kind
-from .length_stats import STATS, length_stats, length_stats_of, read_table, tables_of
-from .loader import main_processes_first
-from .prompts import RAW_BY_PREPARED
-from .traps import TRAPS, report_equal_answers, warn_of_new_traps, warn_of_traps
+from .length_stats import RAW_BY_PREPARED, STATS, length_stats, length_stats_of, read_table, tables_of
 
 logger = logging.getLogger(__name__)
 
@@ -106,6 +107,20 @@ def map_rows(
     function = partial(_of_code, f"{CODE} {transformers.__version__} {tokenizers.__version__}", function)
     with main_processes_first():
         return dataset.map(function, num_proc=num_proc, desc=f"Tokenizing {name} dataset", **settings)
+
+
+@contextmanager
+def main_processes_first() -> Iterator[None]:
+    """Run the context in the main process first, then in each node's main process, then in all other processes.
+
+    Later processes find the result in a cache. With a single accelerate process, as on XLA, where one process drives
+    all devices of a host, no process waits: hosts need not share a cache.
+    """
+    if not torch.distributed.is_initialized() or PartialState().num_processes == 1:
+        yield
+        return
+    with PartialState().main_process_first(), PartialState().local_main_process_first():
+        yield
 
 
 def _of_code(code: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

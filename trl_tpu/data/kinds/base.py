@@ -18,9 +18,8 @@ from transformers import PreTrainedTokenizerBase
 
 from ...errors import UserError
 from .. import checks
-from ..checks import Row
+from ..checks import Row, find_traps, unread_parts
 from ..formats import apply_template, convert_row, template_arguments
-from ..traps import find_traps, unread_parts
 
 #: Column that `score` adds to the rows of models whose labels are not read as usual.
 LABELS_AS = "labels_as"

@@ -13,8 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ...errors import UserError
 from .. import checks
-from ..checks import Row
-from ..traps import TRAPS, find_traps
+from ..checks import TRAPS, Row, find_traps
 from .base import LABELS_AS, Part, RowKind, numbers_in
 
 logger = logging.getLogger(__name__)
