@@ -27,7 +27,7 @@ settle()  # choose the device now: transformers and accelerate choose theirs on 
 _MODULES = {
     "compat.chat_format": ["setup_chat_format"],
     "data_utils": ["apply_chat_template", "is_conversational", "maybe_apply_chat_template"],
-    "data.chat_templates": ["extract_prompt", "maybe_extract_prompt"],
+    "data.formats": ["extract_prompt", "maybe_extract_prompt"],
     "compat.arguments": ["TrainingArguments"],
     "modeling.adapters": ["get_kbit_device_map", "get_peft_config", "get_quantization_config"],
     "modeling.load": ["clone_chat_template"],
@@ -40,7 +40,7 @@ _MODULES = {
     "trainer.utils": ["RewardDataCollatorWithPadding", "is_xpu_available"],
 }
 # names that scripts import from TRL's current or former modules: see `_OLD_PATHS`
-_OLD_NAMES = {"RewardScriptArguments": "scripts.utils", "conversations_formatting_function": "data.chat_templates"}
+_OLD_NAMES = {"RewardScriptArguments": "scripts.utils", "conversations_formatting_function": "data.formats"}
 _OLD_NAMES |= {"DataCollatorForPreference": "data.collators", "disable_dropout_in_model": "modeling.layers"}
 _OLD_NAMES |= dict.fromkeys(
     ("compute_accuracy", "get_act_offloading_ctx_manager", "is_peft_available"), "trainer.utils"

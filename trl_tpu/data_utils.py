@@ -4,12 +4,12 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from .data.chat_templates import apply_chat_template as apply_chat_template
-from .data.chat_templates import extract_prompt as extract_prompt
-from .data.chat_templates import is_conversational as is_conversational
-from .data.chat_templates import maybe_apply_chat_template as maybe_apply_chat_template
-from .data.chat_templates import maybe_extract_prompt as maybe_extract_prompt
 from .data.checks import column_names
+from .data.formats import apply_chat_template as apply_chat_template
+from .data.formats import extract_prompt as extract_prompt
+from .data.formats import is_conversational as is_conversational
+from .data.formats import maybe_apply_chat_template as maybe_apply_chat_template
+from .data.formats import maybe_extract_prompt as maybe_extract_prompt
 from .data.kinds.base import tokenize_conversation
 
 get_dataset_column_names = column_names

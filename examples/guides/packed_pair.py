@@ -68,7 +68,7 @@ def picture() -> str:
     words = [*PROMPT, *CHOSEN, *REJECTED]
     ids = list(range(1, 1 + len(words)))
     prompt, chosen, rejected = ids[: len(PROMPT)], ids[len(PROMPT) : -len(REJECTED)], ids[-len(REJECTED) :]
-    pair = {"answers": [prompt + chosen, prompt + rejected]}
+    pair = {"chosen_ids": prompt + chosen, "rejected_ids": prompt + rejected}
     (packed,) = pack_unpadded(sequences_of([pair], pad_token_id=0))
     assert packed.position_ids_RL is not None and packed.subtree_end_RL is not None  # as in every packed row
     (row_L,), (position_L,), (end_L,) = packed.input_ids_RL, packed.position_ids_RL, packed.subtree_end_RL

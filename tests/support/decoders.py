@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import transformers
 from hypothesis import strategies as st
+from preference_rows import to_columns
 from torch import nn
 from torch.nn.functional import logsigmoid
 from torch.overrides import TorchFunctionMode
@@ -87,12 +88,12 @@ def random_decoder(family: str, dtype: torch.dtype = torch.float64, **changes: A
 
 def padded(model: nn.Module, pairs: Pairs) -> torch.Tensor:
     """Compute the rewards [P, 2] as TRL does."""
-    batch = DataCollatorForPreference(PAD)([{"answers": pair} for pair in pairs])
+    batch = DataCollatorForPreference(PAD)([to_columns({"answers": pair}) for pair in pairs])
     return model(**batch).logits.view(2, len(pairs)).T
 
 
 def rows_of(pairs: Pairs, most: int | None = None) -> Sequences:
-    rows = [{"answers": pair} for pair in pairs]
+    rows = [to_columns({"answers": pair}) for pair in pairs]
     return sequences_of(rows, PAD, ComparisonRule().table(rows, most))
 
 

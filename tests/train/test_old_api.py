@@ -251,11 +251,7 @@ def test_old_positions_may_hold_none(count: int, old: OldScript, tmp_path: Path)
     assert trainer.args.max_length == (512 if count >= 12 else config(tmp_path).max_length)
 
 
-def test_bad_arguments_and_data_are_rejected_before_training(old: OldScript, tmp_path: Path) -> None:
-    for message, pairs, more in (
-        ("only `processing_class`", old.pairs, {"processing_class": old.tokenizer}),
-        ("attention_mask_rejected", old.pairs.remove_columns("attention_mask_rejected"), {}),
-    ):
-        collate = RewardDataCollatorWithPadding(old.tokenizer)
-        with pytest.raises(ValueError, match=message):
-            RewardTrainer(old.model, config(tmp_path), collate, pairs, tokenizer=old.tokenizer, **more)
+def test_tokenizer_under_both_names_is_rejected(old: OldScript, tmp_path: Path) -> None:
+    names = {"tokenizer": old.tokenizer, "processing_class": old.tokenizer}
+    with pytest.raises(ValueError, match="only `processing_class`"):
+        RewardTrainer(old.model, config(tmp_path), train_dataset=old.pairs, **names)

@@ -64,7 +64,7 @@ BAD_ARGUMENTS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "a token id beyond the embeddings in the old columns": (
         {"train_dataset": token_pairs(304, old=True)},
-        "Row 2 .*train.*`input_ids_rejected`.*304",
+        "Row 2 .*train.*`rejected_ids`.*304",
     ),
     "an unknown pad token": ({"settings": {"pad_token": "<nope>"}}, "`pad_token`.*<nope>"),
     "frozen weights that the model lacks": ({"settings": {"frozen_parameters": "lm_head"}}, "frozen_parameters="),

@@ -12,7 +12,8 @@ import pytest
 from datasets import Dataset, Features, Value
 from preference_rows import assistant, prepare, tiny_tokenizer, user
 
-from trl_tpu.data.collators import OldPairs, old_columns
+from trl_tpu.compat.old_columns import OldPairs
+from trl_tpu.data.collators import old_columns
 from trl_tpu.data.kinds import Rankings
 from trl_tpu.errors import UserError
 

@@ -18,8 +18,9 @@ from torch.utils.data._utils.pin_memory import pin_memory
 from transformers import AutoModelForTokenClassification, DataCollatorForTokenClassification, PreTrainedModel
 from trl.trainer.reward_trainer import DataCollatorForPreference as TrlCollator
 
+from trl_tpu.compat.old_columns import RewardDataCollatorWithPadding
 from trl_tpu.data.collate import BatchCollator, ComparisonRule, Part
-from trl_tpu.data.collators import DataCollatorForPreference, DictCollator, RewardDataCollatorWithPadding, batches_in
+from trl_tpu.data.collators import DataCollatorForPreference, DictCollator, batches_in
 from trl_tpu.data.kinds import Rankings, Solutions
 from trl_tpu.modeling.losses import Loss, batch_loss
 from trl_tpu.modeling.packability import use_tree_masks
@@ -189,7 +190,7 @@ def reference(form: Form, model: PreTrainedModel) -> tuple[torch.Tensor, torch.T
             counts = [stop - start for start, stop in pairwise(stops)][: len(ends)]
         for place, (value, count) in enumerate(zip(values, counts, strict=True)):
             rewards[at, place], tokens[at, place] = value, count
-    table = form.rule.table(form.rows).map_tensors(torch.from_numpy)
+    table = form.rule.table(form.examples).map_tensors(torch.from_numpy)
     rewards_SA = rewards.flatten(0, 1)
     loss = form.loss.per_row(rewards_SA, table).sum() / table.weight_sum_1.squeeze()
     return loss, rewards_SA * (tokens.flatten() > 0)[:, None], tokens.flatten()
@@ -318,4 +319,4 @@ def test_gradients_of_an_interrupted_training_are_cleared() -> None:
 def test_batch_with_more_rows_than_planned_is_rejected() -> None:
     """Otherwise rows would be dropped silently."""
     with pytest.raises(ValueError, match="2 rows.* 3"):
-        BatchCollator(pad, PAD, part=Part(2))([{"answers": [[1], [2]]}] * 3)
+        BatchCollator(pad, PAD, part=Part(2))([{"chosen_ids": [1], "rejected_ids": [2]}] * 3)

@@ -29,7 +29,7 @@ def losses(rows: Any, rewards_PAK: Any, loss: Loss, rule: ComparisonRule, attrib
     The table has two padding rows, and rewards of padding are 7.5 or infinite.
     """
     answers = max(len(values_K) for values_AK in rewards_PAK for values_K in values_AK)
-    kind = Solutions() if "step_ends" in rows[0] else Pairs() if "grades" not in rows[0] else Rankings()
+    kind = Solutions() if "labels" in rows[0] else Pairs() if "grades" not in rows[0] else Rankings()
     kind = Answers() if answers == 1 and kind == Rankings() else kind
     table = compare(Labels.of(rows, kind, answers, attributes), rule, len(rows) + 2).map_tensors(torch.from_numpy)
     padded = torch.full((len(rows) + 2, max(attributes, 1), answers), 7.5)
@@ -49,7 +49,7 @@ def assert_equal(
 ) -> None:
     """Compare with a formula of a row's index and rewards [A][K], and with its gradients, in float64."""
     found, gradient_PAK, total = losses(rows, rewards_PAK, loss, rule, attributes)
-    steps = sum(len(values_K) for (values_K,) in rewards_PAK) if "step_ends" in rows[0] else 0
+    steps = sum(len(values_K) for (values_K,) in rewards_PAK) if "labels" in rows[0] else 0
     assert total == (steps or len(rows))
     for number, values_AK in enumerate(rewards_PAK):
         leaves = [torch.tensor(values_K, dtype=torch.float64, requires_grad=True) for values_K in values_AK]
@@ -105,7 +105,7 @@ def test_each_step_is_compared_with_zero_and_counts_once(some: list[Ranking]) ->
         labels = [label for _, label in some[number]]
         return sum(map(cross_entropy, labels, rewards_1K[0]))
 
-    rows = [{"grades": [label for _, label in each], "step_ends": [1] * len(each)} for each in some]
+    rows = [{"labels": [label for _, label in each]} for each in some]
     assert_equal(rows, [[[reward for reward, _ in each]] for each in some], formula, Loss())
 
 

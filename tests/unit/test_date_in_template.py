@@ -11,9 +11,8 @@ from preference_rows import TEMPLATE, assistant, user
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 import trl_tpu
-from trl_tpu.data import chat_templates
-from trl_tpu.data.chat_templates import date_written
-from trl_tpu.data.formats import apply_template
+from trl_tpu.data import formats
+from trl_tpu.data.formats import apply_template, date_written
 from trl_tpu.scoring.scorer import Scorer
 
 # the beginning of Llama 3.2's template
@@ -32,7 +31,7 @@ PAIRS = [{"prompt": ASKED, "chosen": ANSWER, "rejected": [assistant("Green.")]}]
 
 @pytest.fixture(autouse=True)
 def reset_warning() -> None:
-    chat_templates._warn_of_date.cache_clear()
+    formats._warn_of_date.cache_clear()
 
 
 @pytest.fixture

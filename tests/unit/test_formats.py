@@ -12,7 +12,7 @@ from trl.trainer.utils import pad as reference_pad
 from trl.trainer.utils import remove_none_values as reference_remove_none_values
 
 from trl_tpu import data_utils
-from trl_tpu.data import chat_templates, formats
+from trl_tpu.data import formats
 from trl_tpu.trainer.utils import pad
 
 FORMS = rows_of_every_format()
@@ -33,30 +33,28 @@ EXAMPLES: list[dict[str, Any]] = [
 @pytest.mark.parametrize("example", EXAMPLES)
 @pytest.mark.parametrize("tools", [None, [], TOOLS])
 def test_chat_templates_render_as_in_trl(example: dict[str, Any], tools: Any) -> None:
-    ours, theirs = (
-        each.maybe_apply_chat_template(example, tiny_tokenizer(), tools) for each in (chat_templates, reference)
-    )
+    ours, theirs = (each.maybe_apply_chat_template(example, tiny_tokenizer(), tools) for each in (formats, reference))
     assert ours == theirs
-    assert chat_templates.is_conversational(example) == reference.is_conversational(example)
+    assert formats.is_conversational(example) == reference.is_conversational(example)
 
 
 def test_template_arguments_reach_the_template() -> None:
-    rendered = chat_templates.apply_chat_template({"prompt": [user("Hi")]}, tiny_tokenizer(), shout="HEY")
+    rendered = formats.apply_chat_template({"prompt": [user("Hi")]}, tiny_tokenizer(), shout="HEY")
     assert rendered == {"prompt": "LOUD HEY\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"}
 
 
 def test_tools_among_template_arguments_are_used() -> None:
     row = {"prompt": [user("Hi")]}
-    rendered = chat_templates.apply_chat_template(row | {"chat_template_kwargs": {"tools": TOOLS}}, tiny_tokenizer())
-    assert rendered == chat_templates.apply_chat_template(row, tiny_tokenizer(), tools=TOOLS)
-    assert rendered != chat_templates.apply_chat_template(row, tiny_tokenizer())
+    rendered = formats.apply_chat_template(row | {"chat_template_kwargs": {"tools": TOOLS}}, tiny_tokenizer())
+    assert rendered == formats.apply_chat_template(row, tiny_tokenizer(), tools=TOOLS)
+    assert rendered != formats.apply_chat_template(row, tiny_tokenizer())
 
 
 def test_text_parts_render_as_plain_text() -> None:
     parts = {"role": "user", "content": [{"type": "text", "text": "H"}, {"type": "text", "text": "i"}]}
     for form in ("messages", "prompt"):
-        render = chat_templates.conversations_formatting_function(tiny_tokenizer(), form)
-        for how in (render, lambda row: chat_templates.apply_chat_template(row, tiny_tokenizer())):
+        render = formats.conversations_formatting_function(tiny_tokenizer(), form)
+        for how in (render, lambda row: formats.apply_chat_template(row, tiny_tokenizer())):
             assert how({form: [parts]}) == how({form: [user("Hi")]})
 
 
@@ -64,7 +62,7 @@ def test_absent_generation_prompt_is_not_part_of_the_prompt() -> None:
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = TEMPLATE.replace("assistant\n{% endif %}", "assistant\n<think>{% endif %}")
     row = {"prompt": [user("Hi")], "chosen": [assistant("Yes")], "rejected": [assistant("No")]}
-    ours = chat_templates.apply_chat_template(row, tokenizer)
+    ours = formats.apply_chat_template(row, tokenizer)
     assert ours == reference.apply_chat_template(row, tokenizer)
     assert ours["prompt"].endswith("assistant\n") and ours["chosen"] == "Yes<|im_end|>\n"
 
@@ -78,7 +76,7 @@ def test_absent_generation_prompt_is_not_part_of_the_prompt() -> None:
     ],
 )
 def test_errors_equal_trls(example: dict[str, Any], error: type[Exception]) -> None:
-    for module in (chat_templates, reference):
+    for module in (formats, reference):
         with pytest.raises(error, match="Invalid"):
             module.apply_chat_template(example, tiny_tokenizer())
 

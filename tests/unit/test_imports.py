@@ -117,7 +117,7 @@ BELOW = {
     "report": {"data", "evaluation", "modeling", "packing"},
     "checkpoint": {"compat", "config", "modeling", "parallel", "runtime"},
     "training": {
-        "checkpoint", "config", "data", "evaluation", "modeling", "packing", "parallel", "report", "runtime",
+        "checkpoint", "compat", "config", "data", "evaluation", "modeling", "packing", "parallel", "report", "runtime",
     },
     "trainer": {
         "compat", "config", "data", "evaluation", "modeling", "packing", "report", "runtime", "training",

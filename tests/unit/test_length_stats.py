@@ -13,7 +13,7 @@ from preference_rows import dataset_of
 
 from trl_tpu.data.kinds import Pairs, answers_of, labels_of
 from trl_tpu.data.kinds.solutions import NO_LABEL
-from trl_tpu.data.length_stats import LengthStats, length_stats, length_stats_of_tables, read_table
+from trl_tpu.data.length_stats import LengthStats, length_stats, length_stats_of, read_table
 
 ids = st.lists(st.integers(1, 2), max_size=9)  # few ids, so that sequences share prefixes by chance
 pairs = st.tuples(ids, ids) | ids.map(lambda one: (one, one))
@@ -85,8 +85,9 @@ def test_stats_of_several_tables_equal_those_of_one(prompt: list[int], parts: li
 
     def measured(parts: list[Any]) -> LengthStats:
         halves = [dict(zip(Pairs.columns, zip(*part, strict=True), strict=True)) for part in parts]
-        return length_stats_of_tables(
-            pa.table({name: pa.array(ids, TYPES[0]) for name, ids in columns.items()}) for columns in halves
+        return length_stats_of(
+            read_table(pa.table({name: pa.array(ids, TYPES[0]) for name, ids in columns.items()}))
+            for columns in halves
         )
 
     every = [pair for part in parts for pair in part]

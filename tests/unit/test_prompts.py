@@ -12,8 +12,8 @@ from preference_rows import assistant, dataset_of, user
 
 from trl_tpu import RewardConfig
 from trl_tpu.data.collate import ComparisonRule, sequences_of
+from trl_tpu.data.length_stats import group_prompts, prompt_groups, prompt_of, prompts_of
 from trl_tpu.data.loader import PromptGroupSampler, prompts_in_training, sizes_by_prompt
-from trl_tpu.data.prompts import group_prompts, prompt_groups, prompt_of, prompts_of
 from trl_tpu.packing.pack import pack
 from trl_tpu.packing.shapes import RowPlan
 from trl_tpu.training.batch_plan import plan_rows_of

@@ -11,8 +11,7 @@ from environment import EXAMPLES
 from fake_compiler import layouts_of, save_config
 from preference_rows import assistant, tiny_tokenizer, user
 
-from trl_tpu.data.chat_templates import date_written
-from trl_tpu.data.formats import apply_template
+from trl_tpu.data.formats import apply_template, date_written
 from trl_tpu.scripts import reward
 
 FOLDER = EXAMPLES / "recipes"

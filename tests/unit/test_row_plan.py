@@ -8,7 +8,7 @@ import real_pairs
 import tiny
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from preference_rows import dataset_of
+from preference_rows import dataset_of, to_columns
 
 from trl_tpu.data.collate import ComparisonRule, sequences_of
 from trl_tpu.data.length_stats import length_stats
@@ -35,7 +35,7 @@ def test_planned_shapes_hold_every_batch(
     assert row_length is None or {shape.length for shape in plan.shapes} == {row_length}
     drawn = data.draw(st.permutations(range(len(sizes))))[:pairs]
     # the worst case: distinct token ids, so pairs share nothing
-    rows = [{"answers": [[index + 1] * sizes[index], [index + 1]]} for index in drawn]
+    rows = [{"chosen_ids": [index + 1] * sizes[index], "rejected_ids": [index + 1]} for index in drawn]
     table = ComparisonRule().table(rows, pairs)
     assert sum((each.tokens_S > 0).sum() for each in pack(sequences_of(rows, 0, table), plan)) == 2 * len(drawn)
 
@@ -73,7 +73,7 @@ def test_packing_computes_few_tokens_per_real_token(source: str, pairs: int, sha
     columns = real = unpadded = 0
     order = np.random.default_rng(1).permutation(len(both))
     for first in range(0, len(order) - pairs + 1, pairs):
-        batch = sequences_of([{"answers": both[index]} for index in order[first : first + pairs]], 0)
+        batch = sequences_of([to_columns({"answers": both[index]}) for index in order[first : first + pairs]], 0)
         columns += sum(packed.input_ids_RL.size for packed in pack(batch, plan))
         unpadded += pack_unpadded(batch, attention_crossover_length=6 * 1024)[0].input_ids_RL.size
         real += sum(len(ids) for ids in batch.ids)

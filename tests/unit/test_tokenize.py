@@ -16,7 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from preference_rows import assistant, prepare, rows_of_every_format, tiny_model, tiny_tokenizer, write_jsonl
 
-from trl_tpu.data.collators import OldPairs, old_columns
+from trl_tpu.compat.old_columns import OldPairs, with_current_names
+from trl_tpu.data.collators import old_columns
 from trl_tpu.data.kinds import Pairs
 
 FORMS = rows_of_every_format()
@@ -154,8 +155,9 @@ def test_long_pairs_are_truncated_together(
 def test_old_token_columns_are_renamed_with_trls_warning(streaming: bool) -> None:
     dataset: Any = Dataset.from_dict({"chosen_input_ids": [[1, 2]], "rejected_input_ids": [[4]]})
     with pytest.warns(FutureWarning, match="chosen_input_ids"):
-        prepared = prepare(dataset.to_iterable_dataset() if streaming else dataset)
-    assert next(iter(prepared)) == {"chosen_ids": [1, 2], "rejected_ids": [4]}
+        dataset, is_old = with_current_names(dataset.to_iterable_dataset() if streaming else dataset, "train")
+    prepared = prepare(dataset)
+    assert not is_old and next(iter(prepared)) == {"chosen_ids": [1, 2], "rejected_ids": [4]}
 
 
 def test_tokenizer_without_eos_adds_none() -> None:

@@ -74,7 +74,7 @@ def test_data_trap_is_logged_once(trap: str, streaming: bool, caplog: pytest.Log
         pytest.skip("a stream has no rankings")
     with caplog.at_level(logging.WARNING, logger="trl_tpu"):
         list(prepare([row, row | others, row | others, row], adding_bos(), streaming))
-    messages = [each.getMessage() for each in caplog.records if each.name.endswith("traps")]
+    messages = [each.getMessage() for each in caplog.records if each.name.endswith("data.checks")]
     assert len(messages) == (len(named.split(", ")) if streaming else 1)
     for message, name in zip(messages, named.split(", ") if streaming else [named], strict=True):
         assert name in message and "row 1" in message and ("2 of 4" in message or streaming)
@@ -104,7 +104,7 @@ def test_ordinary_rows_trigger_no_trap(caplog: pytest.LogCaptureFixture) -> None
         prepare([{"prompt": "Hello", "chosen": "Hello! How are you?", "rejected": "Hello, you."}])
         for row in ORDINARY:
             prepare([row])
-    assert not [each.getMessage() for each in caplog.records if each.name.endswith("traps")]
+    assert not [each.getMessage() for each in caplog.records if each.name.endswith("data.checks")]
 
 
 def test_pairs_made_equal_by_the_template_are_named(caplog: pytest.LogCaptureFixture) -> None:
@@ -192,7 +192,7 @@ def test_other_formats_are_trained_and_scored_as_messages(form: str, caplog: pyt
             (found,) = prepare([row], streaming=streaming)
         assert [found[key] for key in Pairs.columns] == [expected[key] for key in Pairs.columns]
         is_told = form not in ("a null prompt", "single messages")
-        assert [each.name for each in caplog.records] == ["trl_tpu.data.traps"] * is_told
+        assert [each.name for each in caplog.records] == ["trl_tpu.data.checks"] * is_told
     scored = flatten_items(PAIRS.read(Dataset.from_list([row])[0], "Row 0", tokenizer))
     texts = [item.dialogue and apply_template(tokenizer, item.dialogue) for item in scored]  # type: ignore[arg-type]
     assert texts == [apply_template(tokenizer, CHAT[half]) for half in GOOD]

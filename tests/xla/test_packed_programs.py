@@ -11,7 +11,7 @@ from training import losses, trained
 from transformers import AutoTokenizer
 
 from trl_tpu import RewardDataCollatorWithPadding, RewardTrainer, runtime
-from trl_tpu.data.collators import _tokenize
+from trl_tpu.compat.old_columns import _tokenize
 from trl_tpu.packing.shapes import RowPlan, RowShape
 
 

@@ -9,8 +9,8 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase, TrainerCallback, TrainingArguments
 
 from ..data.checks import OLD_KEYS
-from ..data.collators import RewardDataCollatorWithPadding
 from ..errors import UserError
+from .old_columns import RewardDataCollatorWithPadding
 
 
 def upgrade_args(args: Any, config_class: Any, max_length: int | None) -> Any:

@@ -1,21 +1,31 @@
-"""Checks of rows before training: errors about bad rows, and warnings about columns."""
+"""Checks of rows before training: errors about bad rows, and warnings about traps.
 
+A trap is a raw row that is valid but probably a mistake. Each kind of trap is logged once, with its number of rows.
+"""
+
+import json
+import logging
+import re
 import signal
 import threading
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
 import numpy as np
 from datasets import Dataset, IterableDataset
 
 from ..errors import UserError, UserTypeError
+from .formats import texts_of
+
+logger = logging.getLogger(__name__)
 
 Row = Mapping[str, Any]
 
 RAW_COLUMNS = ("chosen", "rejected")
+#: Names of token columns of pairs, and of the keys of a batch, in TRL up to 0.23.
 OLD_KEYS = ("input_ids_chosen", "attention_mask_chosen", "input_ids_rejected", "attention_mask_rejected")
-"""Names of token columns of pairs, and of the keys of a batch, in TRL up to 0.23."""
 _RENDERING_SECONDS = 20.0  # limit for one conversation; most take milliseconds
 LARGEST = float(np.finfo(np.float32).max)  # losses are float32
 
@@ -212,3 +222,187 @@ def check_margin(value: Any, where: str) -> None:
             f"{where} is {value!r}. Every `margin` must be a finite number, since it is subtracted from the pair's "
             "reward margin in the loss: fill it with 0, or drop the row or the column."
         )
+
+
+# ---- traps
+
+#: Column for each row's traps, one per line. Tokenization adds it, and `warn_of_traps` removes it.
+TRAPS = "trl_tpu_traps"
+
+# Columns whose text usually belongs to a conversation, unlike the text of ids, sources, languages or critiques.
+_TEXT_COLUMN = re.compile(
+    "(?i)(.*_)?(system(_prompt|_message)?|history|contexts?|instructions?|inputs?|query|question|messages|tools|"
+    "conversations?|dialog(ue)?|trajectory|documents?|passages?)"
+)
+_WORD = re.compile(r"\w+|[^\w\s]", re.ASCII)  # ASCII: languages without spaces have no words here
+# keys of messages, and variables, that some chat templates write
+_OTHER_PARTS = ("reasoning_content", "reasoning", "thinking", "tool_calls", "function_call", "tools", "documents")
+_SHORTEST_PROMPT = 10  # characters; answers may begin with a shorter prompt by chance
+
+_WARNINGS = {
+    "column": "the text of {} is not read. Put it into a column `prompt` (a text, or messages that begin with a "
+    "system prompt, in the role `system`) or into all answers, or drop the column",
+    "beside": "the `{}` is not read, because `messages` and `text` hold whole conversations. Put it into them, or "
+    "rename that column to `completion`, which is read after the prompt",
+    "template": "the chat template does not write {}. Use a template that does (in training, `chat_template_path`), "
+    "move the text to messages that it writes, or remove it",
+    "prompt": "all answers begin with the `prompt`, so the prompt is read twice. Drop the column, "
+    "`dataset.remove_columns('prompt')`",
+    "form": "there are {}. Convert the rows yourself if that is wrong",
+    "same": "all answers have the same tokens, so they teach nothing. Remove such rows",
+    "bos": "the text begins with {}, and the tokenizer adds another. Remove it from the text",
+    "eos": "the text ends with {} and white space, so another is added. Strip the text",
+}
+
+
+def find_traps(row: Row, answers: list[Any], ids: list[list[int]], tokenizer: Any) -> list[str]:
+    """Return the traps of a row: for each the key of a warning, and a name to insert into its text.
+
+    Args:
+        row: A converted row.
+        answers: The row's answers, as texts or messages.
+        ids: Token ids of each answer with its prompt.
+        tokenizer: The tokenizer of these ids.
+    """
+    prompt, eos, bos = row.get("prompt") or "", tokenizer.eos_token, tokenizer.bos_token
+    traps = unread_columns(row, prompt, answers)
+    if all(isinstance(answer, str) for answer in answers):
+        begin = prompt.strip()
+        is_double = len(begin) >= _SHORTEST_PROMPT and all(answer.lstrip().startswith(begin) for answer in answers)
+        if bos and (prompt or answers[0]).startswith(bos) and [*ids[0][:2]] == [tokenizer.bos_token_id] * 2:
+            traps.append(f"bos {bos}")
+        if eos and any(answer.rstrip().endswith(eos) and not answer.endswith(eos) for answer in answers):
+            traps.append(f"eos {eos}")
+    else:
+        is_double = bool(prompt) and all(answer[: len(prompt)] == prompt for answer in answers)
+    return traps + ["prompt twice"] * is_double
+
+
+def unread_columns(row: Row, prompt: Any, answers: list[Any]) -> list[str]:
+    """Return traps for the columns of a converted row whose text is neither in its prompt nor in its answers.
+
+    All answers must have the text. One is enough for a column that is not text, since it may copy a conversation.
+
+    Args:
+        row: A converted row.
+        prompt: The prompt that is read, as text or messages; empty if none is.
+        answers: The row's answers, as texts, messages, or lists of these.
+    """
+    roles, traps, texts = set(_roles_in([prompt, *answers])), list[str](), list[str]()
+    # `conversations` is not needed after another question, and `unread_parts` finds unread tools of messages
+    excluded = ("conversations",) * bool(roles - {"assistant"}) + ("tools",) * bool(roles)
+    for key, value in row.items():
+        if (_TEXT_COLUMN.fullmatch(key) and key not in excluded) or (key == "prompt" and not prompt):
+            parts, enough = set(_strings(value)), all if isinstance(value, str) else any
+            texts = texts or [_words(" ".join(_strings([prompt, answer]))) for answer in answers]
+            if not all(enough(_words(part) in text for text in texts) for part in parts):
+                traps.append(f"{'beside' if key == 'prompt' else 'column'} {key}")
+    return traps
+
+
+def unread_parts(messages: list[Any], variables: Row, rendered: str, render: Callable[..., str]) -> list[str]:
+    """Return traps for the parts of a conversation that the chat template does not write.
+
+    Args:
+        messages: The conversation, with texts or lists of text parts as contents.
+        variables: The template's variables, such as ``tools``.
+        rendered: The rendered conversation.
+        render: Function that renders messages; keyword arguments replace variables.
+    """
+    text, unread = _words(rendered), list[str]()
+
+    def is_written(part: str) -> bool:
+        return _words(part) in text or _words(json.dumps(part, ensure_ascii=False)[1:-1]) in text
+
+    for message in messages:
+        contents = texts_of(message)
+        parts = re.split("</?think>", "".join(contents))
+        parts_alone = [part for content in contents for part in re.split("</?think>", content)]  # not joined
+        if not all(map(is_written, parts)) and not all(map(is_written, parts_alone)):
+            has_answer = len(parts) > 1 and is_written(parts[-1])
+            unread += ["thoughts (`<think>`)" if has_answer else f"text of the role {message['role']!r}"]
+    for key in _OTHER_PARTS:
+        without = [{name: value for name, value in message.items() if name != key} for message in messages]
+        if without != messages or variables.get(key):
+            with suppress(Exception):  # templates are programs and may raise anything
+                unread += [f"`{key}`"] * (render(without, **{key: None}) == rendered)
+    return [f"template {part}" for part in dict.fromkeys(unread)]
+
+
+def _words(text: str) -> str:
+    """Return the words and other characters of a text, each between spaces: a short word is not found in others."""
+    return " ".join(["", *_WORD.findall(text), ""])
+
+
+def _strings(value: Any) -> Iterator[str]:
+    """Yield the texts in a value, at any nesting depth, except roles. JSON text is parsed."""
+    if isinstance(value, str) and value.strip().startswith(("[", "{")):
+        with suppress(ValueError, RecursionError):
+            value = json.loads(value)
+    if isinstance(value, str) and value.strip():
+        yield value.strip()
+    elif isinstance(value, Mapping | list):
+        items = value.items() if isinstance(value, Mapping) else enumerate(value)
+        for item in [item for key, item in items if key not in ("role", "from")]:
+            yield from _strings(item)
+
+
+def warn_of_traps(dataset: Dataset, name: str) -> tuple[Dataset, Sequence[str]]:
+    """Log each kind of trap with its number of rows; return the dataset without the column, and the column."""
+    if TRAPS not in dataset.column_names:
+        return dataset, [""] * len(dataset)
+    rows_of: dict[str, dict[int, None]] = defaultdict(dict)
+    names_of: dict[str, dict[str, None]] = defaultdict(dict)  # dicts as ordered sets
+    traps_N: Any = dataset.with_format(None)[TRAPS]
+    for index, traps in enumerate(traps_N):
+        for key, trap in (line.split(" ", 1) for line in traps.splitlines()):
+            rows_of[key][index] = names_of[key][trap] = None
+    for key, rows in rows_of.items():
+        where = f"{name} dataset: in {len(rows)} of {len(dataset)} rows (the first is row {next(iter(rows))})"
+        warn(key, names_of[key], where)
+    return dataset.remove_columns(TRAPS), traps_N
+
+
+def warn(key: str, names: Iterable[str], where: str) -> None:
+    """Log one kind of trap, for the rows that ``where`` names."""
+    logger.warning(f"{where}, {_WARNINGS[key].format(', '.join(names))}.")
+
+
+def warn_of_new_traps(traps: list[str], warned: set[str], where: str) -> None:
+    """Log the traps of a streamed row that are not in ``warned`` yet, and add them."""
+    for key, named in (trap.split(" ", 1) for trap in dict.fromkeys(traps) if trap not in warned):
+        warn(key, [named], f"{where}, and perhaps in later rows")
+    warned.update(traps)
+
+
+def report_equal_answers(row: Mapping[str, Any], traps: str, count: int, rows: int, first: int, name: str) -> None:
+    """Warn of rows with equal answers (the same tokens).
+
+    Args:
+        row: The first row with equal answers.
+        traps: The traps of ``row``, one per line.
+        count: Number of rows with equal answers.
+        rows: Number of rows in the dataset.
+        first: Index of ``row``.
+        name: Name of the dataset.
+
+    Raises:
+        UserError: More than half of the rows have equal answers.
+    """
+    roles = sorted(set(_roles_in([*row.values()])))
+    unread = [line.removeprefix("template ") for line in traps.splitlines() if line.startswith("template ")]
+    cause = f"does not write {', '.join(unread)}" if unread else "may ignore some of the roles"
+    reason = f"the chat template {cause} (roles {roles})" if roles else "the texts may be equal"
+    text = (
+        f"{name} dataset: in {count} of {rows} pairs, chosen and rejected have the same tokens (first in row {first})"
+    )
+    if count > rows / 2:
+        raise UserError(f"{text}, so hardly anything can be learned: {reason}. Correct the rows or the template.")
+    logger.warning(f"{text}: {reason}. They are kept, but teach nothing.")
+
+
+def _roles_in(value: Any) -> Iterator[str]:
+    if isinstance(value, dict) and ("role" in value or "from" in value):
+        yield str(value.get("role") or value.get("from"))
+    for item in value if isinstance(value, list) else ():
+        yield from _roles_in(item)

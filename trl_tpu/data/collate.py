@@ -26,7 +26,7 @@ import torch
 from ..errors import UserError
 from ..packing.batch import Batch, Comparisons
 from ..packing.pack import Sequences, last_scored
-from .kinds import TIE_MODELS, Pairs, RowKind, answers_of, labels_of
+from .kinds import TIE_MODELS, Pairs, RowKind
 from .kinds.solutions import STEP_ENDS
 
 Example = Mapping[str, Any]
@@ -101,7 +101,7 @@ class Labels:
             attributes: A, the number of attributes; 0 if rows have one list of grades.
         """
         grade_PAK = np.full((len(rows), attributes or 1, answers), np.nan)
-        labels_P = list(map(labels_of, rows))
+        labels_P = list(map(kind.labels, rows))
         for grade_AK, labels in zip(grade_PAK, labels_P, strict=True):
             grades = kind.grades(labels)
             for grade_K, values in zip(grade_AK, grades if attributes else [grades], strict=True):
@@ -200,10 +200,10 @@ def sequences_of(
     table = table or ComparisonRule().table(rows)
     ids, at, pair_D = list[np.ndarray](), list[np.ndarray](), list[int]()
     for pair, row in enumerate(rows):
-        answers = [np.asarray(answer, np.int32) for answer in answers_of(row)]
+        answers = [np.asarray(answer, np.int32) for answer in table.kind.answers(row)]
         ids += answers
         pair_D += [pair] * len(answers)
-        if (ends := labels_of(row).get(STEP_ENDS)) is None:
+        if (ends := table.kind.labels(row).get(STEP_ENDS)) is None:
             at += [np.array([last_scored(answer, pad_token_id)]) for answer in answers]
         else:  # a solution without labeled steps has a reward without a grade, so that its row is present
             at.append(np.array(ends or [0], np.int64))

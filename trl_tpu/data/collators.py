@@ -1,33 +1,24 @@
-"""Batches as TRL's dict, for user code that reads them: TRL's collators (current and up to 0.23), and a reader.
+"""Batches as TRL's dict, for user code that reads them: TRL's collator, and a reader.
 
-The package's own batches are made by `trl_tpu.data.collate`. This module also converts rows with the columns of TRL up
-to 0.23.
+The package's own batches are made by `trl_tpu.data.collate`.
 """
 
-import logging
-import warnings
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import torch
 from torch.nn.functional import pad as pad_tensor
-from transformers import PreTrainedTokenizerBase
 from transformers.data.data_collator import DataCollatorMixin
-from transformers.utils import PaddingStrategy
 
 from ..errors import UserError
 from ..packing.batch import Batch, Comparisons
 from ..packing.shapes import round_up
-from . import checks
-from .chat_templates import maybe_apply_chat_template
-from .checks import OLD_KEYS, RAW_COLUMNS, Row
+from .checks import OLD_KEYS
 from .collate import ComparisonRule, Example, Part, compare, pairs_of, sequences_of
 from .kinds import Pairs, answers_of, kind_of, labels_of
 from .kinds.solutions import NO_LABEL
-
-logger = logging.getLogger(__name__)
 
 Collate = Callable[[list[Any]], dict[str, Any]]
 
@@ -223,144 +214,6 @@ def batch_of_pairs(
 def by_answer(count: int, answers: int) -> torch.Tensor:
     """Return the row of each scored position, [S], in TRL's order: all first answers, then all second answers, ..."""
     return torch.arange(count * answers).view(answers, count).T.flatten()
-
-
-@dataclass
-class RewardDataCollatorWithPadding:
-    """Collator of TRL up to 0.23: pads the chosen and the rejected sequences separately, on the tokenizer's side.
-
-    Each example has `input_ids_chosen`, `attention_mask_chosen`, `input_ids_rejected` and `attention_mask_rejected`,
-    and may have a `margin`, a float or a list of one float. The batch has the same keys, [P, longest of that half],
-    `margin`, [P], and ``return_loss=True``.
-
-    Args:
-        tokenizer: The tokenizer; it pads with its pad token and on its padding side.
-        padding: As in the tokenizer's ``pad``: True or "longest", "max_length", or False.
-        max_length: The padded length for ``padding="max_length"`` (TRL up to 0.11).
-        pad_to_multiple_of: Round lengths up to a multiple of this number.
-        return_tensors: Only ``"pt"``.
-
-    Raises:
-        UserError: An example lacks one of the four columns.
-    """
-
-    tokenizer: PreTrainedTokenizerBase
-    padding: bool | str | PaddingStrategy = True
-    max_length: int | None = None
-    pad_to_multiple_of: int | None = None
-    return_tensors: str = "pt"
-
-    def __call__(self, features: list[dict[str, Any]]) -> dict[str, Any]:
-        if missing := [key for key in OLD_KEYS if any(key not in feature for feature in features)]:
-            raise UserError(
-                f"The features should include {', '.join(OLD_KEYS)}, but {', '.join(missing)} is missing; found "
-                f"{', '.join(features[0])}."
-            )
-        batch: dict[str, Any] = {}
-        for half in ("chosen", "rejected"):
-            padded = self.tokenizer.pad(
-                [{key: feature[f"{key}_{half}"] for key in ("input_ids", "attention_mask")} for feature in features],
-                padding=self.padding,
-                max_length=self.max_length,
-                pad_to_multiple_of=self.pad_to_multiple_of,
-                return_tensors=self.return_tensors,
-            )
-            batch |= {f"{key}_{half}": padded[key] for key in ("input_ids", "attention_mask")}
-        batch["return_loss"] = True
-        if "margin" in features[0]:
-            margins = torch.tensor([feature["margin"] for feature in features], dtype=torch.float)
-            batch["margin"] = margins.view(len(features))  # [P, 1] would broadcast to [P, P] in the loss
-        return batch | dict.fromkeys([TABLE] if needs_table(features[0]) else [])
-
-
-OLD_IDS = OLD_KEYS[::2]
-
-
-def read_old_row(row: Row, index: int, num_embeddings: int, name: str) -> dict[str, Any]:
-    """Convert a pair from the columns of TRL up to 0.23 to the current columns.
-
-    Tokens that the attention mask excludes are dropped. A margin may be a list of one number.
-
-    Raises:
-        UserTypeError: A value is not a list of integers.
-        UserError: The model lacks a token id, or an attention mask has a gap or the wrong length.
-    """
-    answers = dict[str, Any]()
-    for new, old in zip(Pairs.columns, OLD_IDS, strict=True):
-        ids, mask, where = row[old], row[old.replace("input_ids", "attention_mask")], checks.row_of(index, name, old)
-        checks.check_ids(ids, where, num_embeddings)
-        attended = np.flatnonzero(mask)
-        if not len(attended) or len(mask) != len(ids) or len(attended) != np.ptp(attended) + 1:
-            raise UserError(
-                f"{where}: the attention mask must be as long as the token ids, and 0 only before or after all tokens "
-                f"that count, got {mask!r:.80}."
-            )
-        answers[new] = list(ids[attended[0] : attended[-1] + 1])
-    return answers | old_margin(row, checks.row_of(index, name))
-
-
-def old_margin(row: Row, where: str) -> dict[str, float]:
-    """Return the margin, if any, of a row in the form of TRL up to 0.23; it may be a list of one number.
-
-    Raises:
-        UserError: The margin is not finite, or a list of several numbers.
-    """
-    if "margin" not in row:
-        return {}
-    margin = np.asarray(row["margin"])
-    margin = margin[0] if margin.shape == (1,) else margin
-    checks.check_margin(margin, f"{where}: `margin`")
-    return {"margin": float(margin)}
-
-
-_OLD_TOKEN_COLUMNS = {"chosen_input_ids": "chosen_ids", "rejected_input_ids": "rejected_ids"}
-
-
-def rename_old_columns(dataset: Any, columns: list[str]) -> tuple[Any, list[str]]:
-    """Rename a dataset's token columns to TRL's current names; return the dataset and its columns."""
-    if not set(_OLD_TOKEN_COLUMNS) <= set(columns) or set(Pairs.columns) <= set(columns):
-        return dataset, columns
-    warnings.warn(
-        "The columns `chosen_input_ids` and `rejected_input_ids` are deprecated and will not be supported in v1 "
-        "of TRL: rename them to `chosen_ids` and `rejected_ids`.",
-        FutureWarning,
-        stacklevel=4,
-    )
-    return dataset.rename_columns(_OLD_TOKEN_COLUMNS), [_OLD_TOKEN_COLUMNS.get(name, name) for name in columns]
-
-
-@dataclass(frozen=True)
-class OldPairs(Pairs):
-    """Raw pairs, tokenized as in TRL up to 0.23: without the prompt and without an added end-of-sequence token."""
-
-    tokenizer: PreTrainedTokenizerBase
-    has_traps = False
-
-    def check_dataset(self, dataset: Any, columns: Collection[str], name: str) -> Self:
-        if "prompt" in columns and not {*self.columns, *OLD_KEYS} & set(columns):
-            logger.warning(
-                f"{name} dataset: as in TRL up to 0.23, the column `prompt` is left out of the tokens, so rewards do "
-                "not depend on it. Put it at the beginning of both answers, or use TRL's current columns and collator."
-            )
-        return super().check_dataset(dataset, columns, name)
-
-    def raw_answers(self, row: Row, where: str) -> dict[str, Any]:
-        super().raw_answers(row, where)
-        with checks.rendering(where):
-            rendered = maybe_apply_chat_template(dict(row), self.tokenizer)
-        return {column: rendered[column] for column in RAW_COLUMNS}
-
-    def with_prompt(self, row: Row, answer: Any, tokenizer: Any) -> Any:
-        return answer
-
-    def tokenized(self, row: Row, ids_K: list[list[int]], where: str) -> dict[str, Any]:
-        return super().tokenized(row, ids_K, where) | old_margin(row, where)
-
-
-def _tokenize(batch: Row, tokenizer: PreTrainedTokenizerBase) -> dict[str, list[list[int]]]:
-    """Tokenize a batch of ``chosen`` and ``rejected`` texts as the function of this name in TRL up to 0.23 does."""
-    halves = [tokenizer(list(batch[half])) for half in RAW_COLUMNS]
-    return dict(zip(OLD_KEYS, [half[key] for half in halves for key in ("input_ids", "attention_mask")], strict=True))
 
 
 def old_columns(row: Example) -> Example:

@@ -1,10 +1,13 @@
-"""Prepared datasets: their rows as arrays, and length statistics.
+"""Prepared datasets: their rows as arrays, length statistics, and prompts.
+
+Pairs with the same prompt are not independent, and share tokens.
 
 A dataset counts as prepared if its rows are tokenized and it is not a stream. `trl_tpu.data.kinds` has the columns.
 
 Letters in names of arrays: N rows, K answers per row, D sequences of all rows, T tokens.
 """
 
+import json
 import os
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
@@ -19,8 +22,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from datasets import Dataset
 
+from ..packing.pack import common_prefix
 from ..packing.shapes import PairLengths
-from .kinds import ANSWERS, TOKENS, Pairs, RowKind, answers_of, kind_of, kind_of_columns, labels_of
+from .formats import convert_row
+from .kinds import COLUMNS, TOKENS, Pairs, RowKind, answers_of, kind_of, kind_of_columns
 from .kinds.solutions import STEP_ENDS
 
 _TABLE_ROWS = 1000  # rows per arrow table
@@ -60,7 +65,8 @@ class LengthStats:
     answers: int = 2
 
 
-_STATS_BY_DATASET: WeakKeyDictionary[Dataset, LengthStats] = WeakKeyDictionary()
+#: Statistics of the datasets that were measured.
+STATS: WeakKeyDictionary[Dataset, LengthStats] = WeakKeyDictionary()
 
 
 def is_prepared(dataset: Any) -> bool:
@@ -73,74 +79,69 @@ def kind_of_dataset(dataset: Any) -> RowKind:
 
     The number of answers per row distinguishes kinds with the same columns.
     """
-    if not is_prepared(dataset):
+    kind = kind_of_columns(dataset.column_names) if isinstance(dataset, Dataset) else None
+    if kind is None:
         return Pairs()
-    kind = kind_of_columns(dataset.column_names)
-    assert kind is not None  # known of prepared datasets
     return (len(dataset) and kind_of(dataset.with_format(None)[0])) or kind
 
 
 def length_stats(dataset: Dataset) -> LengthStats:
-    """Measure a tokenized dataset, one table of rows at a time. The result is cached per dataset object.
+    """Return the statistics of a tokenized dataset. They are computed once per dataset object, see `STATS`.
 
     Raises:
         ValueError: The dataset is not tokenized, or is a stream.
     """
-    if dataset not in _STATS_BY_DATASET:
-        if not is_prepared(dataset):
-            raise ValueError(f"The dataset is not tokenized; its columns are {dataset.column_names}.")
-        _STATS_BY_DATASET[dataset] = length_stats_of_tables(tables_of(dataset))
-    return _STATS_BY_DATASET[dataset]
+    if dataset not in STATS:
+        STATS[dataset] = length_stats_of(map(read_table, tables_of(dataset)))
+    return STATS[dataset]
 
 
-def length_stats_of_stream(stream: Iterable[Mapping[str, Any]]) -> PairLengths:
-    """Measure the first 1,000 pairs of a tokenized stream. Training then reads the stream from its beginning."""
-    lengths = list[tuple[int, int, int]]()
-    for chosen, rejected in (map(np.asarray, answers_of(row)) for row in islice(stream, _TABLE_ROWS)):
-        prefix = _common_prefix(chosen, rejected)
-        lengths.append((prefix, len(chosen) - prefix, len(rejected) - prefix))
-    return PairLengths.of(lengths)
-
-
-def select(dataset: Dataset, is_kept_N: np.ndarray) -> Dataset:
-    """Return the rows that a mask keeps, with their statistics already cached.
-
-    The statistics are computed from tables of the whole dataset, because tables of a selection are slow to read.
-    """
-    selection = dataset.select(np.flatnonzero(is_kept_N))
-    masks = (pa.array(is_kept_N[first : first + _TABLE_ROWS]) for first in range(0, len(dataset), _TABLE_ROWS))
-    _STATS_BY_DATASET[selection] = length_stats_of_tables(map(pa.Table.filter, tables_of(dataset), masks))
-    return selection
-
-
-def length_stats_of_tables(tables: Iterable[pa.Table]) -> LengthStats:
-    """Measure tokenized rows in arrow tables, one table at a time."""
-    parts: list[PairLengths] = []
+def length_stats_of(parts: Iterable[list[dict[str, Any]]]) -> LengthStats:
+    """Measure tokenized rows, given in lists as `read_table` returns them."""
+    lengths: list[PairLengths] = []
     shared: list[bytes] = []  # empty, or one item: the common prefix of all sequences so far, 4 bytes per token
     answers = 1
     checksums: dict[str, int] = defaultdict(int)  # running checksum per kind of content: table sizes do not affect it
-    for rows in filter(None, map(read_table, tables)):
-        answers_N, labels_N = list(map(answers_of, rows)), list(map(labels_of, rows))
-        sequences_D, counts_N = list(chain.from_iterable(answers_N)), np.array(list(map(len, answers_N)))
-        parts.append(_lengths(sequences_D, counts_N))
+    for rows in filter(None, parts):
+        kind = kind_of_columns(rows[0])
+        assert kind is not None  # the rows are tokenized
+        answers_N, labels_N = list(map(kind.answers, rows)), list(map(kind.labels, rows))
+        lengths.append(_lengths(answers_N))
         scored_N = [labels.get(STEP_ENDS, answers_K) for labels, answers_K in zip(labels_N, answers_N, strict=True)]
         answers = max(answers, *map(len, scored_N))
+        sequences_D = list(chain.from_iterable(answers_N))
         byte_strings = [*shared, *(ids.tobytes() for ids in sequences_D)]
         shared = [byte_strings[0][: len(os.path.commonprefix(byte_strings))]]
-        contents = {ANSWERS: np.concatenate(sequences_D), "lengths": [*map(len, sequences_D)], "counts": counts_N}
-        for name, content in contents.items():
+        sizes = {"lengths": [*map(len, sequences_D)], "counts": [*map(len, answers_N)]}
+        for name, content in {"answers": np.concatenate(sequences_D), **sizes}.items():
             checksums[name] = crc32(np.ascontiguousarray(content, dtype=np.int64).data, checksums[name])
         for name in labels_N[0]:
             text = "".join(f"{labels[name]}," for labels in labels_N)
             checksums[name] = crc32(text.encode(), checksums[name])
     checksum = crc32(repr(sorted(checksums.items())).encode())
-    return LengthStats(PairLengths.joined(parts), len(b"".join(shared)) // 4, checksum, answers)
+    return LengthStats(PairLengths.joined(lengths), len(b"".join(shared)) // 4, checksum, answers)
+
+
+def length_stats_of_stream(stream: Iterable[Mapping[str, Any]]) -> PairLengths:
+    """Measure the first 1,000 pairs of a tokenized stream. Training then reads the stream from its beginning."""
+    return _lengths([list(map(np.asarray, answers_of(row))) for row in islice(stream, _TABLE_ROWS)])
+
+
+def _lengths(answers_N: list[list[np.ndarray]]) -> PairLengths:
+    """Return the lengths of each row's common prefix and tails."""
+    prefix_N = np.zeros(len(answers_N), np.int64)
+    tails_NK = np.zeros((len(answers_N), max([2, *map(len, answers_N)])), np.int64)
+    for row, answers in enumerate(answers_N):
+        prefix_N[row] = min(common_prefix(answers[0], ids) for ids in answers)
+        tails_NK[row, : len(answers)] = [len(ids) - prefix_N[row] for ids in answers]
+    return PairLengths(prefix_N, tails_NK)
 
 
 def tables_of(dataset: Dataset) -> Iterator[pa.Table]:
     """Yield the token ids and labels of tokenized rows in arrow tables of up to 1,000 rows."""
     kind = kind_of_columns(dataset.column_names)
-    assert kind is not None  # the rows are tokenized
+    if kind is None:
+        raise ValueError(f"The dataset is not tokenized; its columns are {dataset.column_names}.")
     labels = [name for name in kind.optional_columns if name in dataset.column_names]
     return dataset.with_format("arrow", columns=[*kind.columns, *labels]).iter(batch_size=_TABLE_ROWS)
 
@@ -150,19 +151,89 @@ def rows_of(dataset: Dataset) -> Iterator[dict[str, Any]]:
     return chain.from_iterable(map(read_table, tables_of(dataset)))
 
 
-def _common_prefix(first: np.ndarray, second: np.ndarray) -> int:
-    length = min(len(first), len(second))
-    same = first[:length] == second[:length]
-    return length if same.all() else int(same.argmin())  # argmin returns the first mismatch
+# ---- prompts
+
+#: A hash of the prompt, or the common prefix of a row's answers; empty if the row's prompt is unknown.
+Prompt = int | bytes
+
+_MAX_ANSWER_OVERLAP = 64  # bytes (16 tokens) of a row's common prefix that may follow the prompt
+
+#: Raw rows of prepared datasets that do not keep their text.
+RAW_BY_PREPARED: WeakKeyDictionary[Dataset, Dataset] = WeakKeyDictionary()
 
 
-def _lengths(sequences_D: list[np.ndarray], counts_N: np.ndarray) -> PairLengths:
-    """Return each row's lengths, from all sequences in row order and the number of sequences per row."""
-    start_N = np.cumsum(counts_N) - counts_N
-    start_D, row_D = np.repeat(start_N, counts_N), np.repeat(np.arange(len(counts_N)), counts_N)
-    starts_and_ids = zip(start_D.tolist(), sequences_D, strict=True)
-    shared_D = [_common_prefix(sequences_D[start], ids) for start, ids in starts_and_ids]
-    prefix_N = np.minimum.reduceat(shared_D, start_N)
-    tails_NK = np.zeros((len(counts_N), max(2, counts_N.max())), np.int64)
-    tails_NK[row_D, np.arange(len(row_D)) - start_D] = [*map(len, sequences_D)] - prefix_N[row_D]
-    return PairLengths(prefix_N, tails_NK)
+def prompt_groups(dataset: Dataset) -> np.ndarray:
+    """Return a group number for each row of token ids, [N]: see `group_prompts`."""
+    return group_prompts(shared_prefixes(dataset))
+
+
+def group_prompts(prompts: Iterable[Prompt]) -> np.ndarray:
+    """Return a group number for each row, [N]; rows with the same prompt have the same number.
+
+    If only the common prefix of a row's answers is known, it is the prompt, plus a few tokens if the answers begin
+    alike. So a common prefix that extends another row's prompt by at most 64 bytes (16 tokens) has the same prompt.
+    Any other common prefix is a new prompt. A prefix that all rows share, such as a system prompt, does not count. A
+    row without a prompt has a group of its own.
+    """
+    interned: dict[Prompt, Prompt] = {}
+    prompt_N = [interned.setdefault(prompt, prompt) for prompt in prompts]
+    prefixes = sorted(prompt for prompt in interned if isinstance(prompt, bytes))
+    skip = len(os.path.commonprefix(prefixes))
+    prompt_by_prefix: dict[bytes, bytes] = {}
+    nested_prompts = [b""]  # the prompts that begin the current prefix; prefixes come in lexicographic order
+    for prefix in (prefix[skip:] for prefix in prefixes):
+        while not prefix.startswith(nested_prompts[-1]):
+            nested_prompts.pop()
+        if not nested_prompts[-1] or len(prefix) - len(nested_prompts[-1]) > _MAX_ANSWER_OVERLAP:
+            nested_prompts.append(prefix)
+        prompt_by_prefix[prefix] = nested_prompts[-1]
+    numbers: dict[Prompt | tuple[int], int] = {}
+    keys = (
+        prompt if isinstance(prompt, int) else prompt_by_prefix[prompt[skip:]] or (row,)
+        for row, prompt in enumerate(prompt_N)
+    )
+    return np.array([numbers.setdefault(key, len(numbers)) for key in keys])
+
+
+def shared_prefixes(dataset: Dataset) -> Iterator[bytes]:
+    """Yield the common prefix of each row's tokenized answers, 4 bytes per token."""
+    for row, prefix in zip(rows_of(dataset), length_stats(dataset).lengths.prefix_P.tolist(), strict=True):
+        yield answers_of(row)[0][:prefix].tobytes()
+
+
+def prompts_of(dataset: Dataset) -> Iterator[Prompt]:
+    """Yield the prompt of each row of a prepared dataset, see `prompt_of`; from tokens if rows have no text."""
+    raw = RAW_BY_PREPARED.get(dataset, dataset).with_format(None)
+    raw = raw.select_columns([name for name in raw.column_names if name not in COLUMNS])
+    has_text = raw.column_names and prompt_of(raw[0]) is not None
+    has_tokens = is_prepared(dataset) and not has_text
+    return shared_prefixes(dataset) if has_tokens else (prompt_of(row) or b"" for row in raw)
+
+
+def prompt_of(row: Mapping[str, Any]) -> Prompt | None:
+    """Return the prompt of a raw or scored row; None if the row has neither a prompt nor answers in text.
+
+    The prompt is the column `prompt`; or all messages that come before the last one and that the row's conversations
+    share; or the common prefix of the row's texts.
+    """
+    row = convert_row(row)[0]
+    prompt = row.get("prompt") or ""
+    answers = [each for name in ("chosen", "rejected", "completions") for each in _dialogues(row.get(name))]
+    if not answers and not prompt:
+        return None
+    if answers and all(isinstance(messages, list) for messages in (prompt or [], *answers)):
+        wholes = [[json.dumps(turn, default=str) for turn in (*prompt, *answer)] for answer in answers]
+        prompt = os.path.commonprefix(wholes)[: min(map(len, wholes)) - 1]
+    elif not prompt:
+        shared = os.path.commonprefix([text for text in answers if isinstance(text, str)])
+        while len(answers) > 1 and shared[-1:].isalnum():  # the answers' first words may begin alike
+            shared = shared[:-1]
+        return shared.encode(errors="replace")
+    return hash(json.dumps(prompt, default=str)) if prompt else b""
+
+
+def _dialogues(value: Any) -> list[Any]:
+    """Return the texts and conversations in an answer or in a list of answers."""
+    if isinstance(value, str) or (isinstance(value, list) and value and isinstance(value[0], Mapping)):
+        return [value]
+    return [each for item in value for each in _dialogues(item)] if isinstance(value, list) else []

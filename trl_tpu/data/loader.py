@@ -6,15 +6,12 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence, Sized
-from contextlib import contextmanager
 from functools import partial
 from itertools import islice
 from typing import Any, cast
 
 import numpy as np
 import torch
-import torch.distributed
-from accelerate import PartialState
 from accelerate.data_loader import SeedableRandomSampler, SkipBatchSampler, SkipDataLoader
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler
 from torch.utils.data import Dataset as TorchDataset
@@ -24,8 +21,7 @@ from transformers.trainer_utils import seed_worker
 from ..errors import UserError
 from ..packing.pack import in_order
 from .kinds import answers_of
-from .length_stats import is_prepared, kind_of_dataset, length_stats
-from .prompts import RAW_BY_PREPARED, prompt_groups, shared_prefixes
+from .length_stats import RAW_BY_PREPARED, is_prepared, kind_of_dataset, length_stats, prompt_groups, shared_prefixes
 
 logger = logging.getLogger(__name__)
 
@@ -267,17 +263,3 @@ def _obey_parent() -> None:
     while signal.sigwaitinfo({signal.SIGTERM}).si_pid != os.getppid():
         pass
     os._exit(0)
-
-
-@contextmanager
-def main_processes_first() -> Iterator[None]:
-    """Run the context in the main process first, then in each node's main process, then in all other processes.
-
-    Later processes find the result in a cache. With a single accelerate process, as on XLA, where one process drives
-    all devices of a host, no process waits: hosts need not share a cache.
-    """
-    if not torch.distributed.is_initialized() or PartialState().num_processes == 1:
-        yield
-        return
-    with PartialState().main_process_first(), PartialState().local_main_process_first():
-        yield

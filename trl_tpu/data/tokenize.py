@@ -1,7 +1,8 @@
 """Prepare rows for training: add columns with the token ids of their answers, as in TRL 1.16."""
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from hashlib import sha256
 from itertools import cycle
@@ -12,19 +13,17 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import tokenizers
+import torch
 import transformers
+from accelerate import PartialState
 from datasets import Dataset, IterableDataset
 from transformers import PreTrainedTokenizerBase
 
 from ..errors import UserError
 from . import checks
-from .checks import OLD_KEYS
-from .collators import read_old_row, rename_old_columns
+from .checks import TRAPS, report_equal_answers, warn_of_new_traps, warn_of_traps
 from .kinds import Answers, Pairs, Rankings, RowKind, check_one_form, choose_kind
-from .length_stats import length_stats, read_table, select, tables_of
-from .loader import main_processes_first
-from .prompts import RAW_BY_PREPARED
-from .traps import TRAPS, report_equal_answers, warn_of_new_traps, warn_of_traps
+from .length_stats import RAW_BY_PREPARED, STATS, length_stats, length_stats_of, read_table, tables_of
 
 logger = logging.getLogger(__name__)
 
@@ -73,8 +72,7 @@ def prepare_preference_dataset(
         UserError: Missing columns, no rows, null or empty values, labels that cannot be learned, token ids that the
             model lacks, or no row within ``max_length``. Errors give the index of a row in the original dataset.
     """
-    raw = dataset
-    dataset, columns = rename_old_columns(dataset, checks.column_names(dataset, name))
+    raw, columns = dataset, checks.column_names(dataset, name)
     if len(kinds) > 1:
         check_one_form(columns, f"The {name} dataset")
     kind, is_tokenized = choose_kind(dataset, columns, kinds, name, unused_settings)
@@ -86,15 +84,10 @@ def prepare_preference_dataset(
             dataset = dataset.remove_columns([column for column in kind.columns if column in columns])
         arguments = {"processing_class": processing_class, "name": name, "kind": kind}
         arguments["warned"] = None if isinstance(dataset, Dataset) else set()
-        options: dict[str, Any] = {"with_indices": True, "batched": True, "fn_kwargs": arguments}
-        options |= {"features": features, "remove_columns": columns} if kind.has_own_tokens else {}
-        dataset = map_rows(dataset, _tokenize_rows, num_proc, name, **options)
+        options: Any = {"fn_kwargs": arguments, "features": features, "remove_columns": kind.raw_only(columns)}
+        dataset = map_rows(dataset, _tokenize_rows, num_proc, name, with_indices=True, batched=True, **options)
     elif kind.has_own_tokens:
         dataset = dataset.select_columns([*kind.columns])
-    elif not set(kind.columns) <= set(columns):
-        arguments = {"num_embeddings": num_embeddings, "name": name}
-        options = {"with_indices": True, "fn_kwargs": arguments, "remove_columns": list(OLD_KEYS)}
-        dataset = map_rows(dataset, read_old_row, num_proc, name, **options)
     limit = {} if kind.has_own_tokens else {"max_length": max_length, "truncation_mode": truncation_mode}
     options = {"max_length": None, **limit, "num_proc": num_proc, "name": name}
     prepared = keep_fitting(dataset, num_embeddings=num_embeddings, kind=kind, **options)
@@ -114,6 +107,20 @@ def map_rows(
     function = partial(_of_code, f"{CODE} {transformers.__version__} {tokenizers.__version__}", function)
     with main_processes_first():
         return dataset.map(function, num_proc=num_proc, desc=f"Tokenizing {name} dataset", **settings)
+
+
+@contextmanager
+def main_processes_first() -> Iterator[None]:
+    """Run the context in the main process first, then in each node's main process, then in all other processes.
+
+    Later processes find the result in a cache. With a single accelerate process, as on XLA, where one process drives
+    all devices of a host, no process waits: hosts need not share a cache.
+    """
+    if not torch.distributed.is_initialized() or PartialState().num_processes == 1:
+        yield
+        return
+    with PartialState().main_process_first(), PartialState().local_main_process_first():
+        yield
 
 
 def _of_code(code: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -177,24 +184,23 @@ def keep_fitting(
     """
     original, truncates = dataset, truncation_mode is not None and max_length is not None
     if truncates:
-        limit = {"max_length": max_length, "truncation_mode": truncation_mode, "kind": kind}
-        dataset = map_rows(dataset, _cut, num_proc, name, fn_kwargs=limit)
+        arguments = {"max_length": max_length, "truncation_mode": truncation_mode, "kind": kind}
+        dataset = map_rows(dataset, _cut, num_proc, name, fn_kwargs=arguments)
     if isinstance(dataset, IterableDataset):
         settings = {"num_embeddings": num_embeddings, "max_length": max_length, "name": name, "kind": kind}
         return dataset.filter(_fits, with_indices=True, fn_kwargs=settings)
     dataset, traps_N = warn_of_traps(dataset, name)
-    first = 0
-    for table in tables_of(dataset):
-        check_tokens(table, first, num_embeddings, name, kind)
-        for column in kind.columns:
-            if table[column].null_count:
-                where = checks.row_of(first + table[column].is_null().to_pylist().index(True), name, column)
-                raise UserError(f"{where} is null; every row needs a value there. Remove such rows or fill them.")
-        for index, row in enumerate(read_table(table), start=first):
-            kind.check_labels(row, checks.row_of(index, name))
-        first += len(table)
-    longest_N = length_stats(dataset).lengths.longest_P
-    fits_N = longest_N <= (np.inf if max_length is None else max_length)
+    limit, longest = np.inf if max_length is None else max_length, list[int]()  # longest: of each row
+
+    def fitting_rows() -> Iterator[list[dict[str, Any]]]:
+        for rows in _checked_rows(dataset, num_embeddings, name, kind):
+            sizes = [max(map(len, kind.answers(row))) for row in rows]
+            longest.extend(sizes)
+            yield [row for row, size in zip(rows, sizes, strict=True) if size <= limit]
+
+    stats = length_stats_of(fitting_rows())  # one pass: tables of a selection are slow to read
+    longest_N = np.array(longest)
+    fits_N = longest_N <= limit
     dropped = len(longest_N) - fits_N.sum()
     if not fits_N.any():
         raise UserError(
@@ -208,14 +214,14 @@ def keep_fitting(
             f"max_length={max_length} tokens (the longest, of row {longest_N.argmax()}, has {longest_N.max()}). Raise "
             "`max_length` to keep them."
         )
-        dataset = select(dataset, fits_N)
+        dataset = dataset.select(np.flatnonzero(fits_N))
+    STATS[dataset] = stats
     if truncates:
         cut = (length_stats(original).lengths.longest_P > max_length).sum() - dropped
         logger.warning(
             f"{name} dataset: {cut} of {len(longest_N)} {kind.name} truncated to max_length={max_length} tokens."
         )
-    lengths = length_stats(dataset).lengths
-    same_N = np.flatnonzero(lengths.sizes_P == lengths.prefix_P)
+    same_N = np.flatnonzero(stats.lengths.sizes_P == stats.lengths.prefix_P)
     if len(same_N) and not kind.compares_with_zero:
         first = int(np.flatnonzero(fits_N)[same_N[0]])
         report_equal_answers(dataset[int(same_N[0])], traps_N[first], len(same_N), len(dataset), first, name)
@@ -241,32 +247,31 @@ def _fits(
     row: Mapping[str, Any], index: int, num_embeddings: int, max_length: int | None, name: str, kind: RowKind
 ) -> bool:
     """Check a row of a stream, and return whether it is short enough."""
-    check_row_ids(row, index, num_embeddings, name, kind)
-    kind.check_labels(row, checks.row_of(index, name))
+    _check_row(row, index, num_embeddings, name, kind)
     return max_length is None or max(map(len, kind.answers(row))) <= max_length
 
 
-def check_tokens(table: pa.Table, first: int, num_embeddings: int, name: str, kind: RowKind) -> None:
-    """Check the token ids of a table's rows as `check_ids` does: all at once, and row by row to name a bad row.
-
-    Args:
-        first: Index of the table's first row in the dataset.
-    """
-    columns = (table[column] for column in kind.token_columns)
-    lists = (pc.list_flatten(column) if _is_nested(column) else column for column in columns)
-    if not all(_are_ids(column, num_embeddings) for column in lists):
-        for index, row in enumerate(table.to_pylist(), start=first):
-            check_row_ids(row, index, num_embeddings, name, kind)
-
-
-def check_row_ids(row: Mapping[str, Any], index: int, num_embeddings: int, name: str, kind: RowKind) -> None:
-    """Check the token ids of all answers of a row; see `check_ids`."""
-    for column, ids in zip(cycle(kind.token_columns), kind.answers(row) or [None], strict=False):
-        checks.check_ids(ids, checks.row_of(index, name, column), num_embeddings)
+def _checked_rows(dataset: Dataset, num_embeddings: int, name: str, kind: RowKind) -> Iterator[list[dict[str, Any]]]:
+    """Yield the rows of each table of a dataset, after a check of their token ids and labels."""
+    first = 0
+    for table in tables_of(dataset):
+        if not _has_ids_and_labels(table, num_embeddings, kind):
+            for index, row in enumerate(table.to_pylist(), start=first):  # names the bad row
+                _check_row(row, index, num_embeddings, name, kind)
+        rows = read_table(table)
+        for index, row in enumerate(rows, start=first):
+            kind.check_labels(row, checks.row_of(index, name))
+        first += len(rows)
+        yield rows
 
 
-def _is_nested(column: pa.ChunkedArray) -> bool:
-    return pa.types.is_nested(getattr(column.type, "value_type", pa.null()))
+def _has_ids_and_labels(table: pa.Table, num_embeddings: int, kind: RowKind) -> bool:
+    """Check the token ids of a table's rows as `check_ids` does, all at once, and that no labels are null."""
+    lists = [table[column] for column in kind.token_columns]
+    if pa.types.is_nested(getattr(lists[0].type, "value_type", pa.null())):
+        lists = [pc.list_flatten(column) for column in lists]
+    has_ids = all(_are_ids(column, num_embeddings) for column in lists)
+    return has_ids and not any(table[column].null_count for column in kind.columns)
 
 
 def _are_ids(lists: pa.ChunkedArray, num_embeddings: int) -> bool:
@@ -274,3 +279,10 @@ def _are_ids(lists: pa.ChunkedArray, num_embeddings: int) -> bool:
         return False
     ids_T, lengths_D = pc.list_flatten(lists).to_numpy(), pc.list_value_length(lists).to_numpy()
     return bool((lengths_D > 0).all() and (ids_T >= 0).all() and (ids_T < num_embeddings).all())
+
+
+def _check_row(row: Mapping[str, Any], index: int, num_embeddings: int, name: str, kind: RowKind) -> None:
+    """Check the token ids of all answers of a row, see `check_ids`, and its labels."""
+    for column, ids in zip(cycle(kind.token_columns), kind.answers(row) or [None], strict=False):
+        checks.check_ids(ids, checks.row_of(index, name, column), num_embeddings)
+    kind.check_labels(row, checks.row_of(index, name))

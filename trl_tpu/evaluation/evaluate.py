@@ -13,8 +13,7 @@ from datasets import Dataset
 
 from ..data.collate import ComparisonRule, Labels, compare, pairs_of
 from ..data.kinds import Pairs, RowKind
-from ..data.length_stats import is_prepared, kind_of_dataset, length_stats, rows_of
-from ..data.prompts import Prompt, group_prompts, prompts_of
+from ..data.length_stats import Prompt, group_prompts, is_prepared, kind_of_dataset, length_stats, prompts_of, rows_of
 from ..errors import UserError, explaining
 from ..packing.batch import Comparisons
 from .verdict import (

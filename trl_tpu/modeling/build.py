@@ -11,9 +11,9 @@ from datasets import Dataset, IterableDataset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from .. import runtime
+from ..compat.old_columns import OldPairs, with_current_names
 from ..config.checks import unused_settings
 from ..config.reward_config import RewardConfig
-from ..data.collators import OldPairs
 from ..data.formats import convert_row
 from ..data.kinds import answers_of, kinds_for, labels_as
 from ..data.kinds.solutions import tokenize_solution
@@ -200,8 +200,9 @@ def build_dataset(
         UserError: The data cannot be trained on. The message names the dataset, the row and the fix.
     """
     embeddings: Any = model.get_input_embeddings()
+    dataset, has_old_tokens = with_current_names(dataset, name)
     kinds: Any = kinds_for(args, is_eval=name != "train", tokenize_row=tokenize_row)
-    if old_columns and not args.attributes:  # TRL's old columns hold no attribute grades
+    if (old_columns or has_old_tokens) and not args.attributes:  # TRL's old columns hold no attribute grades
         kinds = (OldPairs(processing_class),)
     prepared = prepare_preference_dataset(
         dataset,

@@ -15,6 +15,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..data.collate import BatchCollator, PackRows
 from ..data.collators import DataCollatorForPreference
+from ..data.kinds import Pairs
 from ..packing.batch import Batch
 from ..packing.pack import pack, pack_unpadded, pad
 from ..packing.shapes import CHUNK, RowPlan, RowShape
@@ -112,7 +113,7 @@ def reads_padding(model: nn.Module, pad_token_id: int) -> bool:
     if parameter.is_meta or parameter.dtype not in (torch.float32, torch.float64):
         return True
     ids = [token for token in range(1, 21) if token != pad_token_id]
-    examples = [{"answers": [ids[:9], ids[5:9]]}, {"answers": [ids[3:10], ids[8:14]]}]
+    examples = [Pairs().with_answers(pair) for pair in ([ids[:9], ids[5:9]], [ids[3:10], ids[8:14]])]
     rewards = []
     try:
         with _in_eval_mode(model):
@@ -259,7 +260,7 @@ def _tiny_batch(pad_token_id: int) -> list[dict[str, Any]]:
         *((ids[:9], [*ids[:5], *ids[10:14]]), (ids[20:24], [*ids[20:22], *ids[30:33]])),
         *((ids[3:20], ids[25:30]), (ids[5:12], ids[5:9])),
     ]
-    return [{"answers": list(pair)} for pair in pairs]
+    return [Pairs().with_answers([*pair]) for pair in pairs]
 
 
 def _check_state_resumes(layer: nn.Module, hidden_size: int) -> None:
@@ -298,7 +299,7 @@ def _pairs_at_chunk_boundaries(model: PreTrainedModel, pad_token_id: int) -> lis
     text = [ids[(place * place + place // 7) % 40] for place in range(2 * chunk + 9)]
     first, second, third = text[: chunk - 1], text[: chunk + 3], text[5 : 2 * chunk]
     pairs = [(first + ids[:1], first + ids[1:9]), (second + ids[2:30], second + ids[3:4]), (third, third + ids[4:7])]
-    return [{"answers": list(pair)} for pair in pairs]
+    return [Pairs().with_answers([*pair]) for pair in pairs]
 
 
 def _read(model: nn.Module, batch: Batch[torch.Tensor]) -> tuple[dict[str, torch.Tensor], list[MaskRule]]:

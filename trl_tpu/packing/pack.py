@@ -23,6 +23,7 @@ adjacent), R rows, L columns per row.
 
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -221,16 +222,19 @@ def last_scored(ids: np.ndarray, pad_token_id: int) -> int:
     return int(unpadded[-1]) if len(unpadded) else 0
 
 
+def common_prefix(first: np.ndarray, second: np.ndarray) -> int:
+    """Return the length of the common prefix of two sequences."""
+    length = min(len(first), len(second))
+    same = first[:length] == second[:length]
+    return length if same.all() else int(same.argmin())  # argmin returns the first mismatch
+
+
 def in_order(sequences: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
     """Return the sequences' lexicographic order [D], and the common prefix lengths of neighbors in it [D - 1]."""
     as_bytes = [ids.astype(">u4").tobytes() for ids in sequences]  # big-endian bytes sort like the ids
     order = np.array(sorted(range(len(sequences)), key=as_bytes.__getitem__))
-    shared = np.zeros(max(len(order) - 1, 0), np.int64)
-    for rank, (left, right) in enumerate(zip(order, order[1:], strict=False)):
-        length = min(len(sequences[left]), len(sequences[right]))
-        differs = np.append(sequences[left][:length] != sequences[right][:length], True)
-        shared[rank] = differs.argmax()  # argmax returns the first difference
-    return order, shared
+    shared = [common_prefix(sequences[left], sequences[right]) for left, right in pairwise(order)]
+    return order, np.array(shared, np.int64)
 
 
 def common_prefixes(sequences: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:

@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 
 from ..data.collate import Labels
 from ..data.kinds import check_one_form, kind_counting, scored_kind
-from ..data.prompts import Prompt, prompt_of
+from ..data.length_stats import Prompt, prompt_of
 from ..errors import UserError
 from ..evaluation.evaluate import evaluate_best_of_n, evaluate_rows, padded
 from ..evaluation.verdict import AnyVerdict, BestOfN, LengthBias, Proportion, ScoreFit, Verdict, check_groups, label_of

@@ -114,7 +114,7 @@ class Batches:
         """Make a batch of the sequences ``members``, with a table of ``rows`` rows (by default one per sequence)."""
         part = None if rows is None else Part(rows)
         collate = BatchCollator(pack_rows, self.pad_token_id, ComparisonRule(answers=1, kind=Answers()), part)
-        return np.array(members), collate([{"answers": [dialogues[index]]} for index in members]).parts
+        return np.array(members), collate([{"answer_ids": [dialogues[index]]} for index in members]).parts
 
 
 def _doubled(length: int, least: float) -> int:

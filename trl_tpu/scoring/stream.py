@@ -25,11 +25,10 @@ from typing import Any
 import numpy as np
 
 from ..data import checks
-from ..data.chat_templates import date_written
-from ..data.formats import convert_row
+from ..data.checks import unread_columns, warn_of_new_traps
+from ..data.formats import convert_row, date_written
 from ..data.kinds import Pairs, Rankings, Solutions, check_one_form
 from ..data.kinds.base import LABELS_AS, tokenize_conversation, with_eos
-from ..data.traps import unread_columns, warn_of_new_traps
 from ..errors import UserError
 from ..modeling.head_spec import HeadSpec
 from .scorer import TOKENS_PER_PASS, Scorer

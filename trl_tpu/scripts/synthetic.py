@@ -17,7 +17,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from trl_tpu.data.loader import main_processes_first
+from trl_tpu.data.tokenize import main_processes_first
 from trl_tpu.errors import UserError
 
 #: Prefix of the names of synthetic models and datasets.

@@ -15,11 +15,12 @@ from transformers.utils import ModelOutput
 
 from .. import runtime
 from ..compat.arguments import SuggestsNewNames
+from ..compat.old_columns import _tokenize
 from ..compat.trainer import has_old_columns, has_old_order, upgrade_args, upgrade_processing_class
 from ..config import checks
 from ..config.reward_config import RewardConfig
-from ..data.chat_templates import date_written
-from ..data.collators import DataCollatorForPreference, _tokenize, batches_in
+from ..data.collators import DataCollatorForPreference, batches_in
+from ..data.formats import date_written
 from ..data.kinds import COLUMNS, Pairs, kind_of_columns
 from ..data.loader import prompts_in_training
 from ..errors import UserTypeError

@@ -14,9 +14,10 @@ from accelerate.utils import parse_flag_from_env
 from datasets import Dataset
 from transformers import DataCollatorForTokenClassification, PreTrainedModel, PreTrainedTokenizerBase
 
+from ..compat.old_columns import RewardDataCollatorWithPadding
 from ..config.reward_config import RewardConfig
 from ..data.collate import BatchCollator, ComparisonRule, Part
-from ..data.collators import DataCollatorForPreference, DictCollator, RewardDataCollatorWithPadding
+from ..data.collators import DataCollatorForPreference, DictCollator
 from ..data.length_stats import is_prepared, kind_of_dataset, length_stats, length_stats_of_stream
 from ..data.loader import sizes_by_prompt
 from ..errors import UserError

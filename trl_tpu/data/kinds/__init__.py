@@ -18,16 +18,14 @@ from .base import RowKind as RowKind
 from .pairs import Pairs
 from .rankings import TIE_MODELS as TIE_MODELS
 from .rankings import Rankings
-from .solutions import STEP_ENDS, Solutions
+from .solutions import Solutions
 
 #: All kinds, with the default settings. The first that fits applies: a kind stands before the kinds it is a case of.
 KINDS: tuple[RowKind, ...] = (Pairs(), Rankings(), Answers(), Solutions())
+#: All columns that training reads.
 COLUMNS = tuple(dict.fromkeys(name for kind in KINDS for name in (*kind.columns, *kind.optional_columns)))
-"""All columns that training reads."""
+#: The columns of token ids in `COLUMNS`.
 TOKENS = tuple(dict.fromkeys(name for kind in KINDS for name in kind.token_columns))
-"""The columns of token ids in `COLUMNS`."""
-ANSWERS = "answers"
-"""Key of the token ids in a row that is not from a dataset, such as a trial input; its labels have their own names."""
 
 
 def kinds_for(args: Any, **of_solutions: Any) -> tuple[RowKind, ...]:
@@ -99,19 +97,16 @@ def kind_of(row: Mapping[str, Any]) -> RowKind | None:
 
 
 def answers_of(row: Mapping[str, Any]) -> list[Any]:
-    """Return the token ids of each answer of a prepared row, or of a row that is not from a dataset (`ANSWERS`)."""
-    kind = kind_of(row)
-    return row[ANSWERS] if kind is None else kind.answers(row)
+    """Return the token ids of each answer of a prepared row."""
+    return (kind_of(row) or Pairs()).answers(row)
 
 
 def labels_of(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the labels of a row by name: `margin`, `chosen_probability`, `grades`, and `step_ends`.
+    """Return the labels of a prepared row by name: `margin`, `chosen_probability`, `grades`, and `step_ends`.
 
     `step_ends` are the indices of the tokens at which labeled steps end. `grades` are then the labels of these steps.
     """
-    if (kind := kind_of(row)) is not None:
-        return kind.labels(row)
-    return {name: row[name] for name in (*Pairs.optional_columns, "grades", STEP_ENDS) if name in row}
+    return (kind_of(row) or Pairs()).labels(row)
 
 
 def scored_kind(columns: Collection[str], rows: Sequence[Mapping[str, Any]]) -> RowKind:

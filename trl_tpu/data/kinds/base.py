@@ -18,9 +18,8 @@ from transformers import PreTrainedTokenizerBase
 
 from ...errors import UserError
 from .. import checks
-from ..checks import Row
+from ..checks import Row, find_traps, unread_parts
 from ..formats import apply_template, convert_row, template_arguments
-from ..traps import find_traps, unread_parts
 
 #: Column that `score` adds to the rows of models whose labels are not read as usual.
 LABELS_AS = "labels_as"
@@ -162,6 +161,10 @@ class RowKind:
                 traps += [*chain(*unread_K), *find_traps(row, [*answers.values()], [*ids_K], tokenizer)]
             prepared.append((self.tokenized(row, [*ids_K], where), traps))
         return prepared
+
+    def raw_only(self, columns: Sequence[str]) -> list[str]:
+        """Return those of a raw dataset's columns that the prepared dataset leaves out."""
+        return []
 
     def features(self, dataset: Any) -> Features | None:
         """Return the types of the columns of a prepared dataset; None infers them."""

@@ -47,16 +47,10 @@ class Pairs(RowKind):
     def is_raw(self, row: Row) -> bool:
         return set(RAW_COLUMNS) <= row.keys() and not rejects_several(row)
 
-    def is_tokenized(self, row: Row) -> bool:
-        return super().is_tokenized(row) or bool(set(OLD_KEYS) & row.keys())
-
     def check_dataset(self, dataset: Any, columns: Collection[str], name: str) -> Self:
         """Check that no required column is missing; warn if an optional column looks misspelled."""
         present = set(columns)
-        if not present.issuperset(self.columns) and present & set(OLD_KEYS):
-            needed: tuple[str, ...] = OLD_KEYS
-        else:
-            needed = RAW_COLUMNS if present.issuperset(RAW_COLUMNS) or not present & {*self.columns} else self.columns
+        needed = RAW_COLUMNS if present.issuperset(RAW_COLUMNS) or not present & {*self.columns} else self.columns
         if missing := [column for column in needed if column not in columns]:
             raise UserKeyError(
                 f"The {name} dataset lacks {' and '.join(f'`{column}`' for column in missing)}; its columns are "

@@ -13,18 +13,17 @@ from transformers import PreTrainedTokenizerBase
 
 from ...errors import UserError
 from .. import checks
-from ..checks import Row
-from ..traps import TRAPS, find_traps
+from ..checks import TRAPS, Row, find_traps
 from .base import LABELS_AS, Part, RowKind, numbers_in
 
 logger = logging.getLogger(__name__)
 
+#: Label of tokens that do not end a labeled step; the same value as `ignore_index` in torch's losses.
 NO_LABEL = -100
-"""Label of tokens that do not end a labeled step; the same value as `ignore_index` in torch's losses."""
+#: Name of the labels of a row that say which of its tokens are scored.
 STEP_ENDS = "step_ends"
-"""Name of the labels of a row that say which of its tokens are scored."""
+#: Label of a step that is neither right nor wrong.
 NEUTRAL = -1
-"""Label of a step that is neither right nor wrong."""
 _NEUTRAL_IS_WRONG = "neutral_steps=wrong"  # the value of `labels_as`
 
 
@@ -120,6 +119,9 @@ class Solutions(RowKind):
             raise UserError(f"The {name} dataset is not a `Dataset` with a length: load it without streaming.")
         return self
 
+    def raw_only(self, columns: Sequence[str]) -> list[str]:
+        return [*columns]
+
     def features(self, dataset: Any) -> Features:
         """Return the types of the prepared columns. Without them, labels would stay bools."""
         labels_N = [labels or [] for labels in (dataset["labels"] if "labels" in dataset.column_names else ())]
@@ -192,7 +194,7 @@ class Solutions(RowKind):
 
     def check_labels(self, row: Row, where: str) -> None:
         labels = np.asarray(row["labels"])
-        if len(labels) != len(row["input_ids"]) or not all((labels == NO_LABEL) | ((labels >= 0) & (labels <= 1))):
+        if labels.shape != (len(row["input_ids"]),) or not all((labels == NO_LABEL) | ((labels >= 0) & (labels <= 1))):
             raise UserError(f"{where}: `labels` must be as long as `input_ids`, each from 0 to 1, or {NO_LABEL}.")
 
     def check_prepared(self, raw: Dataset | None, prepared: Dataset, name: str) -> None:
