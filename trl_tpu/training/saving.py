@@ -69,7 +69,6 @@ class Components:
 
     Args:
         args: The trainer's settings.
-        model: The trainer's model.
         accelerator: The trainer's accelerator.
         batch_plan: The layout of batches.
         statistics: Sums over training steps.
@@ -102,7 +101,6 @@ class Components:
     def __init__(
         self,
         args: RewardConfig,
-        model: nn.Module,
         accelerator: Accelerator,
         batch_plan: BatchPlan,
         statistics: StepStatistics,
