@@ -112,7 +112,7 @@ class DeviceTrainer(SavingTrainer):
     stopped_by: str | None = None
     stop_checkpoint = ""
 
-    def _make_components(self, plan: BatchPlan, statistics: StepStatistics) -> None:
+    def _make_components(self, plan: BatchPlan) -> None:
         """Make the components. Call this after transformers' constructor."""
         is_json = self.args.progress == "json"
         shows_bar = self.pop_callback(trainer.DEFAULT_PROGRESS_CALLBACK) is not None  # notebooks have their own
@@ -120,7 +120,7 @@ class DeviceTrainer(SavingTrainer):
             self.pop_callback(PrinterCallback)
         progress = JsonLines() if is_json else Progress() if shows_bar else None
         announce = logger.info if progress is None else progress.say
-        self.trl_tpu = ours = Components(self.args, self.accelerator, plan, statistics, announce)
+        self.trl_tpu = ours = Components(self.args, self.model, self.accelerator, plan, announce)
         if progress is not None:
             self.add_callback(progress)
         self.batch_plan, self.checkpointer = plan, ours.checkpointer
