@@ -60,12 +60,12 @@ class EvaluatedPairs:
 
     def __init__(self, runtime: Runtime, accelerator: Accelerator, most_on_device: int | None = None) -> None:
         self._runtime, self._accelerator, self._most_on_device = runtime, accelerator, most_on_device
-        self._batches: list[Evaluated] = []
-        self._on_host = 0  # number of batches, from the first, that are on the host
+        self._on_host: list[Evaluated] = []
+        self._on_device: list[Evaluated] = []  # batches after those on the host
 
     def __len__(self) -> int:
         """Return the number of batches."""
-        return len(self._batches)
+        return len(self._on_host) + len(self._on_device)
 
     def add(self, columns: Evaluated, mask_P: torch.Tensor, is_planned: bool = False) -> None:
         """Add a batch. All processes take part.
@@ -85,23 +85,22 @@ class EvaluatedPairs:
             columns = {name: gather(tensor.contiguous()) for name, tensor in columns.items()}
             if is_planned:
                 columns = {name: _interleave(tensor, count) for name, tensor in columns.items()}
-        self._batches.append(columns)
-        if len(self) - self._on_host == self._most_on_device:
+        self._on_device.append(columns)
+        if len(self._on_device) == self._most_on_device:
             self._move_to_host()
 
     def _move_to_host(self) -> None:
-        if not (batches := self._batches[self._on_host :]):
-            return
-        host = iter(self._runtime.fetch([tensor for batch in batches for tensor in batch.values()]))
-        self._batches[self._on_host :] = [{name: next(host) for name in batch} for batch in batches]
-        self._on_host = len(self)
+        host = iter(self._runtime.fetch([tensor for batch in self._on_device for tensor in batch.values()]))
+        self._on_host += [{name: next(host) for name in batch} for batch in self._on_device]
+        self._on_device = []
 
     def fetch(self, first: int = 0) -> Evaluated:
         """Return the tensors of all real pairs from batch ``first`` to the last one, in order, on the host."""
-        if not self._batches:
+        if not len(self):
             return {}
-        self._move_to_host()
-        batches = self._batches[first:]
+        if self._on_device:
+            self._move_to_host()
+        batches = self._on_host[first:]
         columns = {name: torch.cat([batch[name] for batch in batches]) for name in batches[0]}
         is_real_N = columns.pop("is_real").bool()
         return {

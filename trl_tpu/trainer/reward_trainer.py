@@ -35,13 +35,11 @@ from ..modeling.build import (
     warn_of_unscored_eos,
     with_attribute_order,
 )
-from ..modeling.head_spec import HeadSpec
 from ..modeling.losses import Loss, StepResult, batch_loss
 from ..packing.batch import Batch
 from ..packing.shapes import RowPlan
 from ..training.batch_plan import BatchPlan
 from ..training.progress import SubclassMetrics
-from ..training.statistics import StepStatistics
 from .evaluation import ORDER_METHODS, EvaluatingTrainer
 
 logger = logging.getLogger(__name__)
@@ -188,19 +186,12 @@ class RewardTrainer(SuggestsNewNames, EvaluatingTrainer):
             self._signature_columns = [*COLUMNS]  # type: ignore[assignment]  # else transformers keeps only the model's arguments
 
         # parts
-        statistics = StepStatistics(
-            runtime.current(),
-            args.device,
-            self.accelerator,
-            nonfinite_limit=args.nonfinite_limit,
-            attribute_weights=tuple(HeadSpec.of(without_adapters(built).config).attributes.values()),
-        )
-        self._make_components(plan, statistics)
+        self._make_components(plan)
         self.trl_tpu.build = build
         self.trl_tpu.date = date_written(built_tokenizer, first_chat(train_dataset))
         if eval_dataset is not None:
             self.trl_tpu.seen = self._prompts_seen()
-        self.verdicts = statistics.verdicts
+        self.verdicts = self.trl_tpu.statistics.verdicts
         self._metrics = {mode: SubclassMetrics(self._last_metrics) for mode in ("train", "eval")}
         self.tokenizer = built_tokenizer  # TRL's name up to 0.23
 

@@ -173,47 +173,31 @@ def obstacle_to_packing(
 ) -> str | None:
     """Return the first reason in the settings, the model's type and the training data not to pack batches, or None.
 
-    User code is another reason, see `user_code_reading`, and so is a model that fails `make_packable`.
+    User code is another reason, see `BatchPlan`, and so is a model that fails `make_packable`.
 
     Args:
         is_planned: Whether packed rows would have planned shapes.
     """
-    counted, recompiles = args.include_num_input_tokens_seen, args.torch_compile and not is_planned
-    shards = (
-        args.fsdp or args.deepspeed_plugin or args.parallelism_config or parse_flag_from_env("ACCELERATE_USE_FSDP")
-    )
+    if args.packing == "false":
+        return "packing is turned off"
+    if args.torch_compile and not is_planned:
+        return "torch_compile would compile the model again for each new shape of a row"
+    if args.neftune_noise_alpha:
+        return "neftune_noise_alpha scales its noise by the length of rows"
+    if outgrows_positions(model, args.max_length):
+        return "long sequences change the positions of shorter ones in a batch (see max_length)"
+    is_sharded = args.fsdp or args.deepspeed_plugin or args.parallelism_config
+    if is_sharded or parse_flag_from_env("ACCELERATE_USE_FSDP"):
+        return "accelerate shards the model, and packed rows are not tested with that"
+    counted = args.include_num_input_tokens_seen
+    if getattr(counted, "value", counted) not in (False, "no"):
+        return "include_num_input_tokens_seen counts padded rows (num_tokens in the logs does not)"
     is_gpu = runtime.device.type == "cuda" and not args.use_cpu
-    prefers_padding = args.packing == "auto" and is_gpu and shared_chunk(model) > 1
-    changes_positions = outgrows_positions(model, args.max_length)
-    counts_padding = getattr(counted, "value", counted) not in (False, "no")
-    is_unbounded = is_planned and not can_plan(dataset, args.max_length)
-    obstacles = {
-        "packing is turned off": args.packing == "false",
-        "torch_compile would compile the model again for each new shape of a row": recompiles,
-        "neftune_noise_alpha scales its noise by the length of rows": args.neftune_noise_alpha,
-        "long sequences change the positions of shorter ones in a batch (see max_length)": changes_positions,
-        "accelerate shards the model, and packed rows are not tested with that": shards,
-        "include_num_input_tokens_seen counts padded rows (num_tokens in the logs does not)": counts_padding,
-        "on a GPU, recurrent layers are faster in padded rows: packed rows take many small steps": prefers_padding,
-        "train_dataset is a stream without max_length, so its pairs may be longer than any row": is_unbounded,
-    }
-    return next((obstacle for obstacle, is_present in obstacles.items() if is_present), None)
-
-
-def user_code_reading(args: RewardConfig, collator: Any, method: str | None) -> str | None:
-    """Return a description of user code that makes or reads batches and so needs TRL's dict, or None.
-
-    Args:
-        collator: The user's data collator; None for the default.
-        method: Name of a user-defined method of the trainer that reads batches.
-    """
-    if collator is not None and type(collator) not in STANDARD_COLLATORS:
-        return "a custom data collator makes the batches"
-    if method is None:
-        return None
-    if method.endswith("_dataloader") and args.train_batch_size > args.per_device_train_batch_size:
-        return f"{method} is overridden; a batch of its loader is the batch of all devices of the mesh"
-    return f"{method} is overridden, and such code expects padded rows"
+    if args.packing == "auto" and is_gpu and shared_chunk(model) > 1:
+        return "on a GPU, recurrent layers are faster in padded rows: packed rows take many small steps"
+    if is_planned and not can_plan(dataset, args.max_length):
+        return "train_dataset is a stream without max_length, so its pairs may be longer than any row"
+    return None
 
 
 def can_plan(dataset: Any, max_length: int | None) -> bool:
@@ -377,7 +361,15 @@ class BatchPlan:
         return False
 
     def _user_code(self) -> str | None:
-        return user_code_reading(self._args, self._collator, self._reads_padded_rows())
+        """Return a description of user code that makes or reads batches and so needs TRL's dict, or None."""
+        if self._collator is not None and type(self._collator) not in STANDARD_COLLATORS:
+            return "a custom data collator makes the batches"
+        method, args = self._reads_padded_rows(), self._args
+        if method is None:
+            return None
+        if method.endswith("_dataloader") and args.train_batch_size > args.per_device_train_batch_size:
+            return f"{method} is overridden; a batch of its loader is the batch of all devices of the mesh"
+        return f"{method} is overridden, and such code expects padded rows"
 
     def _pad_for_reason(self, obstacle: str | None) -> None:
         """Pad batches from now on if there is an obstacle to packing.

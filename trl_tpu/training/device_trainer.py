@@ -112,7 +112,7 @@ class DeviceTrainer(SavingTrainer):
     stopped_by: str | None = None
     stop_checkpoint = ""
 
-    def _make_components(self, plan: BatchPlan, statistics: StepStatistics) -> None:
+    def _make_components(self, plan: BatchPlan) -> None:
         """Make the components. Call this after transformers' constructor."""
         is_json = self.args.progress == "json"
         shows_bar = self.pop_callback(trainer.DEFAULT_PROGRESS_CALLBACK) is not None  # notebooks have their own
@@ -120,7 +120,7 @@ class DeviceTrainer(SavingTrainer):
             self.pop_callback(PrinterCallback)
         progress = JsonLines() if is_json else Progress() if shows_bar else None
         announce = logger.info if progress is None else progress.say
-        self.trl_tpu = ours = Components(self.args, self.model, self.accelerator, plan, statistics, announce)
+        self.trl_tpu = ours = Components(self.args, self.model, self.accelerator, plan, announce)
         if progress is not None:
             self.add_callback(progress)
         self.batch_plan, self.checkpointer = plan, ours.checkpointer
@@ -591,18 +591,24 @@ class DeviceTrainer(SavingTrainer):
         """Raise FloatingPointError after too many consecutive nonfinite steps; name the first and its dataset rows."""
         if not counted.reached_at:
             return
-        ours = self.trl_tpu
+        ours, limit = self.trl_tpu, self.trl_tpu.statistics.limit
         last = self.state.global_step - counted.taken + counted.reached_at
-        first = last - ours.statistics.limit + 1
-        loader = self.callback_handler.train_dataloader
-        rows = rows_of_step(loader, first, self.args.gradient_accumulation_steps)
+        first = last - limit + 1
+        rows = rows_of_step(self.callback_handler.train_dataloader, first, self.args.gradient_accumulation_steps)
+        pairs = "unknown" if rows is None else f"rows {rows[:16]} of the trainer's train_dataset"
         weights = "not saved, as save_strategy='no'"
         if self.args.save_strategy != "no":
             self._save_checkpoint(self.model, None)
             ours.checkpointer.wait()
             saved = ours.checkpointer.latest not in ours.checkpointer.failed
             weights = f"in checkpoint-{self.state.global_step}" if saved else "not saved, as the log says"
-        raise FloatingPointError(ours.statistics.explain_stop(first, last, rows, weights))
+        raise FloatingPointError(
+            f"The loss or the gradient of {limit} steps in a row, {first} to {last}, was NaN or infinite "
+            f"(nonfinite_limit={limit}). Their updates were skipped: the weights are unchanged since step {first - 1} "
+            f"({weights}). The pairs of step {first} are {pairs}. Check these pairs and the model's weights for "
+            "errors, or lower learning_rate. Load float16 weights in another dtype. nonfinite_limit=0 turns these "
+            "checks off."
+        )
 
     # ---- after the last step
 

@@ -31,10 +31,11 @@ class StepState:
         moments: Name of the torch dtype that stores Adam's first moments; None leaves them in the weights' dtype.
     """
 
+    _optimizer: Optimizer | None = None  # the last one whose state was created
+    _stack: LayerStack | None = None
+
     def __init__(self, runtime: Runtime, *, scanned: Remat | None = None, moments: str | None = None) -> None:
         self._runtime, self._scanned, self._moments = runtime, scanned, moments
-        self._optimizer: Optimizer | None = None
-        self._stack: LayerStack | None = None
         self._around: list[Callable[[], AbstractContextManager[None]]] = []
         self.gradient_buffers: dict[nn.Parameter, torch.Tensor] = {}
         self._with_gradient: set[nn.Parameter] = set()  # parameters with a gradient in this step
@@ -176,10 +177,10 @@ class GradientNorms:
         is_on: Whether to measure the norms.
     """
 
+    _measured: tuple[list[str], torch.Tensor] | None = None
+
     def __init__(self, runtime: Runtime, *, is_on: bool) -> None:
         self._runtime, self._is_on = runtime, is_on
-        self._names: list[str] = []
-        self._norms_N: torch.Tensor | None = None
 
     @torch.no_grad()
     def measure(self, model: nn.Module) -> None:
@@ -188,14 +189,15 @@ class GradientNorms:
             parameters = model.named_parameters()
             gradients = by_layer(model, {name: tensor.grad for name, tensor in parameters if tensor.grad is not None})
             norms = [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in gradients.values()]
-            self._names, self._norms_N = [*gradients], torch.stack([*map(full_tensor, norms)])
+            self._measured = [*gradients], torch.stack([*map(full_tensor, norms)])
 
     def read(self) -> dict[str, float]:
         """Return the norms as `grad_norm/NAME`; empty if no norms were measured."""
-        if self._norms_N is None:
+        if self._measured is None:
             return {}
-        (norms_N,) = self._runtime.fetch([self._norms_N])
-        return {f"grad_norm/{name}": norm for name, norm in zip(self._names, norms_N.tolist(), strict=True)}
+        names, norms_N = self._measured
+        (norms,) = self._runtime.fetch([norms_N])
+        return {f"grad_norm/{name}": norm for name, norm in zip(names, norms.tolist(), strict=True)}
 
 
 # This value replaces a learning rate of 0: torch's capturable Adam divides by the rate, and a rate of 0 turns a

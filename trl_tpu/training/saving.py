@@ -37,9 +37,9 @@ from ..config.checks import check_one_gpu
 from ..config.reward_config import RewardConfig, is_url, private_folder
 from ..data.kinds import Pairs
 from ..errors import UserAttributeError, UserError
-from ..modeling.adapters import complete_config, save_adapter_config
+from ..modeling.adapters import complete_config, save_adapter_config, without_adapters
 from ..modeling.classifier import CODE_FILE
-from ..modeling.head_spec import saved_scale, set_reward_normalization
+from ..modeling.head_spec import HeadSpec, saved_scale, set_reward_normalization
 from ..modeling.losses import StepResult
 from ..parallel.shard import mesh_of, save_given_weights_only
 from ..report.pages import add_card
@@ -72,7 +72,6 @@ class Components:
         model: The trainer's model.
         accelerator: The trainer's accelerator.
         batch_plan: The layout of batches.
-        statistics: Sums over training steps.
         announce: Called with a message before a compilation, and with "" after it.
 
     Attributes:
@@ -105,11 +104,10 @@ class Components:
         model: nn.Module,
         accelerator: Accelerator,
         batch_plan: BatchPlan,
-        statistics: StepStatistics,
         announce: Callable[[str], None],
     ) -> None:
         self.runtime = runtime = current()
-        self.batch_plan, self.statistics = batch_plan, statistics
+        self.batch_plan = batch_plan
         self.remote = None if args.output_url is None else RemoteRun(args.output_url)
         if self.remote is not None and not saves_state(accelerator):
             raise UserError(
@@ -120,7 +118,12 @@ class Components:
         shares_disk = self.remote is None and not args.save_on_each_node
         self.agreement = HostAgreement(runtime, accelerator)
         self.preemption = Preemption(args.time_limit, args.save_interval)
-        statistics.checks_nonfinite, statistics.has_scaler = saves_state(accelerator), accelerator.scaler is not None
+        weights = tuple(HeadSpec.of(without_adapters(model).config).attributes.values())
+        self.statistics = StepStatistics(
+            runtime, args.device, accelerator, nonfinite_limit=args.nonfinite_limit, attribute_weights=weights
+        )
+        self.statistics.checks_nonfinite = saves_state(accelerator)
+        self.statistics.has_scaler = accelerator.scaler is not None
         self.recompiles = RecompileGuard(runtime, announce)
         self.checkpointer = Checkpointer(
             runtime, self.agreement, writes=args.should_save, shares_disk=shares_disk, limit=args.save_total_limit

@@ -106,7 +106,7 @@ class StepStatistics:
 
     def read(self) -> RewardSums:
         """Return the open sums of this process."""
-        return _rewards_in(*self._runtime.fetch([self.device_counts, self.device_sums]))
+        return _read(*self._runtime.fetch([self.device_counts, self.device_sums]))[0]
 
     def tokens_so_far(self) -> int:
         """Return the number of tokens trained on so far. All processes take part."""
@@ -144,12 +144,10 @@ class StepStatistics:
         Args:
             loss_sum_1: The sum of losses since the last log.
         """
-        loss, counts, sums = self._runtime.fetch([loss_sum_1, self.device_counts, self.device_sums])
-        part = {
-            "metrics": {"num_tokens": self.num_tokens, "open": vars(_rewards_in(counts, sums))},
-            "open_loss": loss.item(),
-            "nonfinite": vars(_steps_in(counts)),
-        }
+        loss, *vectors = self._runtime.fetch([loss_sum_1, self.device_counts, self.device_sums])
+        rewards, steps = _read(*vectors)
+        metrics = {"num_tokens": self.num_tokens, "open": vars(rewards)}
+        part = {"metrics": metrics, "open_loss": loss.item(), "nonfinite": vars(steps)}
         return over_processes(self._accelerator, part)
 
     def _begin(self, step: int, resumed: RewardSums) -> None:
@@ -251,10 +249,11 @@ class StepStatistics:
         """
         norm = grad_norm if isinstance(grad_norm, torch.Tensor) else torch.tensor(float(grad_norm or 0.0))
         loss, norm, *vectors = self._runtime.fetch([loss_sum_1, norm, self.device_counts, self.device_sums])
-        per_process = over_processes(self._accelerator, (loss.item(), _rewards_in(*vectors)))
+        own_rewards, counted = _read(*vectors)
+        per_process = over_processes(self._accelerator, (loss.item(), own_rewards))
         loss_sum = sum(loss for loss, _ in per_process) / len(per_process)
         rewards = sum((sums for _, sums in per_process), RewardSums())
-        counted = self._reset(vectors[0], RewardSums())
+        self._reset(counted, RewardSums())
         finite = steps - counted.nonfinite
         logs = {"loss": loss_sum / finite} if finite else {}
         if grad_norm is not None and not counted.in_a_row:
@@ -281,15 +280,15 @@ class StepStatistics:
         Call this after the last step. The open sums of rewards are kept.
         """
         loss, *vectors = self._runtime.fetch([loss_sum_1, self.device_counts, self.device_sums])
-        return loss.item(), self._reset(vectors[0], _rewards_in(*vectors))
+        rewards, counted = _read(*vectors)
+        self._reset(counted, rewards)
+        return loss.item(), counted
 
-    def _reset(self, counts: torch.Tensor, rewards: RewardSums) -> StepCounts:
-        """Reset the step counts, and set the open sums to ``rewards``; return the old step counts."""
-        counted = _steps_in(counts)
+    def _reset(self, counted: StepCounts, rewards: RewardSums) -> None:
+        """Reset the step counts, and set the open sums to ``rewards``."""
         self.nonfinite += counted.nonfinite
         # after a stop at the limit, a resumed run counts consecutive nonfinite steps from 0
         self._load(rewards, StepCounts(in_a_row=0 if counted.reached_at else counted.in_a_row))
-        return counted
 
     def _rates(self, sums: RewardSums, step: int) -> dict[str, float]:
         """Return throughput metrics for the steps from the last log to ``step``."""
@@ -310,24 +309,6 @@ class StepStatistics:
                 rates["mfu"] = flops / (peak * self._runtime.topology().devices)
         return rates
 
-    def explain_stop(self, first: int, last: int, rows: Sequence[int] | None, weights: str) -> str:
-        """Return the error message for a stop after too many nonfinite steps.
-
-        Args:
-            first: The first of the nonfinite steps.
-            last: The last of the nonfinite steps.
-            rows: Rows of the training dataset that step ``first`` trained on; None if unknown.
-            weights: Short description of where the weights are saved.
-        """
-        pairs = "unknown" if rows is None else f"rows {rows[:16]} of the trainer's train_dataset"
-        return (
-            f"The loss or the gradient of {self.limit} steps in a row, {first} to {last}, was NaN or infinite "
-            f"(nonfinite_limit={self.limit}). Their updates were skipped: the weights are unchanged since step "
-            f"{first - 1} ({weights}). The pairs of step {first} are {pairs}. Check these pairs and the model's "
-            "weights for errors, or lower learning_rate. Load float16 weights in another dtype. nonfinite_limit=0 "
-            "turns these checks off."
-        )
-
     # ---- the scale of rewards
 
     @property
@@ -336,17 +317,13 @@ class StepStatistics:
         return self.evaluated or scale_of(sum(self._windows, RewardSums()), "the last pairs of training")
 
 
-def _rewards_in(counts: torch.Tensor, sums: torch.Tensor) -> RewardSums:
-    """Return the rewards in the fetched vectors of `StepStatistics`."""
-    pairs, (high, low), _ = counts.split(_COUNT_SIZES)
+def _read(counts: torch.Tensor, sums: torch.Tensor) -> tuple[RewardSums, StepCounts]:
+    """Return the rewards and the steps in the fetched vectors of `StepStatistics`."""
+    pairs, (high, low), steps_4 = counts.split(_COUNT_SIZES)
     totals, lowest, highest, _ = sums.split(_SUM_SIZES)
     rewards = RewardSums.read(pairs, totals, lowest, highest)
     rewards.tokens = int(high) * _CARRY + int(low)
-    return rewards
-
-
-def _steps_in(counts: torch.Tensor) -> StepCounts:
-    return StepCounts(*counts.split(_COUNT_SIZES)[-1].tolist())
+    return rewards, StepCounts(*steps_4.tolist())
 
 
 def _add_batch(
