@@ -42,8 +42,9 @@ from .head_spec import (
     set_inference_metadata,
     write_head_spec,
 )
-from .layers import disable_dropout_in_model, freeze
 from .load import (
+    disable_dropout_in_model,
+    freeze,
     get_config_model_id,
     load_model,
     load_processing_class,

@@ -225,7 +225,7 @@ class XlaRuntime(Runtime):
         device_choice.set_flags()
         xr.use_spmd()
 
-    @property
+    @functools.cached_property
     def has_attention_kernel(self) -> bool:  # type: ignore[override]
         return xr.device_type() == "TPU" and importlib.util.find_spec("jax") is not None
 
