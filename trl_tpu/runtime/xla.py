@@ -354,11 +354,7 @@ class XlaRuntime(Runtime):
         return splash_attention(q_BHLD, *others)
 
     def shard_map(
-        self,
-        function: Callable[..., torch.Tensor],
-        tensors: Sequence[torch.Tensor],
-        axes: Sequence[PartitionSpec],
-        result_axes: PartitionSpec,
+        self, function: Callable[..., Any], tensors: Any, axes: Sequence[PartitionSpec], result_axes: PartitionSpec
     ) -> torch.Tensor:
         mesh = self.mesh_of(tensors[0])
         if mesh is None:
