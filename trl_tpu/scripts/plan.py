@@ -192,7 +192,7 @@ def read_inputs(
     with explaining(f"{name} cannot be loaded as a reward model"):
         config = AutoConfig.from_pretrained(name, **loading)
     dtype = kwargs.get("dtype") or "float32"
-    write_head_spec(config, HeadSpec(dict.fromkeys(args.attributes or (), 1.0), args.step_separator))
+    write_head_spec(config, HeadSpec.for_settings(args))
     dtype = dtype if dtype != "auto" else config.dtype or "float32"
     model = model_without_weights(config, dtype, kwargs["trust_remote_code"])
     tokens = None
