@@ -254,7 +254,7 @@ def test_pair_settings_and_models_are_rejected(make: Make, model: str, tmp_path:
         with pytest.raises(UserError, match=name):
             settings(tmp_path, **{name: value})
     rewards = tiny.tiny_model(AutoTokenizer.from_pretrained(model))
-    with pytest.raises(UserError, match="token classifier"):
+    with pytest.raises(UserError, match="AutoModelForTokenClassification"):
         PRMTrainer(rewards, settings(tmp_path), train_dataset=solutions(2))
     with pytest.raises(UserError, match="PRMConfig"):
         PRMTrainer(load(model), RewardConfig(str(tmp_path)), train_dataset=solutions(2))

@@ -15,7 +15,7 @@ from ..compat.old_columns import OldPairs, with_current_names
 from ..config.checks import unused_settings
 from ..config.reward_config import RewardConfig
 from ..data.formats import convert_row
-from ..data.kinds import answers_of, kinds_for, labels_as
+from ..data.kinds import answers_of, kinds_for
 from ..data.kinds.solutions import tokenize_solution
 from ..data.length_stats import is_prepared, length_stats
 from ..data.tokenize import prepare_preference_dataset
@@ -42,8 +42,9 @@ from .head_spec import (
     set_inference_metadata,
     write_head_spec,
 )
-from .layers import disable_dropout_in_model, freeze
 from .load import (
+    disable_dropout_in_model,
+    freeze,
     get_config_model_id,
     load_model,
     load_processing_class,
@@ -99,9 +100,7 @@ def build_reward_model(
     Raises:
         UserError, ImportError: A step failed. The message says what to do.
     """
-    names = args.attributes or []
-    weights = args.attribute_weights or [1 / len(names) for _ in names]
-    outputs = HeadSpec(dict(zip(names, weights, strict=True)), args.step_separator, labels_as(args))
+    outputs = HeadSpec.for_settings(args)
     files: dict[str, Any] = {"trust_remote_code": args.trust_remote_code}
     name, in_files = model, False
     attribute_weights: Mapping[str, float] = read_attribute_weights(model) if is_peft_model(model) else {}

@@ -18,6 +18,7 @@ from transformers import (
 )
 from transformers.utils import ADAPTER_CONFIG_NAME, CONFIG_NAME, cached_file
 
+from ..data.kinds import labels_as
 from ..errors import UserError
 
 
@@ -102,6 +103,13 @@ class HeadSpec:
         # most models have labels, but no attribute weights
         attributes = zip((names[place] for place in sorted(names, key=int)), weights, strict=False)
         return cls(dict(attributes), values.get("step_separator"), values.get("labels_as"))
+
+    @classmethod
+    def for_settings(cls, args: Any) -> "HeadSpec":
+        """Return the head specification that a `RewardConfig` asks for. Attributes have equal weights by default."""
+        names = args.attributes or []
+        weights = args.attribute_weights or [1 / len(names) for _ in names]
+        return cls(dict(zip(names, weights, strict=True)), args.step_separator, labels_as(args))
 
     @classmethod
     def saved(cls, model: str | Path) -> "HeadSpec":

@@ -1,6 +1,5 @@
-"""Settings of a model's layers: dropout, frozen parameters, and stacking into one compiled loop."""
+"""Stack a model's layers, and their optimizer state, into one compiled loop."""
 
-import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -14,38 +13,7 @@ from torch.optim import Optimizer
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ..errors import UserError
-from ..parallel.shard import parameter_pattern
 from ..runtime import PartitionSpec, Remat, Runtime
-
-
-def disable_dropout_in_model(model: nn.Module) -> None:
-    """Set the probability of every `nn.Dropout` to 0, in place."""
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0
-
-
-def freeze(model: nn.Module, pattern: str | None) -> None:
-    """Freeze the parameters whose names contain a match of ``pattern``; None freezes none.
-
-    Raises:
-        UserError: The pattern matches no trainable parameter, or all of them.
-    """
-    if pattern is None:
-        return
-    names: dict[nn.Parameter, list[str]] = {}  # a tied parameter has several names
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        if parameter.requires_grad:
-            names.setdefault(parameter, []).append(name)
-    frozen = [parameter for parameter, aliases in names.items() if any(re.search(pattern, name) for name in aliases)]
-    if len(frozen) in (0, len(names)):
-        kinds = dict.fromkeys(parameter_pattern(name) for aliases in names.values() for name in aliases)
-        raise UserError(
-            f"frozen_parameters={pattern!r} matches the names of {'all' if frozen else 'no'} trainable parameters: "
-            f"{', '.join(kinds)}. Set a regular expression that matches some of them."
-        )
-    for parameter in frozen:
-        parameter.requires_grad_(False)
 
 
 class ScanImpossible(UserError):

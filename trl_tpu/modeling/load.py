@@ -1,4 +1,4 @@
-"""Load a model and its tokenizer, and set special tokens."""
+"""Load a model and its tokenizer, set special tokens, and prepare the model for training."""
 
 import copy
 import logging
@@ -7,12 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import AddedToken, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 from transformers.utils import find_adapter_config_file
 
 from .. import runtime
 from ..config.reward_config import RewardConfig
 from ..errors import UserError, explaining
+from ..parallel.shard import parameter_pattern
 from .adapters import load_adapted_model
 from .classifier import load_classifier
 from .head_spec import ONE_REWARD, HeadSpec, hub_settings
@@ -228,3 +230,36 @@ def load_tokenizer(name: str, **kwargs: Any) -> PreTrainedTokenizerBase:
     """
     with explaining(f"{name} cannot be loaded as a tokenizer"):
         return AutoTokenizer.from_pretrained(name, **kwargs)
+
+
+# ---- before training
+
+
+def disable_dropout_in_model(model: nn.Module) -> None:
+    """Set the probability of every `nn.Dropout` to 0, in place."""
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0
+
+
+def freeze(model: nn.Module, pattern: str | None) -> None:
+    """Freeze the parameters whose names contain a match of ``pattern``; None freezes none.
+
+    Raises:
+        UserError: The pattern matches no trainable parameter, or all of them.
+    """
+    if pattern is None:
+        return
+    names: dict[nn.Parameter, list[str]] = {}  # a tied parameter has several names
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if parameter.requires_grad:
+            names.setdefault(parameter, []).append(name)
+    frozen = [parameter for parameter, aliases in names.items() if any(re.search(pattern, name) for name in aliases)]
+    if len(frozen) in (0, len(names)):
+        kinds = dict.fromkeys(parameter_pattern(name) for aliases in names.values() for name in aliases)
+        raise UserError(
+            f"frozen_parameters={pattern!r} matches the names of {'all' if frozen else 'no'} trainable parameters: "
+            f"{', '.join(kinds)}. Set a regular expression that matches some of them."
+        )
+    for parameter in frozen:
+        parameter.requires_grad_(False)

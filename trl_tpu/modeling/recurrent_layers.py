@@ -136,19 +136,14 @@ class States:
         return True  # a layer that recorded no past would write into a state in place
 
     def update_conv_state(
-        self,
-        conv_states: torch.Tensor,
-        layer_idx: int,
-        state_idx: int = 0,
-        conv_kernel_size: int | None = None,
-        **_: Any,
+        self, conv_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
     ) -> torch.Tensor:
         """Store the last inputs of a convolution, and return the inputs with the parent's last inputs before them."""
         before, inputs = self._states.get(("conv", state_idx)), conv_states
-        if conv_kernel_size is not None:  # else `conv_states` is the state itself, not the inputs
+        if (size := kwargs.get("conv_kernel_size")) is not None:  # else `conv_states` is the state, not the inputs
             inputs = conv_states if before is None else torch.cat([before, conv_states], dim=-1)
-            last = inputs[..., -conv_kernel_size:]
-            conv_states = nn.functional.pad(last, (conv_kernel_size - last.shape[-1], 0))
+            last = inputs[..., -size:]
+            conv_states = nn.functional.pad(last, (size - last.shape[-1], 0))
         self._states["conv", state_idx] = conv_states
         return inputs
 
@@ -345,18 +340,13 @@ class _ChunkStates(States):
         self._parent_RM = parent_RM
 
     def update_conv_state(
-        self,
-        conv_states: torch.Tensor,
-        layer_idx: int,
-        state_idx: int = 0,
-        conv_kernel_size: int | None = None,
-        **_: Any,
+        self, conv_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
     ) -> torch.Tensor:
         """Return the inputs, [R M, channels, C], with the last inputs of each chunk's parent before them."""
-        if conv_kernel_size is None:
+        if (size := kwargs.get("conv_kernel_size")) is None:
             raise PackingImpossible("the convolution computes its state itself; planned rows do not support that")
         rows, count = self._parent_RM.shape
-        last_RM = conv_states[..., -conv_kernel_size:].unflatten(0, (rows, count))
+        last_RM = conv_states[..., -size:].unflatten(0, (rows, count))
         row_R1 = torch.arange(rows, device=conv_states.device)[:, None]
         before_RM = last_RM[row_R1, self._parent_RM.clamp(min=0)]
         before_RM = torch.where((self._parent_RM >= 0)[:, :, None, None], before_RM, 0)

@@ -58,11 +58,6 @@ class Sequences:
         """P, the maximum number of data rows."""
         return len(self.table.row_weight_P)
 
-    @property
-    def answers(self) -> int:
-        """K, the maximum number of scored tokens per data row."""
-        return self.table.answers
-
     @cached_property
     def tokens(self) -> list[np.ndarray]:
         """The number of tokens from the previous reward to each reward, for each sequence.
@@ -100,7 +95,7 @@ class Sequences:
         input_ids_RL = np.full((shape.rows, shape.length), self.pad_token_id, np.int32)
         position_ids_RL = np.zeros((shape.rows, shape.length), np.int32)
         subtree_end_RL = np.tile(columns[: shape.length] + 1, (shape.rows, 1))
-        scores_3S, slots = np.zeros((3, self.rows * self.answers), np.int32), self.slots()
+        scores_3S, slots = np.zeros((3, self.rows * self.table.answers), np.int32), self.slots()
 
         path = np.zeros_like(columns)  # column of the current sequence's token at each depth
         segments = list[tuple[int, int, int, int, int]]()  # row, columns and depths of each sequence's new tokens
@@ -147,14 +142,14 @@ class Sequences:
             **layout: Other fields of the batch.
         """
         row_S, column_S, tokens_S = scores_3S
-        table = self.table.among(tokens_S.reshape(-1, self.answers).any(-1))
+        table = self.table.among(tokens_S.reshape(-1, self.table.answers).any(-1))
         return Batch(input_ids_RL, row_S, column_S, tokens_S, table, pad_token_id=self.pad_token_id, **layout)
 
     def slots(self) -> list[slice]:
         """Return the range of each sequence's rewards in arrays over S."""
         count_D = np.array(list(map(len, self.at)))
         before_D = np.cumsum(count_D) - count_D
-        first_D = self.pair_D * self.answers + before_D - before_D[np.searchsorted(self.pair_D, self.pair_D)]
+        first_D = self.pair_D * self.table.answers + before_D - before_D[np.searchsorted(self.pair_D, self.pair_D)]
         return [slice(first, first + count) for first, count in zip(first_D.tolist(), count_D.tolist(), strict=True)]
 
 
@@ -199,11 +194,11 @@ def pad(sequences: Sequences, lengths: tuple[int, ...] | None = None, multiple: 
     count, longest = len(sequences.ids), max(map(len, sequences.ids))
     length = next((planned for planned in lengths or () if planned >= longest), round_up(longest, multiple))
     has_several = sequences.pair_D[-1] + 1 < count  # the steps of a solution are one sequence
-    rows = count if lengths is None else sequences.rows * (sequences.answers if has_several else 1)
+    rows = count if lengths is None else sequences.rows * (sequences.table.answers if has_several else 1)
     input_ids_RL = np.full((rows, length), sequences.pad_token_id, np.int32)
     mask_RL = np.zeros((rows, length), np.int32)
     mask_RL[:, 0] = 1  # attention in rows without a token could give NaN
-    scores_3S = np.zeros((3, sequences.rows * sequences.answers), np.int32)
+    scores_3S = np.zeros((3, sequences.rows * sequences.table.answers), np.int32)
     for row, (ids, at, slots) in enumerate(zip(sequences.ids, sequences.at, sequences.slots(), strict=True)):
         input_ids_RL[row, : len(ids)], mask_RL[row, : len(ids)] = ids, 1
         scores_3S[:, slots] = np.full_like(at, row), at, sequences.tokens[row]

@@ -84,19 +84,13 @@ class Rules:
         axes = self.patterns[pattern]
         if isinstance(axes, str):
             return None
-        rule = f"{self.source}: {pattern!r}: {_text(axes)}"
-        if len(axes) != len(shape):
+        parts = [prod(mesh.sizes[axis] for axis in names_of(names)) for names in axes]
+        if len(axes) != len(shape) or any(size % count for size, count in zip(shape, parts, strict=True)):
             raise UserError(
-                f"{rule} has {len(axes)} dimension(s), but {name} has the shape {list(shape)}. Write an axis, a list "
-                "of axes or null for each dimension."
+                f"{self.source}: {pattern!r}: {_text(axes)} does not fit {name} of shape {list(shape)} on the mesh "
+                f"'{mesh}', which would split it into {parts} parts. Write an axis, a list of axes or null for "
+                "each dimension, of sizes that divide it."
             )
-        for size, names in zip(shape, axes, strict=True):
-            parts = prod(mesh.sizes[axis] for axis in names_of(names))
-            if size % parts:
-                raise UserError(
-                    f"{rule} does not fit {name} of shape {list(shape)} on the mesh '{mesh}': {size} / {parts} is not "
-                    "a whole number."
-                )
         return tuple(as_axes([axis for axis in names_of(names) if mesh.sizes[axis] > 1]) for names in axes)
 
 

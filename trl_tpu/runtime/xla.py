@@ -225,7 +225,7 @@ class XlaRuntime(Runtime):
         device_choice.set_flags()
         xr.use_spmd()
 
-    @property
+    @functools.cached_property
     def has_attention_kernel(self) -> bool:  # type: ignore[override]
         return xr.device_type() == "TPU" and importlib.util.find_spec("jax") is not None
 
@@ -354,11 +354,7 @@ class XlaRuntime(Runtime):
         return splash_attention(q_BHLD, *others)
 
     def shard_map(
-        self,
-        function: Callable[..., torch.Tensor],
-        tensors: Sequence[torch.Tensor],
-        axes: Sequence[PartitionSpec],
-        result_axes: PartitionSpec,
+        self, function: Callable[..., Any], tensors: Any, axes: Sequence[PartitionSpec], result_axes: PartitionSpec
     ) -> torch.Tensor:
         mesh = self.mesh_of(tensors[0])
         if mesh is None:

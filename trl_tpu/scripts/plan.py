@@ -24,8 +24,7 @@ from trl_tpu.modeling.adapters import add_adapters, get_peft_config, without_ada
 from trl_tpu.modeling.build import build_dataset
 from trl_tpu.modeling.classifier import model_without_weights
 from trl_tpu.modeling.head_spec import HeadSpec, write_head_spec
-from trl_tpu.modeling.layers import freeze
-from trl_tpu.modeling.load import load_tokenizer, set_special_tokens
+from trl_tpu.modeling.load import freeze, load_tokenizer, set_special_tokens
 from trl_tpu.parallel.mesh import MeshShape, parse_mesh, parse_topology
 from trl_tpu.plan import layouts
 from trl_tpu.plan.compile import CompiledProgram, missing
@@ -191,7 +190,7 @@ def read_inputs(
     with explaining(f"{name} cannot be loaded as a reward model"):
         config = AutoConfig.from_pretrained(name, **loading)
     dtype = kwargs.get("dtype") or "float32"
-    write_head_spec(config, HeadSpec(dict.fromkeys(args.attributes or (), 1.0), args.step_separator))
+    write_head_spec(config, HeadSpec.for_settings(args))
     dtype = dtype if dtype != "auto" else config.dtype or "float32"
     model = model_without_weights(config, dtype, kwargs["trust_remote_code"])
     tokens = None

@@ -21,7 +21,7 @@ from ..data.tokenize import main_processes_first as global_then_local_main_first
 from ..modeling.adapters import get_kbit_device_map as get_kbit_device_map
 from ..modeling.adapters import get_peft_config as get_peft_config
 from ..modeling.adapters import get_quantization_config as get_quantization_config
-from ..modeling.layers import disable_dropout_in_model as disable_dropout_in_model
+from ..modeling.load import disable_dropout_in_model as disable_dropout_in_model
 from ..modeling.load import get_config_model_id as get_config_model_id
 from ..runtime import current
 
