@@ -16,7 +16,6 @@ import torch
 from datasets import Features
 from transformers import PreTrainedTokenizerBase
 
-from ...errors import UserError
 from .. import checks
 from ..checks import Row, find_traps, unread_parts
 from ..formats import apply_template, convert_row, template_arguments
@@ -300,13 +299,6 @@ def with_eos(dialogue: Any, processing_class: Any) -> Any:
 
 
 def numbers_in(value: Any) -> list[float]:
-    """Return the rewards of a scored row's answers as a list. Null becomes nan.
-
-    Raises:
-        UserError: A reward is not a number.
-    """
-    try:
-        numbers: list[float] = np.atleast_1d(np.array(value, dtype=np.float64)).tolist()
-    except (TypeError, ValueError) as error:
-        raise UserError(f"A reward must be a number, or a list of numbers (got {value!r:.80}).") from error
+    """Return the rewards of a scored row's answers as a list. Null becomes nan."""
+    numbers: list[float] = np.atleast_1d(np.array(value, dtype=np.float64)).tolist()
     return numbers or [float("nan")]

@@ -56,10 +56,10 @@ class Pairs(RowKind):
                 f"The {name} dataset lacks {' and '.join(f'`{column}`' for column in missing)}; its columns are "
                 f"{sorted(columns)}. {_ACCEPTED} Rename columns with other names: `dataset.rename_column(old, new)`."
             )
-        for absent in set(_OPTIONAL_COLUMNS) - present:
-            for similar in difflib.get_close_matches(absent, columns, n=1, cutoff=0.85):
+        for unused in present - {*RAW_COLUMNS, *self.columns, *_OPTIONAL_COLUMNS}:
+            for similar in difflib.get_close_matches(unused, {*_OPTIONAL_COLUMNS} - present, n=1, cutoff=0.85):
                 logger.warning(
-                    f"The {name} dataset's column `{similar}` is not used; if `{absent}` is meant, rename it."
+                    f"The {name} dataset's column `{unused}` is not used; if `{similar}` is meant, rename it."
                 )
         return self
 
