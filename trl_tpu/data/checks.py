@@ -42,14 +42,8 @@ def column_names(dataset: Dataset | IterableDataset, name: str = "given") -> lis
     """Return the dataset's columns; a stream with unknown columns has the columns of its first row.
 
     Raises:
-        UserTypeError: The value is not a dataset.
         UserError: The dataset has no rows.
     """
-    if not isinstance(dataset, Dataset | IterableDataset):
-        raise UserTypeError(
-            f"The {name} dataset must be a `datasets.Dataset` or `datasets.IterableDataset`, got "
-            f"`{type(dataset).__name__}`. Make one of a list of rows with `datasets.Dataset.from_list(rows)`."
-        )
     columns = dataset.column_names
     if columns is None:
         columns = list(next(iter(dataset), ()))
