@@ -41,7 +41,7 @@ _MODULES = {
 }
 # names that scripts import from TRL's current or former modules: see `_OLD_PATHS`
 _OLD_NAMES = {"RewardScriptArguments": "scripts.utils", "conversations_formatting_function": "data.formats"}
-_OLD_NAMES |= {"DataCollatorForPreference": "data.collators", "disable_dropout_in_model": "modeling.layers"}
+_OLD_NAMES |= {"DataCollatorForPreference": "data.trl_dict", "disable_dropout_in_model": "modeling.layers"}
 _OLD_NAMES |= dict.fromkeys(
     ("compute_accuracy", "get_act_offloading_ctx_manager", "is_peft_available"), "trainer.utils"
 )

@@ -14,7 +14,7 @@ from tiny import made_up_pairs, tiny_model, tiny_tokenizer
 from transformers import EarlyStoppingCallback, TrainerCallback
 
 from trl_tpu import ModelConfig, RewardConfig, RewardTrainer
-from trl_tpu.data.collators import old_columns
+from trl_tpu.data.trl_dict import old_columns
 from trl_tpu.errors import UserError
 
 PAIRS = made_up_pairs(8)

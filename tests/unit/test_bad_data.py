@@ -13,8 +13,8 @@ from datasets import Dataset, Features, Value
 from preference_rows import assistant, prepare, tiny_tokenizer, user
 
 from trl_tpu.compat.old_columns import OldPairs
-from trl_tpu.data.collators import old_columns
 from trl_tpu.data.kinds import Rankings
+from trl_tpu.data.trl_dict import old_columns
 from trl_tpu.errors import UserError
 
 GOOD = {"chosen": "good", "rejected": "bad"}

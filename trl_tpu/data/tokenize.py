@@ -68,7 +68,7 @@ def prepare_preference_dataset(
         The dataset with the columns of its kind. It is already measured, see `length_stats`.
 
     Raises:
-        UserTypeError: The argument is not a dataset, or a value has the wrong type.
+        UserTypeError: A value has the wrong type.
         UserError: Missing columns, no rows, null or empty values, labels that cannot be learned, token ids that the
             model lacks, or no row within ``max_length``. Errors give the index of a row in the original dataset.
     """

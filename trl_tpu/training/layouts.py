@@ -12,7 +12,7 @@ from transformers import DataCollatorForTokenClassification, PreTrainedModel
 from ..compat.old_columns import RewardDataCollatorWithPadding
 from ..config.reward_config import RewardConfig
 from ..data.collate import BatchCollator, ComparisonRule, Part
-from ..data.collators import DataCollatorForPreference, DictCollator
+from ..data.trl_dict import DataCollatorForPreference, DictCollator
 from ..modeling.model_shape import outgrows_positions
 from ..modeling.recurrent_layers import shared_chunk
 from ..packing.pack import pack_unpadded, pad
