@@ -121,7 +121,7 @@ class RowKind:
 
     def tokenized(self, row: Row, ids_K: list[list[int]], where: str) -> dict[str, Any]:
         """Return the prepared columns of a checked raw row, from the token ids of its answers."""
-        raise NotImplementedError
+        return self.with_answers(ids_K)
 
     def tokenize(
         self, rows_N: Sequence[Row], places: Sequence[str], tokenizer: PreTrainedTokenizerBase
@@ -173,11 +173,11 @@ class RowKind:
 
     def answers(self, row: Row) -> list[Any]:
         """Return the token ids of each answer of a prepared row."""
-        raise NotImplementedError
+        return [row[column] for column in self.token_columns]
 
     def with_answers(self, ids_K: list[list[int]]) -> dict[str, Any]:
         """Return the columns of token ids for these answers."""
-        raise NotImplementedError
+        return dict(zip(self.token_columns, ids_K, strict=True))
 
     def labels(self, row: Row) -> dict[str, Any]:
         """Return the labels of a prepared row by name."""

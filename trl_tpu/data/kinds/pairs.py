@@ -68,15 +68,6 @@ class Pairs(RowKind):
         checks.check_raw_row(row, answers, where)
         return answers
 
-    def tokenized(self, row: Row, ids_K: list[list[int]], where: str) -> dict[str, Any]:
-        return self.with_answers(ids_K)
-
-    def answers(self, row: Row) -> list[Any]:
-        return [row[column] for column in self.columns]
-
-    def with_answers(self, ids_K: list[list[int]]) -> dict[str, Any]:
-        return dict(zip(self.columns, ids_K, strict=True))
-
     def check_labels(self, row: Row, where: str) -> None:
         """Check the labels of a prepared row.
 
