@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
 from trl_tpu.data.collate import ComparisonRule, sequences_of
-from trl_tpu.data.collators import DataCollatorForPreference
+from trl_tpu.data.trl_dict import DataCollatorForPreference
 from trl_tpu.modeling.forward import rewards_of
 from trl_tpu.packing.batch import Batch
 from trl_tpu.packing.pack import Sequences, pack

@@ -21,7 +21,7 @@ import trl_tpu
 from trl_tpu import RewardConfig, RewardTrainer
 from trl_tpu.compat.arguments import REMOVED
 from trl_tpu.config.settings import SETTINGS
-from trl_tpu.data.collators import DataCollatorForPreference
+from trl_tpu.data.trl_dict import DataCollatorForPreference
 from trl_tpu.errors import UserError
 from trl_tpu.runtime import current
 

@@ -11,7 +11,7 @@ from training import QUIET, differing, logged, losses, trained, untimed
 from transformers import PreTrainedTokenizerFast
 
 from trl_tpu import RewardConfig, RewardTrainer
-from trl_tpu.data.collators import batches_in
+from trl_tpu.data.trl_dict import batches_in
 from trl_tpu.modeling.losses import Loss, batch_loss
 from trl_tpu.packing.shapes import RowPlan, RowShape
 

@@ -16,7 +16,7 @@ from transformers import AutoTokenizer
 
 from trl_tpu import RewardConfig, RewardTrainer
 from trl_tpu.compat.old_columns import RewardDataCollatorWithPadding
-from trl_tpu.data.collators import DataCollatorForPreference
+from trl_tpu.data.trl_dict import DataCollatorForPreference
 from trl_tpu.errors import UserError
 from trl_tpu.packing.shapes import RowPlan, RowShape
 

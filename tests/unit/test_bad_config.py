@@ -14,7 +14,7 @@ from tiny import made_up_pairs, tiny_model, tiny_tokenizer
 from transformers import EarlyStoppingCallback, TrainerCallback
 
 from trl_tpu import ModelConfig, RewardConfig, RewardTrainer
-from trl_tpu.data.collators import old_columns
+from trl_tpu.data.trl_dict import old_columns
 from trl_tpu.errors import UserError
 
 PAIRS = made_up_pairs(8)
@@ -54,7 +54,6 @@ BAD_ARGUMENTS: dict[str, tuple[dict[str, Any], str]] = {
         {"train_dataset": DatasetDict({"train": PAIRS, "test": PAIRS})},
         "`train_dataset`.*train, test",
     ),
-    "a list as evaluation data": ({"eval_dataset": list(PAIRS)}, "eval.*`list`"),
     "one empty evaluation set of two": ({"eval_dataset": {"full": PAIRS, "hollow": EMPTY}}, "hollow"),
     "neither model nor model_init": ({"model": None}, "`model`.*`model_init`"),
     "a token id beyond the embeddings": ({"train_dataset": token_pairs(304, 9)}, "Row 2 .*train.*304"),

@@ -13,8 +13,8 @@ from datasets import Dataset, Features, Value
 from preference_rows import assistant, prepare, tiny_tokenizer, user
 
 from trl_tpu.compat.old_columns import OldPairs
-from trl_tpu.data.collators import old_columns
 from trl_tpu.data.kinds import Rankings
+from trl_tpu.data.trl_dict import old_columns
 from trl_tpu.errors import UserError
 
 GOOD = {"chosen": "good", "rejected": "bad"}
@@ -136,12 +136,8 @@ def test_misspelled_optional_column_is_named(caplog: pytest.LogCaptureFixture) -
 
 @pytest.mark.parametrize("streaming", [False, True])
 def test_missing_or_empty_dataset_is_rejected(streaming: bool) -> None:
-    for rows, error in (
-        (Dataset.from_dict({"chosen": [], "rejected": []}), ValueError),
-        ([], ValueError),
-        (GOOD, TypeError),
-    ):
-        with pytest.raises(error, match="eval"):
+    for rows in (Dataset.from_dict({"chosen": [], "rejected": []}), []):
+        with pytest.raises(ValueError, match="eval"):
             prepare(rows, streaming=streaming, name="eval")
 
 

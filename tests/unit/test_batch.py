@@ -20,8 +20,8 @@ from trl.trainer.reward_trainer import DataCollatorForPreference as TrlCollator
 
 from trl_tpu.compat.old_columns import RewardDataCollatorWithPadding
 from trl_tpu.data.collate import BatchCollator, ComparisonRule, Part
-from trl_tpu.data.collators import DataCollatorForPreference, DictCollator, batches_in
 from trl_tpu.data.kinds import Rankings, Solutions
+from trl_tpu.data.trl_dict import DataCollatorForPreference, DictCollator, batches_in
 from trl_tpu.modeling.losses import Loss, batch_loss
 from trl_tpu.modeling.packability import use_tree_masks
 from trl_tpu.modeling.static_shapes import use_expanded_attention

@@ -11,8 +11,8 @@ from preference_rows import dataset_of
 from recent_families import tiny_classifier
 
 from trl_tpu import RewardConfig
-from trl_tpu.data.collators import DataCollatorForPreference
 from trl_tpu.data.length_stats import length_stats
+from trl_tpu.data.trl_dict import DataCollatorForPreference
 from trl_tpu.packing.shapes import RowShape
 from trl_tpu.parallel.mesh import MeshShape, parse_topology
 from trl_tpu.plan.layouts import Layout

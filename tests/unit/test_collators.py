@@ -12,14 +12,14 @@ from trl.trainer.reward_trainer import DataCollatorForPreference as TrlCollator
 from trl_tpu.compat.old_columns import RewardDataCollatorWithPadding
 from trl_tpu.data.checks import OLD_KEYS
 from trl_tpu.data.collate import ComparisonRule
-from trl_tpu.data.collators import (
+from trl_tpu.data.kinds import Pairs
+from trl_tpu.data.trl_dict import (
     DataCollatorForPreference,
     DictCollator,
     batches_in,
     old_columns,
     read_dict,
 )
-from trl_tpu.data.kinds import Pairs
 from trl_tpu.errors import UserError
 
 PAD = 0

@@ -66,7 +66,7 @@ def reached_from(module: str) -> set[str]:
 
 
 def test_import_reader_resolves_relative_imports() -> None:
-    assert {"trl_tpu", "trl_tpu.runtime.xla", "trl_tpu.data.collators", "trl_tpu.trainer.reward_trainer"} <= {*MODULES}
+    assert {"trl_tpu", "trl_tpu.runtime.xla", "trl_tpu.data.trl_dict", "trl_tpu.trainer.reward_trainer"} <= {*MODULES}
     assert "trl_tpu.data.tokenize" in imports_of("trl_tpu.modeling.build")  # from a relative import
     assert "trl_tpu.runtime" in imports_of("trl_tpu.modeling.load")  # ``from .. import runtime``
 

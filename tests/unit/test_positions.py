@@ -9,7 +9,7 @@ from preference_rows import tiny_tokenizer
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from trl_tpu import RewardConfig
-from trl_tpu.data.collators import old_columns
+from trl_tpu.data.trl_dict import old_columns
 from trl_tpu.errors import UserError
 from trl_tpu.modeling.build import build_dataset
 from trl_tpu.modeling.model_shape import learned_positions

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from preference_rows import assistant, prepare, rows_of_every_format, tiny_model, tiny_tokenizer, write_jsonl
 
 from trl_tpu.compat.old_columns import OldPairs, with_current_names
-from trl_tpu.data.collators import old_columns
 from trl_tpu.data.kinds import Pairs
+from trl_tpu.data.trl_dict import old_columns
 
 FORMS = rows_of_every_format()
 

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, RandomSampler
 from training import losses
 
 from trl_tpu import RewardTrainer
-from trl_tpu.data.collators import DataCollatorForPreference
+from trl_tpu.data.trl_dict import DataCollatorForPreference
 from trl_tpu.errors import UserError
 from trl_tpu.modeling.load import load_model
 

@@ -7,7 +7,7 @@ import pytest
 import tiny
 
 from trl_tpu import RewardTrainer
-from trl_tpu.data.collators import DataCollatorForPreference
+from trl_tpu.data.trl_dict import DataCollatorForPreference
 
 
 def test_progress_bar_names_each_shape_before_its_compilation(

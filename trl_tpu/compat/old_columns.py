@@ -13,9 +13,9 @@ from transformers.utils import PaddingStrategy
 
 from ..data import checks
 from ..data.checks import OLD_KEYS, RAW_COLUMNS, Row
-from ..data.collators import TABLE, needs_table
 from ..data.formats import maybe_apply_chat_template
 from ..data.kinds import Pairs
+from ..data.trl_dict import TABLE, needs_table
 from ..errors import UserError
 
 logger = logging.getLogger(__name__)

@@ -10,7 +10,7 @@ import signal
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import numpy as np
@@ -42,14 +42,8 @@ def column_names(dataset: Dataset | IterableDataset, name: str = "given") -> lis
     """Return the dataset's columns; a stream with unknown columns has the columns of its first row.
 
     Raises:
-        UserTypeError: The value is not a dataset.
         UserError: The dataset has no rows.
     """
-    if not isinstance(dataset, Dataset | IterableDataset):
-        raise UserTypeError(
-            f"The {name} dataset must be a `datasets.Dataset` or `datasets.IterableDataset`, got "
-            f"`{type(dataset).__name__}`. Make one of a list of rows with `datasets.Dataset.from_list(rows)`."
-        )
     columns = dataset.column_names
     if columns is None:
         columns = list(next(iter(dataset), ()))
@@ -153,33 +147,27 @@ def rendering(what: str) -> Iterator[None]:
 
     A template is a program: it may raise anything, or never end. The main thread interrupts it after a while.
     """
+
+    def interrupt(*_: object) -> None:
+        raise TimeoutError(f"it takes longer than {_RENDERING_SECONDS} seconds")
+
     is_main = threading.current_thread() is threading.main_thread()
+    if is_main:
+        # signal() returns None for a handler that was not installed from Python; it cannot be restored
+        handler = signal.signal(signal.SIGALRM, interrupt) or signal.SIG_DFL
+        pending = signal.setitimer(signal.ITIMER_REAL, _RENDERING_SECONDS)
     try:
-        with _time_limit() if is_main else nullcontext():
-            yield
+        yield
     except Exception as error:
         reason = " ".join(str(error).split()).rstrip(".") or type(error).__name__
         raise UserError(
             f"{what} cannot be rendered as a chat: {reason}. Correct the row, its `tools` or `chat_template_kwargs`, "
             "or the tokenizer's chat template (`chat_template_path` trains with another)."
         ) from error
-
-
-@contextmanager
-def _time_limit() -> Iterator[None]:
-    """Raise TimeoutError after `_RENDERING_SECONDS`."""
-
-    def interrupt(*_: object) -> None:
-        raise TimeoutError(f"it takes longer than {_RENDERING_SECONDS} seconds")
-
-    # signal() returns None for a handler that was not installed from Python; it cannot be restored
-    handler = signal.signal(signal.SIGALRM, interrupt) or signal.SIG_DFL
-    pending = signal.setitimer(signal.ITIMER_REAL, _RENDERING_SECONDS)
-    try:
-        yield
     finally:
-        signal.setitimer(signal.ITIMER_REAL, *pending)
-        signal.signal(signal.SIGALRM, handler)
+        if is_main:
+            signal.setitimer(signal.ITIMER_REAL, *pending)
+            signal.signal(signal.SIGALRM, handler)
 
 
 # ---- token ids

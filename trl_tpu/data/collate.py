@@ -16,7 +16,7 @@ Letters: P rows per batch, K answers or steps per row, A attributes, G = P A ran
 S = P K scored positions, C = G M comparisons.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,10 +26,9 @@ import torch
 from ..errors import UserError
 from ..packing.batch import Batch, Comparisons
 from ..packing.pack import Sequences, last_scored
+from .checks import Row
 from .kinds import TIE_MODELS, Pairs, RowKind
 from .kinds.solutions import STEP_ENDS
-
-Example = Mapping[str, Any]
 
 PackRows = Callable[[Sequences], list[Batch[np.ndarray]]]
 
@@ -69,7 +68,7 @@ class ComparisonRule:
             kind.of(args),
         )
 
-    def table(self, rows: Sequence[Example], count: int | None = None) -> "Comparisons[np.ndarray]":
+    def table(self, rows: Sequence[Row], count: int | None = None) -> "Comparisons[np.ndarray]":
         """Return the comparison table of prepared rows, padded to ``count`` rows."""
         return compare(Labels.of(rows, self.kind, self.answers, self.attributes), self, count)
 
@@ -91,7 +90,7 @@ class Labels:
     kind: RowKind = Pairs()
 
     @classmethod
-    def of(cls, rows: Sequence[Example], kind: RowKind, answers: int, attributes: int = 0) -> "Labels":
+    def of(cls, rows: Sequence[Row], kind: RowKind, answers: int, attributes: int = 0) -> "Labels":
         """Read the labels of prepared rows.
 
         Args:
@@ -188,9 +187,7 @@ def compare(labels: Labels, rule: ComparisonRule, rows: int | None = None) -> Co
     )
 
 
-def sequences_of(
-    rows: Sequence[Example], pad_token_id: int, table: Comparisons[np.ndarray] | None = None
-) -> Sequences:
+def sequences_of(rows: Sequence[Row], pad_token_id: int, table: Comparisons[np.ndarray] | None = None) -> Sequences:
     """Return the sequences of prepared rows and the positions of their rewards.
 
     Args:
@@ -238,7 +235,7 @@ class Part:
             raise UserError(f"A batch has at most {limit} rows, as its shapes were planned; got {len(examples)}.")
         return list(examples if self.shares_pairs else examples[self.index * self.pairs :][: self.pairs])
 
-    def table(self, every: Sequence[Example], example: Example, rule: ComparisonRule) -> Comparisons[np.ndarray]:
+    def table(self, every: Sequence[Row], example: Row, rule: ComparisonRule) -> Comparisons[np.ndarray]:
         """Return the comparison table of this process's rows, weighted by their share of the weights of all rows.
 
         Args:
@@ -269,7 +266,7 @@ class BatchCollator:
     rule: ComparisonRule = ComparisonRule()
     part: Part | None = None
 
-    def __call__(self, examples: Sequence[Example], real: int | None = None) -> Batch[torch.Tensor]:
+    def __call__(self, examples: Sequence[Row], real: int | None = None) -> Batch[torch.Tensor]:
         """Make the batch from the first ``real`` examples; the remaining examples are padding."""
         part, every = self.part or Part(len(examples)), examples[:real]
         rows, table = part.of(every), part.table(every, examples[0], self.rule)

@@ -68,7 +68,7 @@ def prepare_preference_dataset(
         The dataset with the columns of its kind. It is already measured, see `length_stats`.
 
     Raises:
-        UserTypeError: The argument is not a dataset, or a value has the wrong type.
+        UserTypeError: A value has the wrong type.
         UserError: Missing columns, no rows, null or empty values, labels that cannot be learned, token ids that the
             model lacks, or no row within ``max_length``. Errors give the index of a row in the original dataset.
     """
@@ -267,18 +267,15 @@ def _checked_rows(dataset: Dataset, num_embeddings: int, name: str, kind: RowKin
 
 def _has_ids_and_labels(table: pa.Table, num_embeddings: int, kind: RowKind) -> bool:
     """Check the token ids of a table's rows as `check_ids` does, all at once, and that no labels are null."""
-    lists = [table[column] for column in kind.token_columns]
-    if pa.types.is_nested(getattr(lists[0].type, "value_type", pa.null())):
-        lists = [pc.list_flatten(column) for column in lists]
-    has_ids = all(_are_ids(column, num_embeddings) for column in lists)
-    return has_ids and not any(table[column].null_count for column in kind.columns)
-
-
-def _are_ids(lists: pa.ChunkedArray, num_embeddings: int) -> bool:
-    if lists.null_count or not pa.types.is_integer(getattr(lists.type, "value_type", pa.null())):
-        return False
-    ids_T, lengths_D = pc.list_flatten(lists).to_numpy(), pc.list_value_length(lists).to_numpy()
-    return bool((lengths_D > 0).all() and (ids_T >= 0).all() and (ids_T < num_embeddings).all())
+    for lists in (table[column] for column in kind.token_columns):
+        if pa.types.is_nested(getattr(lists.type, "value_type", pa.null())):
+            lists = pc.list_flatten(lists)
+        if lists.null_count or not pa.types.is_integer(getattr(lists.type, "value_type", pa.null())):
+            return False
+        ids_T, lengths_D = pc.list_flatten(lists).to_numpy(), pc.list_value_length(lists).to_numpy()
+        if not lengths_D.all() or not ((ids_T >= 0) & (ids_T < num_embeddings)).all():
+            return False
+    return not any(table[column].null_count for column in kind.columns)
 
 
 def _check_row(row: Mapping[str, Any], index: int, num_embeddings: int, name: str, kind: RowKind) -> None:

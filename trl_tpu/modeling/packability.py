@@ -14,8 +14,8 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..data.collate import BatchCollator, PackRows
-from ..data.collators import DataCollatorForPreference
 from ..data.kinds import Pairs
+from ..data.trl_dict import DataCollatorForPreference
 from ..packing.batch import Batch
 from ..packing.pack import pack, pack_unpadded, pad
 from ..packing.shapes import CHUNK, RowPlan, RowShape

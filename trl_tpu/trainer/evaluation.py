@@ -20,9 +20,9 @@ from transformers.trainer_utils import EvalLoopOutput, denumpify_detensorize
 from transformers.utils import CONFIG_NAME
 
 from ..data.collate import Labels
-from ..data.collators import TABLE, batch_of_pairs
 from ..data.kinds import RowKind
 from ..data.length_stats import kind_of_dataset
+from ..data.trl_dict import TABLE, batch_of_pairs
 from ..evaluation.evaluate import RewardSums, evaluate_rewards, sums_of, sums_on_host
 from ..modeling.adapters import complete_config, is_peft_model
 from ..modeling.forward import read_scores

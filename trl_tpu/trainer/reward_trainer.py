@@ -19,10 +19,10 @@ from ..compat.old_columns import _tokenize
 from ..compat.trainer import has_old_columns, has_old_order, upgrade_args, upgrade_processing_class
 from ..config import checks
 from ..config.reward_config import RewardConfig
-from ..data.collators import DataCollatorForPreference, batches_in
 from ..data.formats import date_written
 from ..data.kinds import COLUMNS, Pairs, kind_of_columns
 from ..data.loader import prompts_in_training
+from ..data.trl_dict import DataCollatorForPreference, batches_in
 from ..errors import UserTypeError
 from ..evaluation.evaluate import check_best_metric, check_eval_by
 from ..modeling.adapters import without_adapters

@@ -14,10 +14,10 @@ from transformers.utils import is_peft_available as is_peft_available
 from transformers.utils import is_torch_xpu_available as is_xpu_available  # noqa: F401
 
 from ..compat.old_columns import RewardDataCollatorWithPadding as RewardDataCollatorWithPadding
-from ..data.collators import DataCollatorForPreference as DataCollatorForPreference
 from ..data.formats import remove_none_values as remove_none_values
 from ..data.kinds.solutions import NO_LABEL
 from ..data.tokenize import main_processes_first as global_then_local_main_first  # noqa: F401
+from ..data.trl_dict import DataCollatorForPreference as DataCollatorForPreference
 from ..modeling.adapters import get_kbit_device_map as get_kbit_device_map
 from ..modeling.adapters import get_peft_config as get_peft_config
 from ..modeling.adapters import get_quantization_config as get_quantization_config

@@ -17,9 +17,9 @@ from transformers import DataCollatorForTokenClassification, PreTrainedModel, Pr
 from ..compat.old_columns import RewardDataCollatorWithPadding
 from ..config.reward_config import RewardConfig
 from ..data.collate import BatchCollator, ComparisonRule, Part
-from ..data.collators import DataCollatorForPreference, DictCollator
 from ..data.length_stats import is_prepared, kind_of_dataset, length_stats, length_stats_of_stream
 from ..data.loader import sizes_by_prompt
+from ..data.trl_dict import DataCollatorForPreference, DictCollator
 from ..errors import UserError
 from ..modeling.adapters import without_adapters
 from ..modeling.forward import PackingImpossible

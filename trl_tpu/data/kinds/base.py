@@ -16,7 +16,6 @@ import torch
 from datasets import Features
 from transformers import PreTrainedTokenizerBase
 
-from ...errors import UserError
 from .. import checks
 from ..checks import Row, find_traps, unread_parts
 from ..formats import apply_template, convert_row, template_arguments
@@ -122,7 +121,7 @@ class RowKind:
 
     def tokenized(self, row: Row, ids_K: list[list[int]], where: str) -> dict[str, Any]:
         """Return the prepared columns of a checked raw row, from the token ids of its answers."""
-        raise NotImplementedError
+        return self.with_answers(ids_K)
 
     def tokenize(
         self, rows_N: Sequence[Row], places: Sequence[str], tokenizer: PreTrainedTokenizerBase
@@ -174,11 +173,11 @@ class RowKind:
 
     def answers(self, row: Row) -> list[Any]:
         """Return the token ids of each answer of a prepared row."""
-        raise NotImplementedError
+        return [row[column] for column in self.token_columns]
 
     def with_answers(self, ids_K: list[list[int]]) -> dict[str, Any]:
         """Return the columns of token ids for these answers."""
-        raise NotImplementedError
+        return dict(zip(self.token_columns, ids_K, strict=True))
 
     def labels(self, row: Row) -> dict[str, Any]:
         """Return the labels of a prepared row by name."""
@@ -300,13 +299,6 @@ def with_eos(dialogue: Any, processing_class: Any) -> Any:
 
 
 def numbers_in(value: Any) -> list[float]:
-    """Return the rewards of a scored row's answers as a list. Null becomes nan.
-
-    Raises:
-        UserError: A reward is not a number.
-    """
-    try:
-        numbers: list[float] = np.atleast_1d(np.array(value, dtype=np.float64)).tolist()
-    except (TypeError, ValueError) as error:
-        raise UserError(f"A reward must be a number, or a list of numbers (got {value!r:.80}).") from error
+    """Return the rewards of a scored row's answers as a list. Null becomes nan."""
+    numbers: list[float] = np.atleast_1d(np.array(value, dtype=np.float64)).tolist()
     return numbers or [float("nan")]

@@ -56,10 +56,10 @@ class Pairs(RowKind):
                 f"The {name} dataset lacks {' and '.join(f'`{column}`' for column in missing)}; its columns are "
                 f"{sorted(columns)}. {_ACCEPTED} Rename columns with other names: `dataset.rename_column(old, new)`."
             )
-        for absent in set(_OPTIONAL_COLUMNS) - present:
-            for similar in difflib.get_close_matches(absent, columns, n=1, cutoff=0.85):
+        for unused in present - {*RAW_COLUMNS, *self.columns, *_OPTIONAL_COLUMNS}:
+            for similar in difflib.get_close_matches(unused, {*_OPTIONAL_COLUMNS} - present, n=1, cutoff=0.85):
                 logger.warning(
-                    f"The {name} dataset's column `{similar}` is not used; if `{absent}` is meant, rename it."
+                    f"The {name} dataset's column `{unused}` is not used; if `{similar}` is meant, rename it."
                 )
         return self
 
@@ -67,15 +67,6 @@ class Pairs(RowKind):
         answers = {column: row[column] for column in RAW_COLUMNS}
         checks.check_raw_row(row, answers, where)
         return answers
-
-    def tokenized(self, row: Row, ids_K: list[list[int]], where: str) -> dict[str, Any]:
-        return self.with_answers(ids_K)
-
-    def answers(self, row: Row) -> list[Any]:
-        return [row[column] for column in self.columns]
-
-    def with_answers(self, ids_K: list[list[int]]) -> dict[str, Any]:
-        return dict(zip(self.columns, ids_K, strict=True))
 
     def check_labels(self, row: Row, where: str) -> None:
         """Check the labels of a prepared row.

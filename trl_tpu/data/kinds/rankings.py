@@ -43,8 +43,7 @@ class Rankings(RowKind):
     token_columns = ("answer_ids",)
     scored_columns = {"completions": ("rewards", "tokens")}
     orders_answers = True
-    counts: ClassVar[range] = range(2, MOST_ANSWERS + 1)
-    """Possible numbers of answers."""
+    counts: ClassVar[range] = range(2, MOST_ANSWERS + 1)  # possible numbers of answers
     counted: ClassVar[str] = f"2 to {MOST_ANSWERS} to be ranked"
 
     @classmethod

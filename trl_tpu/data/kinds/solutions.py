@@ -184,9 +184,6 @@ class Solutions(RowKind):
 
     # ---- prepared rows
 
-    def answers(self, row: Row) -> list[Any]:
-        return [row["input_ids"]]
-
     def labels(self, row: Row) -> dict[str, Any]:
         """Return the indices of the tokens at which labeled steps end, and the labels of these steps."""
         ends = np.flatnonzero(np.asarray(row["labels"]) != NO_LABEL).tolist()

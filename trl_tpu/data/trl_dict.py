@@ -15,15 +15,15 @@ from transformers.data.data_collator import DataCollatorMixin
 from ..errors import UserError
 from ..packing.batch import Batch, Comparisons
 from ..packing.shapes import round_up
-from .checks import OLD_KEYS
-from .collate import ComparisonRule, Example, Part, compare, pairs_of, sequences_of
+from .checks import OLD_KEYS, Row
+from .collate import ComparisonRule, Part, compare, pairs_of, sequences_of
 from .kinds import Pairs, answers_of, kind_of, labels_of
 from .kinds.solutions import NO_LABEL
 
 Collate = Callable[[list[Any]], dict[str, Any]]
 
 
-def needs_table(row: Example) -> bool:
+def needs_table(row: Row) -> bool:
     """Check whether a prepared row has labels that TRL's batch keys cannot hold, so its batch needs a table."""
     return bool({"grades", "chosen_probability"} & labels_of(row).keys())
 
@@ -85,7 +85,7 @@ class DictCollator:
     lengths: tuple[int, ...] | None = None
     part: Part | None = None
 
-    def __call__(self, examples: Sequence[Example], real: int | None = None) -> dict[str, Any]:
+    def __call__(self, examples: Sequence[Row], real: int | None = None) -> dict[str, Any]:
         """Make the batch from the first ``real`` examples; the remaining examples are padding."""
         part = self.part or Part(len(examples))
         rows = part.of(examples[:real])
@@ -98,7 +98,7 @@ class DictCollator:
         return self._pad_to_planned_length(batch)
 
     def _scored_positions(
-        self, batch: Mapping[str, Any], rows: Sequence[Example], table: Comparisons[np.ndarray]
+        self, batch: Mapping[str, Any], rows: Sequence[Row], table: Comparisons[np.ndarray]
     ) -> Batch[np.ndarray]:
         """Return a batch without tokens: the positions in TRL's row order at which the rows' rewards are read."""
         pairs = len(table.row_weight_P)
@@ -141,8 +141,8 @@ def batches_in(inputs: Any, pad_token_id: int, padding_side: str = "right") -> S
     return inputs.parts if isinstance(inputs, Batch) else [read_dict(inputs, pad_token_id, padding_side)]
 
 
+#: Key of a padded batch for comparisons that TRL's keys cannot hold: first None, then a `Batch` without tokens.
 TABLE = "trl_tpu_comparisons"
-"""Key of a padded batch for comparisons that TRL's keys cannot hold: first None, then a `Batch` without tokens."""
 
 
 def read_dict(inputs: Mapping[str, Any], pad_token_id: int, padding_side: str = "right") -> Batch[torch.Tensor]:
@@ -204,19 +204,14 @@ def batch_of_pairs(
     table = compare(pairs_of(count), ComparisonRule()).map_tensors(lambda array: torch.from_numpy(array).to(device))
     if margin_P is not None:
         table = replace(table, margin_C=margin_P.float().view(count))
-    row_S = by_answer(count, 2).to(device)
+    row_S = torch.arange(2 * count, device=device).view(2, count).T.flatten()  # in TRL's order
     mask_RL = torch.ones(2 * count, 1, device=device) if mask_RL is None else mask_RL
     tokens_S = mask_RL.sum(-1, dtype=torch.int32)[row_S]
     no_tokens: Any = None
     return Batch(no_tokens, row_S.int(), tokens_S - 1, tokens_S, table)
 
 
-def by_answer(count: int, answers: int) -> torch.Tensor:
-    """Return the row of each scored position, [S], in TRL's order: all first answers, then all second answers, ..."""
-    return torch.arange(count * answers).view(answers, count).T.flatten()
-
-
-def old_columns(row: Example) -> Example:
+def old_columns(row: Row) -> Row:
     """Return a tokenized pair in the columns of TRL up to 0.23, with its other columns, for users' collators."""
     if not set(Pairs.columns) <= row.keys():
         return row
