@@ -30,7 +30,7 @@ from ..data.formats import convert_row
 from ..data.kinds import Pairs, Rankings, Solutions, check_one_form
 from ..data.kinds.base import LABELS_AS, tokenize_conversation, with_eos
 from ..data.traps import unread_columns, warn_of_new_traps
-from ..errors import UserError
+from ..errors import UserError, explaining
 from ..modeling.head_spec import HeadSpec
 from .scorer import TOKENS_PER_PASS, Scorer
 
@@ -297,24 +297,24 @@ def score(
     named: Iterable[Any] = (
         {"text" if isinstance(row, str) else "messages": row} if isinstance(row, str | list) else row for row in rows
     )
-    spec = model.outputs if isinstance(model, Scorer) else HeadSpec.saved(model)
-    form, stream = inspect_rows(named, best_of_n, spec)
+    form, stream = inspect_rows(named, best_of_n, model)
     if not isinstance(model, Scorer):
         settings: dict[str, Any] = {"bf16": bf16, "mesh": mesh, "tokens_per_pass": tokens_per_pass}
         model = Scorer(model, trust_remote_code, standardize=standardize, **settings)
     return chain.from_iterable(scored for _, scored in scored_windows(model, stream, form, max_length))
 
 
-def inspect_rows(rows: Iterable[Any], best_only: bool, spec: HeadSpec) -> tuple[Form, Iterator[Row | UserError]]:
+def inspect_rows(rows: Iterable[Any], best_only: bool, model: str | Scorer) -> tuple[Form, Iterator[Row | UserError]]:
     """Detect the form of rows from the first row; return the form and an iterator over all rows.
 
     Args:
         rows: The rows, with a UserError in place of each invalid row.
         best_only: Whether only the best of each row's completions is kept.
-        spec: The outputs of the model.
+        model: The model, or its folder or Hub id: rows are checked before the weights are loaded.
 
     Raises:
-        UserError: There are no rows, the first row is invalid, or its columns cannot be scored.
+        UserError: There are no rows, the first row is invalid or its columns cannot be scored, or the model has no
+            config.
     """
     remaining = iter(rows)
     first = next(remaining, None)
@@ -325,6 +325,8 @@ def inspect_rows(rows: Iterable[Any], best_only: bool, spec: HeadSpec) -> tuple[
     converted, forms = convert_row(first)
     if forms:
         logger.warning(f"The rows to score have {', '.join(forms)}.")
+    with explaining(f"{model} cannot be loaded as a reward model"):
+        spec = model.outputs if isinstance(model, Scorer) else HeadSpec.saved(model)
     return Form.of({**first, **converted}, best_only, spec), chain([first], remaining)
 
 

@@ -25,7 +25,6 @@ from trl_tpu.data import checks
 from trl_tpu.data.tokenize import CODE
 from trl_tpu.errors import UserError, UserFileError
 from trl_tpu.evaluation.evaluate import Evaluation, NoComparisons
-from trl_tpu.modeling.head_spec import HeadSpec
 from trl_tpu.report.verdicts import LabeledRewards, Table, as_markdown, printable, read_rows
 from trl_tpu.scoring import stream
 from trl_tpu.scoring.scorer import TOKENS_PER_PASS, Scorer
@@ -106,7 +105,7 @@ def main(args: ScoreArguments) -> int:
         count: int | None = len(args.text)
     else:
         raw_rows, count = open_rows(str(args.dataset_name), args.dataset_config, args.dataset_split)
-    form, rows = inspect_rows(raw_rows, args.best_of_n, HeadSpec.saved(args.model_name_or_path))
+    form, rows = inspect_rows(raw_rows, args.best_of_n, args.model_name_or_path)
     settings: dict[str, Any] = {"bf16": args.bf16, "mesh": args.mesh, "tokens_per_pass": args.tokens_per_pass}
     scorer = Scorer(args.model_name_or_path, args.trust_remote_code, standardize=args.standardize, **settings)
     columns = [reward for reward, _ in form.outputs.values()]
