@@ -25,12 +25,12 @@ from trl_tpu.data import checks
 from trl_tpu.data.tokenize import CODE
 from trl_tpu.errors import UserError, UserFileError
 from trl_tpu.evaluation.evaluate import Evaluation, NoComparisons
-from trl_tpu.report.verdicts import LabeledRewards, Table, as_markdown, printable, read_rows
+from trl_tpu.report.verdicts import LabeledRewards, Rows, Table, as_markdown, printable, read_rows
 from trl_tpu.scoring import stream
 from trl_tpu.scoring.scorer import TOKENS_PER_PASS, Scorer
 from trl_tpu.scoring.stream import REASON, Form, inspect_rows, scored_windows
 from trl_tpu.scripts.parser import TrlParser
-from trl_tpu.scripts.utils import Rows, open_rows
+from trl_tpu.scripts.utils import open_rows
 
 logger = logging.getLogger(__name__)
 
