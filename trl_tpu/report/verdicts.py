@@ -283,11 +283,9 @@ def lines_of(path: Path) -> Iterator[bytes]:
     Raises:
         UserError: The file cannot be read.
     """
-    try:
-        with fsspec.open(str(path), mode="rb", compression="infer") as file:
-            yield from file
-    except (OSError, EOFError, ValueError) as error:  # each compression raises other errors, and none names the file
-        raise UserError(f"{path} cannot be read ({error}). Correct the file.") from error
+    fault = f"{path} cannot be read"  # each compression raises other errors, and none names the file
+    with explaining(fault, "Correct the file."), fsspec.open(str(path), mode="rb", compression="infer") as file:
+        yield from file
 
 
 def read_json(lines: Iterable[bytes], what: str) -> Rows:

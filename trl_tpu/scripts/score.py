@@ -23,7 +23,7 @@ from tqdm import tqdm
 from trl_tpu.config.reward_config import help_from_docstring
 from trl_tpu.data import checks
 from trl_tpu.data.tokenize import CODE
-from trl_tpu.errors import UserError, UserFileError
+from trl_tpu.errors import UserError, UserFileError, explaining
 from trl_tpu.evaluation.evaluate import Evaluation, NoComparisons
 from trl_tpu.report.verdicts import LabeledRewards, Rows, Table, as_markdown, printable, read_rows
 from trl_tpu.scoring import stream
@@ -254,8 +254,9 @@ class RowsFile:
         A Parquet file gets one row group per chunk, to hold one chunk in memory.
         """
         whole = self._folder / f"whole{_PARQUET}"
-        try:
-            if self._path.suffix.lower() == _PARQUET:
+        if self._path.suffix.lower() == _PARQUET:
+            advice = f"All rows are in {self._folder}; keep these files, or name an output that ends with .jsonl."
+            with explaining("The rows cannot be written as Parquet, whose columns have one type each", advice):
                 # the schema of a struct array has the keys of all rows; Table.from_pylist reads the first row only
                 schemas = (pa.Table.from_struct_array(pa.array(read_rows(chunk))).schema for chunk in self._chunks)
                 schema = pa.unify_schemas(list(dict.fromkeys(schemas)), promote_options="permissive")
@@ -263,15 +264,10 @@ class RowsFile:
                     for chunk in self._chunks:
                         table = pa.Table.from_pylist(read_rows(chunk), schema=schema)
                         writer.write_table(table, row_group_size=self._chunk)
-            else:
-                with whole.open("wb") as file:
-                    for chunk in self._chunks:
-                        file.write(chunk.read_bytes())
-        except (pa.ArrowException, UnicodeEncodeError) as error:
-            raise UserError(
-                f"The rows cannot be written as Parquet, whose columns have one type each: {error}. All rows are in "
-                f"{self._folder}; keep these files, or name an output that ends with .jsonl."
-            ) from error
+        else:
+            with whole.open("wb") as file:
+                for chunk in self._chunks:
+                    file.write(chunk.read_bytes())
         whole.replace(self._path)
         shutil.rmtree(self._folder)
 

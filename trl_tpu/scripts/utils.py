@@ -142,14 +142,12 @@ def get_dataset(mixture_config: DatasetMixtureConfig) -> DatasetDict | IterableD
         The split ``train``, and ``test`` too with a `test_split_size`; iterable datasets when streaming.
 
     Raises:
-        UserError: The mixture is empty, only some datasets have fractions, fractions or a test split are set while
+        UserError: Only some datasets have fractions, fractions or a test split are set while
             streaming, or a split does not exist.
     """
     named, streaming = mixture_config.datasets, mixture_config.streaming
     fractions: list[Any] = [part.fraction for part in named]
     test_size = mixture_config.test_split_size
-    if not named:
-        raise UserError("No datasets were loaded from the mixture configuration: its list `datasets` is empty.")
     if streaming and (test_size or any(fractions)):
         raise UserError(
             "`test_split_size` and a dataset's `fraction` are not supported with streaming datasets, whose length is "
