@@ -101,27 +101,20 @@ class Form:
             UserError: The columns have no form that can be scored, or two forms; `best_only` is set without
                 completions; or the model scores steps, but the rows have none.
         """
-        present = list(columns)
-        scores_steps = spec.step_separator is not None
-        if scores_steps and (best_only or "completions" not in present):
-            raise UserError(
-                "The model scores steps: rows need `prompt` and `completions` (the steps of one solution), and "
-                f"best-of-N is not available. These rows have {present}."
-            )
-        if best_only and "completions" not in present:
-            raise UserError(
-                f"Choosing the best answer needs a column completions (a list of answers). These rows have {present}."
-            )
-        outputs: Mapping[str, tuple[str, str]] | None = {"completions": ("reward", "tokens")}
-        if scores_steps:
-            outputs = Solutions.scored_columns
-        elif not best_only:
-            outputs = next((form for form in _FORMS if form.keys() <= set(present)), None)
+        present, forms = list(columns), _FORMS
+        if spec.step_separator is not None:
+            forms = () if best_only else (Solutions.scored_columns,)
+        elif best_only:
+            forms = ({"completions": ("reward", "tokens")},)
+        else:
             check_one_form(present, "The dataset")
+        outputs = next((form for form in forms if form.keys() <= set(present)), None)
         if outputs is None:
             raise UserError(
                 "Rows to score need chosen and rejected (answers, or lists of answers), completions (a list of "
-                f"answers) or completion, optionally with prompt; or messages, or text. These rows have {present}."
+                "answers) or completion, optionally with prompt; or messages, or text. Best-of-N needs completions. A "
+                "model that scores steps needs prompt and completions (the steps of one solution), and has no "
+                f"best-of-N. These rows have {present}."
             )
         form = cls(outputs, best_only, spec)
         # writing an empty row gives the names of all new columns
