@@ -1,4 +1,4 @@
-"""Numbers of a verdict on a reward model: accuracy with its interval, calibration, length bias and best of N."""
+"""A verdict on a reward model: accuracy with its interval, calibration, length bias, best of N; its JSON file."""
 
 import dataclasses
 import json
