@@ -127,7 +127,6 @@ def test_held_out_rows_are_the_same_in_every_run(size: float, rows: int, tmp_pat
         ((0, 0), {"streaming": True}, "`fraction`"),
         ((0.5, 0.5), {"streaming": True}, "streaming"),
         ((None, None), {"streaming": True, "test_split_size": 0.5}, "`test_split_size`"),
-        ((), {}, "No datasets"),
     ],
 )
 def test_bad_mixtures_are_named(

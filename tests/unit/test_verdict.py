@@ -395,10 +395,10 @@ def test_rows_are_grouped_by_subset_or_any_column(tmp_path: Path) -> None:
     ("file", "text", "name"),
     [
         ("scored.jsonl", "", "scored.jsonl"),
-        ("scored.jsonl", '{"reward": 1}\n{\n', "line 2,"),
-        ("scored.jsonl", "[1]\n", "line 1,"),
+        ("scored.jsonl", '{"reward": 1}\n{\n', "line 2:"),
+        ("scored.jsonl", "[1]\n", "line 1:"),
         ("scored.jsonl", '{"reward": 1.5, "text": "a"}\n', "reward, text"),
-        ("scored.jsonl", '{"reward_chosen": "high", "reward_rejected": 1}\n', "scored.jsonl: .*'high'"),
+        ("scored.jsonl", '{"reward_chosen": "high", "reward_rejected": 1}\n', "scored.jsonl .*'high'"),
         ("scored.jsonl", '{"reward_chosen": 1, "reward_rejected": 2}\n', "'by'"),
         ("x.parquet", "reward\n1\n", "x.parquet"),
     ],

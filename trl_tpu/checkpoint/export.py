@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from transformers import AutoConfig, PreTrainedModel
@@ -24,7 +23,7 @@ from transformers.dynamic_module_utils import get_relative_imports
 
 from ..compat.transformers4 import add_transformers4_names
 from ..config.reward_config import is_url
-from ..errors import UserError
+from ..errors import UserError, explaining
 from ..modeling.adapters import adapter_weights, empty_adapters, load_adapted_model
 from ..modeling.classifier import load_classifier, model_without_weights
 from ..modeling.head_spec import (
@@ -161,10 +160,9 @@ def _files_to_copy(folder: Path) -> set[str]:
 
 
 def _read_config(path: Path) -> dict[str, Any]:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path} is broken: {error}. Copy or download it again.") from error
+    with explaining(f"{path} is broken", "Copy or download it again."):
+        config = json.loads(path.read_text(encoding="utf-8"))
+    return config
 
 
 # ---- weights
@@ -238,10 +236,8 @@ def _stored_dtype(folder: Path, prefix: str = "") -> torch.dtype:
     Raises:
         UserError: ``folder`` has no weights, a file is damaged, or shards of a weight are missing.
     """
-    try:
+    with explaining(f"A file in {folder} is damaged", "Copy it again, or export another one."):
         metadata = tensor_reader(folder).read_metadata().state_dict_metadata if folder.is_dir() else {}
-    except (SafetensorError, KeyError, ValueError) as error:
-        raise UserError(f"A file in {folder} is damaged: {error}. Copy it again, or export another one.") from error
     dtypes = []
     for name, saved in metadata.items():
         if isinstance(saved, TensorStorageMetadata) and name.startswith(prefix):

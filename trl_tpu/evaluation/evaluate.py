@@ -502,11 +502,8 @@ def evaluate_rewards(
         verdict = evaluate_rows(rewards_NK, replace(labels, grade_PAK=grade_NK[:, None]), lengths_NK, groups, prompts)
         worst = tuple(dict.fromkeys(item * rows // len(rewards_NK) for item in verdict.worst))  # rows of the data
         return replace(verdict, worst=worst)
-    except NoComparisons:
-        logger.warning(
-            "The evaluation has no accuracy: no row has two answers with finite rewards and one labeled as better, or "
-            "a labeled step with a finite reward."
-        )
+    except NoComparisons as reason:
+        logger.warning("The evaluation has no accuracy. %s", reason)
         return None
 
 

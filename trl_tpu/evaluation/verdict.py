@@ -1,4 +1,4 @@
-"""Numbers of a verdict on a reward model: accuracy with its interval, calibration, length bias and best of N."""
+"""A verdict on a reward model: accuracy with its interval, calibration, length bias, best of N; its JSON file."""
 
 import dataclasses
 import json
@@ -11,7 +11,7 @@ from typing import Any, TypeAlias, get_args, get_origin, get_type_hints
 
 import numpy as np
 
-from ..errors import UserError
+from ..errors import UserError, explaining
 
 MOST_GROUPS = 200  # a column with more labels probably identifies rows, not groups
 QUANTILES = (0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99)
@@ -410,14 +410,11 @@ def read_verdict(path: Path) -> AnyVerdict:
     Raises:
         UserError: The file does not hold a verdict.
     """
-    try:
+    with explaining(f"{path} cannot be read as a verdict", "Delete it and evaluate again."):
         content = json.loads(path.read_text(encoding="utf-8"))
         if "loss" in content:  # its name in earlier files
             content["pairwise_loss"] = content.pop("loss")
         verdict: AnyVerdict = _from_json(_TYPES[content.pop("kind")], content)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        reason = f"{type(error).__name__}: {error}"
-        raise UserError(f"{path} cannot be read as a verdict ({reason}). Delete it and evaluate again.") from error
     return verdict
 
 

@@ -20,7 +20,7 @@ from jinja2 import Environment
 from transformers import PreTrainedTokenizerBase
 
 from .. import __version__
-from ..errors import UserError
+from ..errors import UserError, explaining
 from ..evaluation.verdict import AnyVerdict, LengthBias, Proportion, ScoreFit, Verdict, read_verdict, verdict_json
 from ..modeling.head_spec import HeadSpec
 from .verdicts import ScoredRows, as_markdown, markdown_text, printable, sentences_of, tables_of
@@ -97,13 +97,13 @@ def read_run(folder: Path, name: str) -> RunHistory:
     for path in sorted(folder.glob("verdict*.json")):
         dataset = unquote(path.stem.removeprefix("verdict").removeprefix("-"))
         verdicts[f"{name}: {dataset}" if dataset else name] = read_verdict(path)
-    try:
+    with explaining(f"The logs of {folder} cannot be read", "Correct or delete the file."):
         state, *later = [json.loads(path.read_text(encoding="utf-8")) for path in paths]
         for folder_state in later:  # may be from an earlier run in this folder: use it only if it continues the logs
             history = state["log_history"]
             state = folder_state if folder_state["log_history"][: len(history)] == history else state
         run = folder / "_run.json"
-        return RunHistory(
+        run_history = RunHistory(
             name=name,
             records=[record for record in state["log_history"] if "step" in record],
             step=state["global_step"],
@@ -111,8 +111,7 @@ def read_run(folder: Path, name: str) -> RunHistory:
             resumed_at=json.loads(run.read_text(encoding="utf-8")).get("resumed_at", []) if run.is_file() else [],
             verdicts=verdicts,
         )
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"The logs of {folder} cannot be read: {type(error).__name__}: {error}.") from error
+    return run_history
 
 
 def pictures_of(verdicts: Verdicts, runs: Sequence[RunHistory] = ()) -> dict[str, bytes]:

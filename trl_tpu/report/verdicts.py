@@ -1,23 +1,26 @@
-"""Write verdicts as sentences and tables, and read the scored rows that they evaluate."""
+"""Write verdicts as sentences and tables, and read rows and the scored rows that verdicts evaluate."""
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import numpy as np
 import pyarrow.parquet as pq
 
 from ..data.collate import Labels
 from ..data.kinds import check_one_form, kind_counting, scored_kind
 from ..data.length_stats import Prompt, prompt_of
-from ..errors import UserError
+from ..errors import UserError, explaining
 from ..evaluation.evaluate import evaluate_best_of_n, evaluate_rows, padded
 from ..evaluation.verdict import AnyVerdict, BestOfN, LengthBias, Proportion, ScoreFit, Verdict, check_groups, label_of
 
 Row = Mapping[str, Any]
+#: Rows; a line that is not a JSON object is replaced by an error that describes the fault.
+Rows = Iterator[dict[str, Any] | UserError]
 Clean = Callable[[str], str]
 
 
@@ -274,22 +277,45 @@ class ScoredRows:
     verdict: AnyVerdict
 
 
-def read_rows(path: Path) -> list[dict[str, Any]]:
-    """Read the rows of a JSON Lines or Parquet file.
+def lines_of(path: Path) -> Iterator[bytes]:
+    """Read the lines of a file, compressed or not.
 
     Raises:
         UserError: The file cannot be read.
     """
-    number, rows = 0, list[dict[str, Any]]()
-    try:
-        if path.suffix.lower() == ".parquet":
+    fault = f"{path} cannot be read"  # each compression raises other errors, and none names the file
+    with explaining(fault, "Correct the file."), fsspec.open(str(path), mode="rb", compression="infer") as file:
+        yield from file
+
+
+def read_json(lines: Iterable[bytes], what: str) -> Rows:
+    """Parse JSON Lines; unlike the rows of a dataset with a schema, rows may have different keys."""
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line.decode("utf-8-sig"))
+            if not isinstance(row, dict):
+                raise ValueError("a row must be a JSON object")
+        except ValueError as error:  # invalid JSON or UTF-8
+            row = UserError(f"{what} is broken: line {number}: {error}. Correct the line.")
+        yield row
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """Read the rows of a JSON Lines or Parquet file.
+
+    Raises:
+        UserError: The file cannot be read, or a line is broken.
+    """
+    if path.suffix.lower() == ".parquet":
+        with explaining(f"{path} cannot be read as rows", "Correct the file."):
             return pq.ParquetFile(path).read().to_pylist()  # `read_table` also makes columns from folder names
-        with path.open(encoding="utf-8") as file:
-            for number, line in enumerate(file, start=1):  # noqa: B007  # for the message
-                rows += [dict(json.loads(line))] if line.strip() else []
-    except (OSError, ValueError, TypeError) as error:
-        where = f", line {number}," if number else ""
-        raise UserError(f"{path}{where} cannot be read as rows: {error}.") from error
+    rows = []
+    for row in read_json(lines_of(path), str(path)):
+        if isinstance(row, UserError):
+            raise row
+        rows.append(row)
     return rows
 
 
@@ -307,27 +333,23 @@ def read_scored(path: Path, eval_by: str | None = None) -> ScoredRows:
     """
     rows = read_rows(path)
     columns = sorted({name for row in rows for name in row})
+    verdict: AnyVerdict
     try:
         scored = LabeledRewards.of(rows, columns)
+        if not scored.labels.kind.is_one_sequence:  # a row of a process reward model may have other columns, too
+            check_one_form(columns, "It")
+        if eval_by is not None and not any(eval_by in row for row in scored.rows):
+            raise UserError(f"It has no column {eval_by!r}.")
+        if (groups := scored.groups(eval_by)) is not None:
+            check_groups(groups)
+        if scored.has_answer_lists:
+            ids, grade_NK = [str(row.get("id", "")) for row in scored.rows], scored.labels.grade_PAK[:, 0]
+            verdict = evaluate_best_of_n(scored.rewards_NK, grade_NK, ids, groups, scored.prompts)
+        else:
+            verdict = evaluate_rows(scored.rewards_NK, scored.labels, scored.tokens_N2, groups, scored.prompts)
     except UserError as error:
-        raise UserError(f"{path}: {error}") from error
-    if not scored.labels.kind.is_one_sequence:  # a row of a process reward model may have other columns, too
-        check_one_form(columns, str(path))
-    if not np.isfinite(scored.rewards_NK).any():
         raise UserError(
-            f"{path} has {len(rows)} {scored.labels.kind.name}, but no finite reward next to a label; its columns are "
-            f"{', '.join(columns)}. With `trl-tpu score --output`, score pairs (this writes reward_chosen and "
-            "reward_rejected), completions with scores or ranks, a completion with its label or score, or steps with "
-            "labels from 0 to 1."
-        )
-    if eval_by is not None and not any(eval_by in row for row in scored.rows):
-        raise UserError(f"{path} has no column {eval_by!r}. Its columns are {', '.join(columns)}.")
-    if (groups := scored.groups(eval_by)) is not None:
-        check_groups(groups)
-    if scored.has_answer_lists:
-        ids = [str(row.get("id", "")) for row in scored.rows]
-        grade_NK = scored.labels.grade_PAK[:, 0]
-        best = evaluate_best_of_n(scored.rewards_NK, grade_NK, ids, groups, scored.prompts)
-        return ScoredRows(scored.rows, best)
-    verdict = evaluate_rows(scored.rewards_NK, scored.labels, scored.tokens_N2, groups, scored.prompts)
+            f"{path} cannot be evaluated: {error} Its columns are {', '.join(columns)}. Use the output of `trl-tpu "
+            "score` on rows with labels."
+        ) from error
     return ScoredRows(scored.rows, verdict)

@@ -29,7 +29,7 @@ from ..data.checks import unread_columns, warn_of_new_traps
 from ..data.formats import convert_row, date_written
 from ..data.kinds import Pairs, Rankings, Solutions, check_one_form
 from ..data.kinds.base import LABELS_AS, tokenize_conversation, with_eos
-from ..errors import UserError
+from ..errors import UserError, explaining
 from ..modeling.head_spec import HeadSpec
 from .scorer import TOKENS_PER_PASS, Scorer
 
@@ -100,27 +100,20 @@ class Form:
             UserError: The columns have no form that can be scored, or two forms; `best_only` is set without
                 completions; or the model scores steps, but the rows have none.
         """
-        present = list(columns)
-        scores_steps = spec.step_separator is not None
-        if scores_steps and (best_only or "completions" not in present):
-            raise UserError(
-                "The model scores steps: rows need `prompt` and `completions` (the steps of one solution), and "
-                f"best-of-N is not available. These rows have {present}."
-            )
-        if best_only and "completions" not in present:
-            raise UserError(
-                f"Choosing the best answer needs a column completions (a list of answers). These rows have {present}."
-            )
-        outputs: Mapping[str, tuple[str, str]] | None = {"completions": ("reward", "tokens")}
-        if scores_steps:
-            outputs = Solutions.scored_columns
-        elif not best_only:
-            outputs = next((form for form in _FORMS if form.keys() <= set(present)), None)
+        present, forms = list(columns), _FORMS
+        if spec.step_separator is not None:
+            forms = () if best_only else (Solutions.scored_columns,)
+        elif best_only:
+            forms = ({"completions": ("reward", "tokens")},)
+        else:
             check_one_form(present, "The dataset")
+        outputs = next((form for form in forms if form.keys() <= set(present)), None)
         if outputs is None:
             raise UserError(
                 "Rows to score need chosen and rejected (answers, or lists of answers), completions (a list of "
-                f"answers) or completion, optionally with prompt; or messages, or text. These rows have {present}."
+                "answers) or completion, optionally with prompt; or messages, or text. Best-of-N needs completions. A "
+                "model that scores steps needs prompt and completions (the steps of one solution), and has no "
+                f"best-of-N. These rows have {present}."
             )
         form = cls(outputs, best_only, spec)
         # writing an empty row gives the names of all new columns
@@ -296,24 +289,24 @@ def score(
     named: Iterable[Any] = (
         {"text" if isinstance(row, str) else "messages": row} if isinstance(row, str | list) else row for row in rows
     )
-    spec = model.outputs if isinstance(model, Scorer) else HeadSpec.saved(model)
-    form, stream = inspect_rows(named, best_of_n, spec)
+    form, stream = inspect_rows(named, best_of_n, model)
     if not isinstance(model, Scorer):
         settings: dict[str, Any] = {"bf16": bf16, "mesh": mesh, "tokens_per_pass": tokens_per_pass}
         model = Scorer(model, trust_remote_code, standardize=standardize, **settings)
     return chain.from_iterable(scored for _, scored in scored_windows(model, stream, form, max_length))
 
 
-def inspect_rows(rows: Iterable[Any], best_only: bool, spec: HeadSpec) -> tuple[Form, Iterator[Row | UserError]]:
+def inspect_rows(rows: Iterable[Any], best_only: bool, model: str | Scorer) -> tuple[Form, Iterator[Row | UserError]]:
     """Detect the form of rows from the first row; return the form and an iterator over all rows.
 
     Args:
         rows: The rows, with a UserError in place of each invalid row.
         best_only: Whether only the best of each row's completions is kept.
-        spec: The outputs of the model.
+        model: The model, or its folder or Hub id: rows are checked before the weights are loaded.
 
     Raises:
-        UserError: There are no rows, the first row is invalid, or its columns cannot be scored.
+        UserError: There are no rows, the first row is invalid or its columns cannot be scored, or the model has no
+            config.
     """
     remaining = iter(rows)
     first = next(remaining, None)
@@ -324,6 +317,8 @@ def inspect_rows(rows: Iterable[Any], best_only: bool, spec: HeadSpec) -> tuple[
     converted, forms = convert_row(first)
     if forms:
         logger.warning(f"The rows to score have {', '.join(forms)}.")
+    with explaining(f"{model} cannot be loaded as a reward model"):
+        spec = model.outputs if isinstance(model, Scorer) else HeadSpec.saved(model)
     return Form.of({**first, **converted}, best_only, spec), chain([first], remaining)
 
 

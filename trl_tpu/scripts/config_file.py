@@ -4,11 +4,12 @@ import argparse
 import os
 import re
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import yaml
 
-from trl_tpu.errors import UserError, UserFileError
+from trl_tpu.errors import UserError, explaining
 
 
 def take_config(args: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
@@ -31,22 +32,15 @@ def take_config(args: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
     options, rest = parser.parse_known_args(args)
     if (path := options.config) is None:
         return {}, rest
-    try:
-        with open(path, encoding="utf-8-sig") as file:
-            content = file.read()
+    with explaining(f"Config file {path} cannot be read as YAML in UTF-8", "Correct it."):
+        content = Path(path).read_text(encoding="utf-8-sig")
         values, texts = (yaml.load(content, loader) for loader in (_Loader, _TextLoader))  # noqa: S506  # safe loaders
-    except OSError as error:
-        raise UserFileError(f"Config file {path} cannot be read: {error.strerror}. Correct the path.") from error
-    except (yaml.YAMLError, ValueError) as error:  # ValueError: not UTF-8, or a date such as 2001-13-45
-        raise UserError(f"Config file {path} is not YAML in UTF-8: {' '.join(str(error).split())}.") from error
     if not isinstance(values, dict):
         raise UserError(f"Config file {path} is not a YAML mapping, `name: value`.")
     settings = {name: _as_text(value, texts[name]) for name, value in zip(texts, values.values(), strict=True)}
-    try:
-        if settings.pop("env", None):
+    if settings.pop("env", None):
+        with explaining(f"{path}: `env` field should be a dict in the YAML file", "Correct it."):
             os.environ.update(texts["env"])
-    except (OSError, TypeError, ValueError) as error:
-        raise UserError(f"{path}: `env` field should be a dict in the YAML file. ({error})") from error
     return settings, rest
 
 

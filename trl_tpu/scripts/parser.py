@@ -7,7 +7,7 @@ import json
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import NoneType
-from typing import Any, NoReturn, TypeVar, get_args, get_origin
+from typing import Any, NoReturn, TypeVar, cast, get_args, get_origin
 
 from transformers.hf_argparser import HfArgumentParser, string_to_bool
 
@@ -33,6 +33,9 @@ class TrlParser(HfArgumentParser):
     Raises:
         UserError: A dataclass has a field named ``config``.
     """
+
+    def __init__(self, dataclass_types: type | Iterable[type] | None = None, **kwargs: Any) -> None:
+        super().__init__(dataclass_types=cast(Any, dataclass_types), **kwargs)
 
     @staticmethod
     def _parse_dataclass_field(parser: argparse.ArgumentParser, field: dataclasses.Field) -> None:

@@ -23,15 +23,14 @@ from tqdm import tqdm
 from trl_tpu.config.reward_config import help_from_docstring
 from trl_tpu.data import checks
 from trl_tpu.data.tokenize import CODE
-from trl_tpu.errors import UserError, UserFileError
+from trl_tpu.errors import UserError, UserFileError, explaining
 from trl_tpu.evaluation.evaluate import Evaluation, NoComparisons
-from trl_tpu.modeling.head_spec import HeadSpec
-from trl_tpu.report.verdicts import LabeledRewards, Table, as_markdown, printable, read_rows
+from trl_tpu.report.verdicts import LabeledRewards, Rows, Table, as_markdown, printable, read_rows
 from trl_tpu.scoring import stream
 from trl_tpu.scoring.scorer import TOKENS_PER_PASS, Scorer
 from trl_tpu.scoring.stream import REASON, Form, inspect_rows, scored_windows
 from trl_tpu.scripts.parser import TrlParser
-from trl_tpu.scripts.utils import Rows, open_rows
+from trl_tpu.scripts.utils import open_rows
 
 logger = logging.getLogger(__name__)
 
@@ -106,7 +105,7 @@ def main(args: ScoreArguments) -> int:
         count: int | None = len(args.text)
     else:
         raw_rows, count = open_rows(str(args.dataset_name), args.dataset_config, args.dataset_split)
-    form, rows = inspect_rows(raw_rows, args.best_of_n, HeadSpec.saved(args.model_name_or_path))
+    form, rows = inspect_rows(raw_rows, args.best_of_n, args.model_name_or_path)
     settings: dict[str, Any] = {"bf16": args.bf16, "mesh": args.mesh, "tokens_per_pass": args.tokens_per_pass}
     scorer = Scorer(args.model_name_or_path, args.trust_remote_code, standardize=args.standardize, **settings)
     columns = [reward for reward, _ in form.outputs.values()]
@@ -255,8 +254,9 @@ class RowsFile:
         A Parquet file gets one row group per chunk, to hold one chunk in memory.
         """
         whole = self._folder / f"whole{_PARQUET}"
-        try:
-            if self._path.suffix.lower() == _PARQUET:
+        if self._path.suffix.lower() == _PARQUET:
+            advice = f"All rows are in {self._folder}; keep these files, or name an output that ends with .jsonl."
+            with explaining("The rows cannot be written as Parquet, whose columns have one type each", advice):
                 # the schema of a struct array has the keys of all rows; Table.from_pylist reads the first row only
                 schemas = (pa.Table.from_struct_array(pa.array(read_rows(chunk))).schema for chunk in self._chunks)
                 schema = pa.unify_schemas(list(dict.fromkeys(schemas)), promote_options="permissive")
@@ -264,15 +264,10 @@ class RowsFile:
                     for chunk in self._chunks:
                         table = pa.Table.from_pylist(read_rows(chunk), schema=schema)
                         writer.write_table(table, row_group_size=self._chunk)
-            else:
-                with whole.open("wb") as file:
-                    for chunk in self._chunks:
-                        file.write(chunk.read_bytes())
-        except (pa.ArrowException, UnicodeEncodeError) as error:
-            raise UserError(
-                f"The rows cannot be written as Parquet, whose columns have one type each: {error}. All rows are in "
-                f"{self._folder}; keep these files, or name an output that ends with .jsonl."
-            ) from error
+        else:
+            with whole.open("wb") as file:
+                for chunk in self._chunks:
+                    file.write(chunk.read_bytes())
         whole.replace(self._path)
         shutil.rmtree(self._folder)
 

@@ -1,22 +1,21 @@
 """Dataset arguments of the scripts, and functions that load the datasets."""
 
-import json
 import logging
 import math
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from glob import escape, has_magic
 from pathlib import Path
 from typing import Any
 
 import datasets
-import fsspec
 from datasets import DatasetDict, IterableDatasetDict
 from datasets.data_files import get_data_patterns, sanitize_patterns
 
 from trl_tpu.config.reward_config import help_from_docstring
 from trl_tpu.errors import UserError, UserFileError, UserKeyError
+from trl_tpu.report.verdicts import Rows, lines_of, read_json
 from trl_tpu.scripts import synthetic
 from trl_tpu.scripts.parser import TrlParser as TrlParser  # at TRL's path
 
@@ -28,9 +27,6 @@ SPLIT_SEED = 42  # fixed, since TRL's new test split on every run mixes training
 BUILDERS = {".jsonl": "json", ".ndjson": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv", ".tsv": "csv"}
 COMPRESSIONS = (".gz", ".zst", ".bz2", ".xz")
 STDIN = "-"
-
-#: Rows; a line that is not a JSON object is replaced by an error that describes the fault.
-Rows = Iterator[dict[str, Any] | UserError]
 
 
 @dataclass
@@ -146,14 +142,12 @@ def get_dataset(mixture_config: DatasetMixtureConfig) -> DatasetDict | IterableD
         The split ``train``, and ``test`` too with a `test_split_size`; iterable datasets when streaming.
 
     Raises:
-        UserError: The mixture is empty, only some datasets have fractions, fractions or a test split are set while
+        UserError: Only some datasets have fractions, fractions or a test split are set while
             streaming, or a split does not exist.
     """
     named, streaming = mixture_config.datasets, mixture_config.streaming
     fractions: list[Any] = [part.fraction for part in named]
     test_size = mixture_config.test_split_size
-    if not named:
-        raise UserError("No datasets were loaded from the mixture configuration: its list `datasets` is empty.")
     if streaming and (test_size or any(fractions)):
         raise UserError(
             "`test_split_size` and a dataset's `fraction` are not supported with streaming datasets, whose length is "
@@ -274,10 +268,10 @@ def open_rows(name: str, config: str | None = None, split: str | None = None) ->
         UserError: The dataset does not exist, or it has several splits and none is chosen.
     """
     if name == STDIN:
-        return _read_json(sys.stdin.buffer, "the standard input"), None
+        return read_json(sys.stdin.buffer, "the standard input"), None
     path = Path(name).expanduser()
     if _holds_json_lines(path) and split in (None, "train"):
-        return _read_json(_lines(path), name), sum(1 for line in _lines(path) if line.strip())
+        return read_json(lines_of(path), name), sum(1 for line in lines_of(path) if line.strip())
     splits = load(name, name=config, streaming=True)
     if split is None and len(splits) > 1:
         raise UserError(f"{name} has several splits: {', '.join(splits)}. Choose one with `--dataset_split`.")
@@ -293,7 +287,7 @@ def broken_line(names: Iterable[str]) -> UserError | None:
     """Return the error for the first broken line of JSON Lines in these files and folders; None without any."""
     paths = [Path(name).expanduser() for name in names]
     files = [file for path in paths for file in (sorted(path.rglob("*")) if path.is_dir() else [path])]
-    rows = (row for file in files if _holds_json_lines(file) for row in _read_json(_lines(file), str(file)))
+    rows = (row for file in files if _holds_json_lines(file) for row in read_json(lines_of(file), str(file)))
     return next((row for row in rows if isinstance(row, UserError)), None)
 
 
@@ -304,30 +298,3 @@ def _suffix(path: Path) -> str:
 
 def _holds_json_lines(path: Path) -> bool:
     return path.is_file() and _suffix(path) in (".jsonl", ".ndjson")
-
-
-def _lines(path: Path) -> Iterator[bytes]:
-    """Read the lines of a file, compressed or not.
-
-    Raises:
-        UserError: The file cannot be read.
-    """
-    try:
-        with fsspec.open(str(path), mode="rb", compression="infer") as file:
-            yield from file
-    except (OSError, EOFError, ValueError) as error:  # each compression raises other errors, and none names the file
-        raise UserError(f"{path} cannot be read ({error}). Correct the file.") from error
-
-
-def _read_json(lines: Iterable[bytes], what: str) -> Rows:
-    """Parse JSON Lines; unlike the rows of a dataset with a schema, rows may have different keys."""
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line.decode("utf-8-sig"))
-            if not isinstance(row, dict):
-                raise ValueError("a row must be a JSON object")
-        except ValueError as error:  # invalid JSON or UTF-8
-            row = UserError(f"{what} is broken: line {number}: {error}. Correct the line.")
-        yield row
