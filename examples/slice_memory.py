@@ -10,7 +10,7 @@ from typing import Any
 
 from transformers import AutoConfig
 
-from trl_tpu.modeling.classifier import model_without_weights
+from trl_tpu.modeling.heads import model_without_weights
 from trl_tpu.parallel.mesh import parse_mesh
 from trl_tpu.parallel.shard import plan_model
 

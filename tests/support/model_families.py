@@ -22,9 +22,9 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from trl_tpu.errors import UserError
-from trl_tpu.modeling.classifier import auto_class_of
 from trl_tpu.modeling.forward import PackingImpossible
 from trl_tpu.modeling.head_spec import ONE_REWARD
+from trl_tpu.modeling.heads import auto_class_of
 from trl_tpu.modeling.packability import make_packable
 
 PAGE = EXAMPLES / "guides" / "model_families.md"

@@ -7,8 +7,8 @@ from decoders import PAD
 from transformers import PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from trl_tpu.modeling.classifier import auto_class_of
 from trl_tpu.modeling.head_spec import ONE_REWARD
+from trl_tpu.modeling.heads import auto_class_of
 
 BASE: dict[str, Any] = {
     **{"vocab_size": 128, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_labels": 1},

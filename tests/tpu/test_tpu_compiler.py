@@ -13,7 +13,7 @@ from subprocesses import PARALLEL_COMPILES, selected_cases
 from transformers import LlamaConfig
 
 from trl_tpu.modeling.adapters import add_adapters
-from trl_tpu.modeling.classifier import model_without_weights
+from trl_tpu.modeling.heads import model_without_weights
 from trl_tpu.parallel.mesh import parse_mesh
 from trl_tpu.parallel.shard import plan_model
 from trl_tpu.plan.compile import CompiledProgram, TracedProgram, compile_for

@@ -21,9 +21,9 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICA
 
 from trl_tpu import RewardConfig, RewardTrainer, score
 from trl_tpu.errors import UserError
-from trl_tpu.modeling.classifier import auto_class_of
 from trl_tpu.modeling.forward import PackingImpossible
 from trl_tpu.modeling.head_spec import ONE_REWARD, HeadSpec
+from trl_tpu.modeling.heads import auto_class_of
 from trl_tpu.modeling.load import load_classifier, load_model
 from trl_tpu.modeling.packability import make_packable
 

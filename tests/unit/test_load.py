@@ -33,8 +33,8 @@ from trl_tpu.errors import UserError
 from trl_tpu.modeling import load
 from trl_tpu.modeling.adapters import load_adapted_model
 from trl_tpu.modeling.build import build_reward_model
-from trl_tpu.modeling.classifier import model_without_weights
 from trl_tpu.modeling.head_spec import HeadSpec
+from trl_tpu.modeling.heads import model_without_weights
 
 SPECIAL = ("<|im_start|>", "<|im_end|>", "<|begin|>", "<|endoftext|>")
 

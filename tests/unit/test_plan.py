@@ -14,8 +14,8 @@ from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from trl_tpu.config.reward_config import RewardConfig
 from trl_tpu.errors import UserError
-from trl_tpu.modeling.classifier import model_without_weights
 from trl_tpu.modeling.head_spec import HeadSpec
+from trl_tpu.modeling.heads import model_without_weights
 from trl_tpu.packing.shapes import PairLengths
 from trl_tpu.parallel.mesh import GiB, MeshShape, parse_topology
 from trl_tpu.plan import layouts

@@ -18,7 +18,7 @@ from transformers import AutoConfig
 from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES
 
 from trl_tpu.errors import UserError
-from trl_tpu.modeling.classifier import model_without_weights
+from trl_tpu.modeling.heads import model_without_weights
 from trl_tpu.parallel import sharding_plan
 from trl_tpu.parallel.mesh import AXES, BATCH_AXES, MeshShape, parse_mesh, parse_topology
 from trl_tpu.parallel.shard import ShardReport, place_model, plan_model

@@ -24,7 +24,7 @@ from transformers import AutoConfig, AutoModelForSequenceClassification
 from trl_tpu import RewardConfig, RewardTrainer
 from trl_tpu.data.collate import ComparisonRule, compare, pairs_of
 from trl_tpu.evaluation.evaluate import RewardSums
-from trl_tpu.modeling.classifier import model_without_weights
+from trl_tpu.modeling.heads import model_without_weights
 from trl_tpu.modeling.model_shape import flops_per_pair, model_shape_of, training_flops
 from trl_tpu.packing.shapes import PairLengths
 from trl_tpu.parallel.mesh import peak_flops_of

@@ -20,8 +20,8 @@ from ..data.kinds import Pairs, Rankings, Solutions
 from ..data.kinds.solutions import NO_LABEL
 from ..errors import UserError
 from ..experimental.prm import PRMConfig, PRMTrainer
-from ..modeling.classifier import model_without_weights
 from ..modeling.head_spec import HeadSpec
+from ..modeling.heads import model_without_weights
 from ..packing.shapes import RowPlan, RowShape
 from ..trainer.reward_trainer import RewardTrainer
 from .compile import TracedProgram, call_in_child
