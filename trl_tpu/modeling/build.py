@@ -20,7 +20,7 @@ from ..data.kinds.solutions import tokenize_solution
 from ..data.length_stats import is_prepared, length_stats
 from ..data.tokenize import prepare_preference_dataset
 from ..errors import UserError, UserTypeError
-from ..parallel.shard import distributed_config, place_model, plan_model
+from ..parallel.shard import place_model, plan_model
 from .adapters import (
     add_adapters,
     is_peft_model,
@@ -114,8 +114,8 @@ def build_reward_model(
             kwargs["quantization_config"] = quantization_config
         # On an SPMD mesh, weights go straight from their files to their shards, unless adapters need them on the host.
         in_files = runtime.current().is_spmd and not (peft_config is not None and reads_base_weights(peft_config))
-        if _loads_in_parts(args, peft_config):
-            kwargs.setdefault("distributed_config", distributed_config(args.mesh_shape))
+        if _receives_weights(args, peft_config) and not kwargs.keys() & {"distributed_config", "quantization_config"}:
+            kwargs["device_map"] = "meta"
         model = load_model(name, outputs, in_files=in_files, **kwargs)
         if is_peft_model(model):  # `name` is a folder of saved adapters, possibly with a tokenizer
             in_files, attribute_weights = False, read_attribute_weights(model) or HeadSpec.saved(name).attributes
@@ -157,16 +157,13 @@ def build_reward_model(
     return model, tokenizer
 
 
-def _loads_in_parts(args: RewardConfig, peft_config: Any) -> bool:
-    """Return whether transformers loads only this process's shards. Otherwise each process loads all, then shards.
+def _receives_weights(args: RewardConfig, peft_config: Any) -> bool:
+    """Return whether this process gets its shards from process 0 and loads no weights, so that a host holds one copy.
 
-    Adding tokens needs an unsharded embedding table. If `fsdp` and `tensor` both shard the rows of a weight,
-    transformers 5.23 with torch 2.9 reads the wrong rows.
+    With a `tensor` axis all processes load: torch splits the rows of a weight over two axes only from a whole weight.
     """
-    adds_tokens = args.chat_template_path or getattr(peft_config, "trainable_token_indices", None)
-    if not args.shards_over_processes or args.mesh_shape.tensor > 1 or adds_tokens:
-        return False
-    return peft_config is None or (peft_config.peft_type == "LORA" and not reads_base_weights(peft_config))
+    reads_values = peft_config is not None and reads_base_weights(peft_config)
+    return args.shards_over_processes and args.mesh_shape.tensor == 1 and args.process_index > 0 and not reads_values
 
 
 def with_attribute_order(model: Any, args: RewardConfig) -> RewardConfig:

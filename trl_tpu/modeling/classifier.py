@@ -73,8 +73,6 @@ def load_classifier(
         new = {*info["missing_keys"], *(key for key, *_ in info["mismatched_keys"])}
         if not new:
             torch.set_rng_state(random_state)  # a head was drawn before it was read
-        elif "distributed_config" in kwargs:
-            _draw_whole(model, outputs, new, random_state, kwargs.get("trust_remote_code", False))
         report = {field.name: set[str]() for field in fields(LoadStateDictInfo)} | info
         # every new reward model has a new head
         report["missing_keys"] = {key for key in info["missing_keys"] if key not in new_head or ".pooler." in key}
@@ -188,25 +186,6 @@ def _fill(parameter: nn.Parameter, value: torch.Tensor) -> None:
     if isinstance(parameter, DTensor):
         value = distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
     parameter.data.copy_(value)
-
-
-def _draw_whole(
-    model: Any, outputs: HeadSpec, new: Set[str], random_state: torch.Tensor, trust_remote_code: bool
-) -> None:
-    """Draw a sharded model's new weights unsharded, from the random state before loading, as one process would."""
-    whole = model_without_weights(copy.deepcopy(model.config), model.dtype, trust_remote_code, outputs)
-    for path in {key.rpartition(".")[0] for key in new}:
-        whole.get_submodule(path).to_empty(device="cpu", recurse=False)
-    for name, parameter in whole.named_parameters():
-        parameter._is_hf_initialized = name not in new
-    torch.set_rng_state(random_state)
-    whole.initialize_weights()
-    for name, sharded in model.named_parameters():
-        if name in new:
-            _fill(sharded, whole.get_parameter(name).detach())
-
-
-# ---- files
 
 
 def _load_in_files(

@@ -1,17 +1,17 @@
 """Shard a model's parameters: by annotations on XLA, or by transformers over several processes."""
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from accelerate.utils import align_module_device
+from accelerate.utils import align_module_device, broadcast_object_list
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 from transformers.distributed import DistributedConfig
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -20,6 +20,9 @@ from ..errors import UserError
 from ..runtime import Runtime
 from .mesh import BATCH_AXES, MeshShape, as_axes, check_heads, names_of
 from .sharding_plan import GATHERED_OUTPUTS, Placement, Plan, Rules, bare_name
+
+
+Value = TypeVar("Value")
 
 
 @dataclass(frozen=True)
@@ -87,12 +90,14 @@ def shard_model(model: Any, mesh: MeshShape, runtime: Runtime, device: torch.dev
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     if mesh_of(base) is None:
         check_heads(mesh, _heads_of(base))
-        for tensor in (*model.parameters(), *model.buffers()):
-            first = tensor.detach().to(device)
-            dist.broadcast(first, src=0)
-            tensor.data.copy_(first)
+        whole = _tensors_of(model)  # process 0's are the values of all
         config, _, manager = base.prepare_distribute_model(distributed_config(mesh))
+        if mesh.tensor > 1:
+            for tensor in whole.values():
+                tensor.data.copy_(_from_first(tensor, device))
         base.maybe_distribute_model(base, config, manager)
+        if mesh.tensor == 1:
+            _receive(model, whole, device)
         setattr(base, _SHARDED_HERE, True)
     elif min(mesh.fsdp, mesh.tensor) > 1 and issubclass(_StridedShard, Shard) and not hasattr(base, _SHARDED_HERE):
         raise UserError(
@@ -108,6 +113,39 @@ def shard_model(model: Any, mesh: MeshShape, runtime: Runtime, device: torch.dev
     runtime.set_mesh(mesh.sizes, mesh.slices)
     placements = {name: _placement(parameter, mesh) for name, parameter in model.named_parameters()}
     return ShardReport(mesh, placements, {name: tensor.nbytes for name, tensor in model.named_parameters()})
+
+
+def of_first_process(decide: Callable[[], Value], model: nn.Module, shares: bool) -> Value:
+    """Return what process 0 decides by the weights of ``model``, which it alone may have."""
+    has_weights = not any(parameter.is_meta for parameter in model.parameters())
+    decided: list[Any] = [decide() if has_weights else None]
+    if shares:
+        broadcast_object_list(decided)
+        if not has_weights and decided[0] is None:
+            decide()
+    return decided[0]
+
+
+def _tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: tensor.detach() for name, tensor in (*model.named_parameters(), *model.named_buffers())}
+
+
+def _from_first(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return process 0's value of a tensor; it may be on the meta device in other processes."""
+    value = torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.to(device).contiguous()
+    dist.broadcast(value, src=0)
+    return value
+
+
+def _receive(model: nn.Module, whole: Mapping[str, torch.Tensor], device: torch.device) -> None:
+    """Fill a sharded model with the values of process 0, one tensor after the other."""
+    if any(tensor.is_meta for tensor in whole.values()):
+        model.to_empty(device=device)
+    for name, tensor in _tensors_of(model).items():
+        value = _from_first(whole[name], device)
+        if isinstance(tensor, DTensor):
+            value = distribute_tensor(value, tensor.device_mesh, tensor.placements, src_data_rank=None)
+        tensor.copy_(value)
 
 
 def _placement(parameter: nn.Parameter, mesh: MeshShape) -> Placement:

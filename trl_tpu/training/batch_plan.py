@@ -30,6 +30,7 @@ from ..modeling.packability import make_packable, reads_padding, user_code_in
 from ..modeling.recurrent_layers import shared_chunk
 from ..modeling.static_shapes import ExpansionImpossible, use_expanded_attention, use_static_shapes
 from ..packing.pack import pack, pack_unpadded, pad
+from ..parallel.shard import of_first_process
 from ..packing.shapes import PairLengths, RowPlan, attention_crossover_length, bucket_lengths, plan_rows, round_up
 from ..runtime import Runtime
 
@@ -310,14 +311,19 @@ class BatchPlan:
         if self._args.scan_layers:
             find_layers(self._model)  # raises before any data is read
         if self.padding_reason is None:
-            try:
-                make_packable(model, self._tokenizer.pad_token_id, is_unpadded=not self._is_planned)
-            except PackingImpossible as reason:
-                self._pad_for_reason(str(reason))
+            shares = self._args.shards_over_processes
+            self._pad_for_reason(of_first_process(self._obstacle_in_model, model, shares))
         if self._expands and self.padding_reason is None:
             use_expanded_attention(self._model)
         if self._runtime.plans_shapes and self.padding_reason is not None:
             self._keeps_lengths()  # while the model is on the host: the trial forward then compiles nothing
+
+    def _obstacle_in_model(self) -> str | None:
+        try:
+            make_packable(self._whole_model, self._tokenizer.pad_token_id, is_unpadded=not self._is_planned)
+        except PackingImpossible as reason:
+            return str(reason)
+        return None
 
     def prepare(self, train_dataset: Any, eval_dataset: Any) -> None:
         """Plan the rows of prepared datasets, choose their attention, and check that all pairs fit into `row_length`.
