@@ -96,6 +96,11 @@ def shard_model(model: Any, mesh: MeshShape, runtime: Runtime, device: torch.dev
             for tensor in whole.values():
                 tensor.data.copy_(_from_first(tensor, device))
         base.maybe_distribute_model(base, config, manager)
+        if separated := sorted(_tensors_of(model).keys() - whole.keys()):
+            raise UserError(
+                f"{type(base).__name__} cannot be sharded: its layers share parameters, and sharded layers would not "
+                f"({separated[0]}). Leave mesh={str(mesh)!r} out: each process then has the whole model (DDP)."
+            )
         if mesh.tensor == 1:
             _receive(model, whole, device)
         setattr(base, _SHARDED_HERE, True)
@@ -139,13 +144,25 @@ def _from_first(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 def _receive(model: nn.Module, whole: Mapping[str, torch.Tensor], device: torch.device) -> None:
     """Fill a sharded model with the values of process 0, one tensor after the other."""
-    if any(tensor.is_meta for tensor in whole.values()):
-        model.to_empty(device=device)
+    _materialize(model, device)
     for name, tensor in _tensors_of(model).items():
         value = _from_first(whole[name], device)
         if isinstance(tensor, DTensor):
             value = distribute_tensor(value, tensor.device_mesh, tensor.placements, src_data_rank=None)
         tensor.copy_(value)
+
+
+def _materialize(model: nn.Module, device: torch.device) -> None:
+    """Give memory to tensors on the meta device. Shared tensors stay shared, unlike with ``to_empty``."""
+    by_id = dict[int, torch.Tensor]()
+    for module in model.modules():
+        for tensors in (module._parameters, module._buffers):
+            for leaf, tensor in tensors.items():
+                if tensor is not None and tensor.is_meta:
+                    empty = torch.empty_like(tensor, device=device)
+                    is_parameter = isinstance(tensor, nn.Parameter)
+                    new = nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty
+                    tensors[leaf] = by_id.setdefault(id(tensor), new)  # type: ignore[assignment]
 
 
 def _placement(parameter: nn.Parameter, mesh: MeshShape) -> Placement:
