@@ -1,5 +1,6 @@
 """Shard a model's parameters: by annotations on XLA, or by transformers over several processes."""
 
+import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -95,6 +96,8 @@ def shard_model(model: Any, mesh: MeshShape, runtime: Runtime, device: torch.dev
         if mesh.tensor > 1:
             for tensor in whole.values():
                 tensor.data.copy_(_from_first(tensor, device))
+        if any(map(_reads_embedding, base.modules())):  # keep the embedding in the root, which is whole in a forward
+            base.fsdp_plan = {name: style for name, style in base.fsdp_plan.items() if "embed_tokens" not in name}
         base.maybe_distribute_model(base, config, manager)
         if separated := sorted(_tensors_of(model).keys() - whole.keys()):
             raise UserError(
@@ -118,6 +121,12 @@ def shard_model(model: Any, mesh: MeshShape, runtime: Runtime, device: torch.dev
     runtime.set_mesh(mesh.sizes, mesh.slices)
     placements = {name: _placement(parameter, mesh) for name, parameter in model.named_parameters()}
     return ShardReport(mesh, placements, {name: tensor.nbytes for name, tensor in model.named_parameters()})
+
+
+def _reads_embedding(module: nn.Module) -> bool:
+    """Return whether a module's forward reads a row of the embedding's weight itself, as Gemma 4's does."""
+    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    return code is not None and {"embed_tokens", "weight"} <= {*code.co_names}
 
 
 def of_first_process(decide: Callable[[], Value], model: nn.Module, shares: bool) -> Value:
