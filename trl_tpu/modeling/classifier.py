@@ -1,6 +1,5 @@
 """Load a checkpoint's weights into a reward model: all of them, or an error; only a head may be new."""
 
-import copy
 import json
 import logging
 import re

@@ -22,7 +22,6 @@ from ..runtime import Runtime
 from .mesh import BATCH_AXES, MeshShape, as_axes, check_heads, names_of
 from .sharding_plan import GATHERED_OUTPUTS, Placement, Plan, Rules, bare_name
 
-
 Value = TypeVar("Value")
 
 

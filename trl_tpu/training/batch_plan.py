@@ -30,8 +30,8 @@ from ..modeling.packability import make_packable, reads_padding, user_code_in
 from ..modeling.recurrent_layers import shared_chunk
 from ..modeling.static_shapes import ExpansionImpossible, use_expanded_attention, use_static_shapes
 from ..packing.pack import pack, pack_unpadded, pad
-from ..parallel.shard import of_first_process
 from ..packing.shapes import PairLengths, RowPlan, attention_crossover_length, bucket_lengths, plan_rows, round_up
+from ..parallel.shard import of_first_process
 from ..runtime import Runtime
 
 logger = logging.getLogger(__name__)
