@@ -74,7 +74,7 @@ ADDED: dict[str, dict[str, str]] = {
         "the EOS is scored, as in servers that score the last token": "own_pad_token",
         "the same on any number of devices": "total_batch_size",
         "evaluation on the first batches, and by the labels of a column": "max_eval_steps eval_by",
-        "TRL has them under other names or elsewhere": "frozen_parameters learning_rate_end truncation_mode",
+        "TRL has them under other names or elsewhere": "frozen_parameters train_unread_towers learning_rate_end truncation_mode",
         _OLD: " ".join(REMOVED),
     },
     "RewardTrainer's parameters": {"parameters of TRL or transformers in the past": "model_init tokenizer max_length"},

@@ -127,6 +127,9 @@ class RewardConfig(RemovedArguments, TrainingArguments):
             Regular expression, such as `"embed_tokens|norm"`, for the parameters to freeze: those with a match
             anywhere in their name, adapter parameters included. Frozen parameters are saved like all others. By
             default this setting freezes nothing.
+        train_unread_towers (`bool`, *optional*, defaults to `False`):
+            Whether to train the parts of a multimodal model that text does not reach, such as its vision tower, and
+            to add adapters to them. By default they are frozen, and saved unchanged.
 
         dataset_num_proc (`int`, *optional*):
             Number of worker processes for tokenization.
@@ -318,6 +321,7 @@ class RewardConfig(RemovedArguments, TrainingArguments):
     chat_template_path: str | None = None
     disable_dropout: bool = True
     frozen_parameters: str | None = None
+    train_unread_towers: bool = False
 
     # data
     dataset_num_proc: int | None = None

@@ -85,7 +85,7 @@ _NOT_SHARDED = No("resume_from_checkpoint=^auto$ log_grad_norms=True")
 
 _add = partial(_declare, "Model", True)
 _add("model_name_or_path model_revision dtype attn_implementation torch_dtype model_init_kwargs disable_dropout")
-_add("frozen_parameters eos_token own_pad_token")
+_add("frozen_parameters train_unread_towers eos_token own_pad_token")
 _add("neftune_noise_alpha", No("xla", f"leave it out, or {_PLAIN_TORCH}"), valid=_at_least(0))
 _add("use_liger_kernel", No("xla", "leave it out: its Triton kernels are for GPUs, and XLA fuses operations itself"))
 _add("liger_kernel_config", needs="use_liger_kernel=True")

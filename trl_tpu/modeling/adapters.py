@@ -2,6 +2,7 @@
 
 import copy
 import logging
+import re
 import sys
 import warnings
 from collections.abc import Mapping, Sequence
@@ -101,7 +102,9 @@ def without_adapters(model: nn.Module) -> Any:
     return model.get_base_model() if is_peft_model(model) else model  # type: ignore[operator]
 
 
-def add_adapters(model: PreTrainedModel, peft_config: "PeftConfig", added_tokens: Sequence[int] = ()) -> "PeftModel":
+def add_adapters(
+    model: PreTrainedModel, peft_config: "PeftConfig", added_tokens: Sequence[int] = (), excluded: Sequence[str] = ()
+) -> "PeftModel":
     """Freeze a model and add the adapters of `peft_config`. The config itself is not changed.
 
     Call `prepare_adapters` before training.
@@ -110,6 +113,7 @@ def add_adapters(model: PreTrainedModel, peft_config: "PeftConfig", added_tokens
         model: The model, without adapters.
         peft_config: A peft configuration.
         added_tokens: Ids of tokens that are new to the vocabulary; the adapters train their embeddings.
+        excluded: Names of parts of the model that get no adapters.
 
     Returns:
         The model with its adapters.
@@ -128,6 +132,10 @@ def add_adapters(model: PreTrainedModel, peft_config: "PeftConfig", added_tokens
     peft_config = copy.deepcopy(peft_config)
     if added_tokens:
         _train_added_tokens(peft_config, added_tokens, model)
+    if excluded and hasattr(peft_config, "exclude_modules"):
+        given = peft_config.exclude_modules or []
+        given = [given] if isinstance(given, str) else [rf"(.*\.)?{re.escape(name)}" for name in given]
+        peft_config.exclude_modules = "|".join([*given, *(rf"{re.escape(name)}(\..*)?" for name in excluded)])
     fix = "Correct it (on a command line, the `--lora_` flags); a reward model's task_type is 'SEQ_CLS'."
     with explaining(f"{type(model).__name__} cannot have the adapters of `peft_config`", fix):
         adapted: Any = get_peft_model(model, peft_config)

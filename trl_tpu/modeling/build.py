@@ -20,7 +20,7 @@ from ..data.kinds.solutions import tokenize_solution
 from ..data.length_stats import is_prepared, length_stats
 from ..data.tokenize import prepare_preference_dataset
 from ..errors import UserError, UserTypeError
-from ..parallel.shard import place_model, plan_model
+from ..parallel.shard import of_first_process, place_model, plan_model
 from .adapters import (
     add_adapters,
     is_peft_model,
@@ -45,11 +45,13 @@ from .head_spec import (
 from .load import (
     disable_dropout_in_model,
     freeze,
+    freeze_towers,
     get_config_model_id,
     load_model,
     load_processing_class,
     load_tokenizer,
     set_special_tokens,
+    unread_towers,
 )
 from .model_shape import learned_positions
 
@@ -141,11 +143,15 @@ def build_reward_model(
         write_head_spec(base.config, outputs, keeps_weights=args.attribute_weights is None)
     tokenizer = load_processing_class(model, processing_class, **files)
     tokenizer, added_tokens = set_special_tokens(model, tokenizer, args)
+    unread: list[str] = []
+    if not args.train_unread_towers:
+        unread = of_first_process(partial(unread_towers, base), base, args.shards_over_processes) or []
+        freeze_towers(base, unread)
     if in_files:  # before the adapters: peft puts them on the device of the base weights
         place_model(model, plan_model(model, args.mesh_shape, args.sharding_rules), runtime.current(), args.device)
         remove_offload_hooks(model)
     if peft_config is not None:
-        model = add_adapters(model, peft_config, added_tokens)
+        model = add_adapters(model, peft_config, added_tokens, excluded=unread)
     if is_peft_model(model):
         prepare_adapters(model, gradient_checkpointing=bool(args.activation_checkpointing))
         write_attribute_weights(model, HeadSpec.of(base.config).attributes)

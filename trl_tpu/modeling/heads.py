@@ -1,8 +1,8 @@
 """Reward model classes of causal language models that have no classifier in transformers.
 
-They are transformers' `GenericForSequenceClassification` (for process rewards `GenericForTokenClassification`) with the
-family's pre-trained class, as transformers does for Llama and many others. They are registered with transformers' auto
-class: all code that loads by the auto class finds them.
+They are transformers' `GenericForSequenceClassification` (for process rewards `GenericForTokenClassification`) with
+the family's pre-trained class, as transformers does for Llama and many others. They are registered with
+transformers' auto class: all code that loads by the auto class finds them.
 """
 
 import re

@@ -3,6 +3,7 @@
 import copy
 import logging
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -263,3 +264,41 @@ def freeze(model: nn.Module, pattern: str | None) -> None:
         )
     for parameter in frozen:
         parameter.requires_grad_(False)
+
+
+@torch.no_grad()
+def unread_towers(model: PreTrainedModel) -> list[str]:
+    """Return the names of the parts of a multimodal model that text does not reach, such as its vision tower.
+
+    A part is a child of the backbone. Text does not reach it if a forward of a few tokens calls none of its modules.
+    """
+    if model.config.get_text_config() is model.config:
+        return []
+    read, names = set[str](), {module: name for name, module in model.named_modules()}
+    parts = {names[part]: part for part in model.base_model.children() if any(True for _ in part.parameters())}
+    hooks = [
+        module.register_forward_pre_hook(lambda *_, name=name: read.add(name))
+        for name, part in parts.items()
+        for module in part.modules()
+    ]
+    special = {value for name, value in model.config.to_dict().items() if name.endswith(("_token_id", "_token_index"))}
+    ids = torch.tensor([[token for token in range(32) if token not in special][:4]], device=model.device)
+    was_training = model.training
+    try:
+        model.eval()(input_ids=ids, attention_mask=torch.ones_like(ids))
+    finally:
+        model.train(was_training)
+        for hook in hooks:
+            hook.remove()
+    return [name for name in parts if name not in read]
+
+
+def freeze_towers(model: nn.Module, names: Sequence[str]) -> None:
+    """Freeze the parts of a model that text does not reach, and report them."""
+    for name in names:
+        part = model.get_submodule(name).requires_grad_(False)
+        size = sum(parameter.numel() for parameter in part.parameters()) / 1e6
+        logger.warning(
+            f"{name}: {size:,.1f} million parameters are not used by text, and are frozen. train_unread_towers=True "
+            "trains them."
+        )

@@ -19,6 +19,7 @@ from ..data.trl_dict import DataCollatorForPreference
 from ..packing.batch import Batch
 from ..packing.pack import pack, pack_unpadded, pad
 from ..packing.shapes import CHUNK, RowPlan, RowShape
+from ..parallel.shard import has_no_weights
 from .adapters import without_adapters
 from .forward import OURS, MaskRule, PackingImpossible, read_scores, record_scores, register_attention, run_packed
 from .head_spec import find_score_head
@@ -158,8 +159,8 @@ def make_packable(model: nn.Module, pad_token_id: int, *, is_unpadded: bool = Tr
     config: Any = base.config.get_text_config()
     from_transformers = type(base).__module__.startswith("transformers.models.")
     is_bidirectional = getattr(config, "use_bidirectional_attention", False) or not getattr(config, "is_causal", True)
-    has_no_weights = next(model.parameters()).is_meta  # in `trl-tpu plan`: only training can run the trial
-    if has_no_weights or (from_transformers and config.model_type in PROVEN_TYPES and not is_bidirectional):
+    is_proven = from_transformers and config.model_type in PROVEN_TYPES and not is_bidirectional
+    if is_proven or has_no_weights(model):  # without weights there is no trial
         use_tree_masks(base)
         use_tree_states(base)
     else:

@@ -129,14 +129,16 @@ def _reads_embedding(module: nn.Module) -> bool:
 
 
 def of_first_process(decide: Callable[[], Value], model: nn.Module, shares: bool) -> Value:
-    """Return what process 0 decides by the weights of ``model``, which it alone may have."""
-    has_weights = not any(parameter.is_meta for parameter in model.parameters())
-    decided: list[Any] = [decide() if has_weights else None]
+    """Return what process 0 decides by computing with ``model``, whose weights it alone may have."""
+    decided: list[Any] = [None if has_no_weights(model) else decide()]
     if shares:
         broadcast_object_list(decided)
-        if not has_weights and decided[0] is None:
-            decide()
     return decided[0]
+
+
+def has_no_weights(model: nn.Module) -> bool:
+    """Return whether a model is a shell that receives its weights from process 0, or that a step is planned for."""
+    return any(parameter.is_meta for parameter in model.parameters())
 
 
 def _tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -31,7 +31,7 @@ from ..modeling.recurrent_layers import shared_chunk
 from ..modeling.static_shapes import ExpansionImpossible, use_expanded_attention, use_static_shapes
 from ..packing.pack import pack, pack_unpadded, pad
 from ..packing.shapes import PairLengths, RowPlan, attention_crossover_length, bucket_lengths, plan_rows, round_up
-from ..parallel.shard import of_first_process
+from ..parallel.shard import has_no_weights, of_first_process
 from ..runtime import Runtime
 
 logger = logging.getLogger(__name__)
@@ -311,8 +311,10 @@ class BatchPlan:
         if self._args.scan_layers:
             find_layers(self._model)  # raises before any data is read
         if self.padding_reason is None:
-            shares = self._args.shards_over_processes
-            self._pad_for_reason(of_first_process(self._obstacle_in_model, model, shares))
+            reason = of_first_process(self._obstacle_in_model, model, self._args.shards_over_processes)
+            if reason is None and has_no_weights(model):
+                reason = self._obstacle_in_model()  # without a trial
+            self._pad_for_reason(reason)
         if self._expands and self.padding_reason is None:
             use_expanded_attention(self._model)
         if self._runtime.plans_shapes and self.padding_reason is not None:
@@ -523,7 +525,10 @@ class BatchPlan:
         """
         own_code = user_code_in(self._whole_model)
         if own_code is not None and own_code not in self._reads_padding and not self._args.pad_to_multiple_of:
-            self._reads_padding[own_code] = reads_padding(self._whole_model, self._tokenizer.pad_token_id)
+            reads = partial(reads_padding, self._whole_model, self._tokenizer.pad_token_id)
+            self._reads_padding[own_code] = bool(
+                of_first_process(reads, self._whole_model, self._args.shards_over_processes)
+            )
             if self._reads_padding[own_code]:
                 logger.warning(
                     f"Rewards depend on padding, so batches are padded to their longest sequence, and every new "
