@@ -27,6 +27,7 @@ from .recurrent_layers import States, call_with_states, carries_states, restore_
 
 # largest relative difference between float32 sums of the same numbers in two orders
 _ROUNDING = 2e-5
+_TRIAL_IDS = 42  # token ids of the trial are smaller
 
 # Packages whose modules read other tokens of a row only through attention or recurrent states. All other code counts
 # as user code.
@@ -216,13 +217,13 @@ def check_packing_is_exact(model: nn.Module, pad_token_id: int, *, is_unpadded: 
         )
     base: Any = without_adapters(model)
     attention, examples = base.config._attn_implementation, _tiny_batch(pad_token_id)
-    planned = partial(pack, plan=RowPlan((RowShape(2, 32),)))
-    unpadded = partial(pack_unpadded, attention_crossover_length=100)
-    layouts: list[PackRows] = [pad, planned, unpadded]
+    length, chunk = 32, 1
     if use_tree_states(base):
-        # Unpadded and planned rows pass recurrent states on in different ways. Try only the rows that the run uses.
         examples += _pairs_at_chunk_boundaries(base, pad_token_id)
-        layouts = [pad, unpadded if is_unpadded else partial(pack, plan=RowPlan((RowShape(2, 2048),), chunk=CHUNK))]
+        length, chunk = 2048, CHUNK
+    # only the rows that the run uses: planned rows have padding, and pass recurrent states on in another way
+    planned = partial(pack, plan=RowPlan((RowShape(2, length),), chunk=chunk))
+    packed_rows = partial(pack_unpadded, attention_crossover_length=100) if is_unpadded else planned
     padded: dict[str, torch.Tensor] = {}
     try:
         with _in_eval_mode(model):
@@ -230,6 +231,7 @@ def check_packing_is_exact(model: nn.Module, pad_token_id: int, *, is_unpadded: 
             for layer in {type(part): part for part in base.modules() if carries_states(part)}.values():
                 _check_state_resumes(layer, base.config.get_text_config().hidden_size)
             base.set_attn_implementation(attention)  # for padded rows: the model's code may check this name
+            layouts: tuple[PackRows, ...] = (pad, packed_rows)
             for pack_rows in layouts:
                 (batch,) = BatchCollator(pack_rows, pad_token_id)(examples).parts
                 values, rules = _read(model, batch.map_tensors(lambda tensor: tensor.to(parameter.device)))
@@ -256,7 +258,7 @@ def check_packing_is_exact(model: nn.Module, pad_token_id: int, *, is_unpadded: 
 
 def _tiny_batch(pad_token_id: int) -> list[dict[str, Any]]:
     """Make pairs of answers with a long, a short or no common prefix, and a pair with a prefix as rejected answer."""
-    ids = [token for token in range(1, 42) if token != pad_token_id]
+    ids = [token for token in range(1, _TRIAL_IDS) if token != pad_token_id]
     pairs = [
         *((ids[:9], [*ids[:5], *ids[10:14]]), (ids[20:24], [*ids[20:22], *ids[30:33]])),
         *((ids[3:20], ids[25:30]), (ids[5:12], ids[5:9])),
@@ -296,7 +298,7 @@ def _pairs_at_chunk_boundaries(model: PreTrainedModel, pad_token_id: int) -> lis
     """
     config = model.config.get_text_config().to_dict()
     sizes = (size for name, size in config.items() if name.endswith("chunk_size") and isinstance(size, int))
-    chunk, ids = min(max([64, *sizes]), 256), [token for token in range(1, 42) if token != pad_token_id]
+    chunk, ids = min(max([64, *sizes]), 256), [token for token in range(1, _TRIAL_IDS) if token != pad_token_id]
     text = [ids[(place * place + place // 7) % 40] for place in range(2 * chunk + 9)]
     first, second, third = text[: chunk - 1], text[: chunk + 3], text[5 : 2 * chunk]
     pairs = [(first + ids[:1], first + ids[1:9]), (second + ids[2:30], second + ids[3:4]), (third, third + ids[4:7])]
@@ -304,21 +306,40 @@ def _pairs_at_chunk_boundaries(model: PreTrainedModel, pad_token_id: int) -> lis
 
 
 def _read(model: nn.Module, batch: Batch[torch.Tensor]) -> tuple[dict[str, torch.Tensor], list[MaskRule]]:
-    """Return the scores and hidden states of the scored tokens, and the mask rules that the model used.
+    """Return what packed and padded rows must agree on, and the mask rules that the model used.
 
-    The caller compares hidden states too, since a head with small weights hides their differences. Scores of padded
-    rows come from the model's own pooling.
+    These are the rewards, the hidden states of the scored tokens, since a head with small weights hides their
+    differences, and the gradient of a random projection of these states by token id. Without the last, a layer whose
+    cached state carries no gradient would pass. Rewards of padded rows come from the model's own pooling.
     """
-    rules, hidden_states = list[MaskRule](), list[torch.Tensor]()
+    rules, hidden_states, embedded = list[MaskRule](), list[torch.Tensor](), list[tuple[torch.Tensor, torch.Tensor]]()
+    base: Any = without_adapters(model)
     head: Any = find_score_head(model)
-    with head.register_forward_pre_hook(lambda _, args: hidden_states.append(args[0])):
+
+    def note(_: nn.Module, args: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:
+        embedded.append((args[0], output.detach().requires_grad_()))
+        return embedded[-1][1]
+
+    with (
+        torch.enable_grad(),
+        head.register_forward_pre_hook(lambda _, args: hidden_states.append(args[0])),
+        base.get_input_embeddings().register_forward_hook(note),
+    ):
         if batch.is_packed:
             with run_packed(model, batch) as recorded:
                 scores, rules = recorded.scores[0], recorded.rules
         else:
             scores = model(input_ids=batch.input_ids_RL, attention_mask=batch.attention_mask_RL).logits
-    hidden_SH = hidden_states[0][batch.score_row_S, batch.score_column_S]
-    return {"hidden states": hidden_SH, "rewards": read_scores(scores, batch)}, rules
+        hidden_SH = hidden_states[0][batch.score_row_S, batch.score_column_S]
+        projection_SH = torch.randn(hidden_SH.shape, generator=torch.Generator().manual_seed(0))
+        ids, vectors = zip(*embedded, strict=True)
+        gradients = torch.autograd.grad((hidden_SH * projection_SH.to(hidden_SH)).sum(), vectors)
+    by_id = torch.zeros(_TRIAL_IDS, vectors[0].shape[-1]).to(vectors[0])
+    for ids_RL, gradient_RLH in zip(ids, gradients, strict=True):
+        is_token_RL = ids_RL != batch.pad_token_id  # padding may have undefined gradients
+        by_id = by_id.index_add(0, ids_RL[is_token_RL], gradient_RLH[is_token_RL])
+    values = {"hidden states": hidden_SH, "rewards": read_scores(scores, batch), "gradients": by_id}
+    return {name: value.detach() for name, value in values.items()}, rules
 
 
 def _reject_hidden_windows(model: PreTrainedModel, rules: list[MaskRule]) -> None:
