@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import ranks
+import recent_families
 import subprocesses
 import torch
 from safetensors.torch import save_file
@@ -65,6 +66,17 @@ def test_new_heads_and_adapters_equal_those_of_one_process(
     assert {len(weights["score.weight"]) for weights in (one["plain"], one["steps"])} == {1, 2}
     assert any("lora_A" in name for name in one["adapters"])
     assert {*one["value head"]["score.weight"][0]} == {1.0}
+
+
+def test_models_of_all_families_have_the_weights_of_one_process(tmp_path: Path) -> None:
+    """All parameters and buffers, and the new head, of a model that is loaded by name on a mesh."""
+    families = [*recent_families.SETTINGS, *recent_families.MULTIMODAL]
+    commands = [("shared_weights.py", rank, str(tmp_path), *families) for rank in "01"]
+    subprocesses.run_ranks(*commands, USE_TORCH_XLA="0")
+    found = json.loads((tmp_path / "weights of 0.json").read_text())
+    shares_parameters = {family: found.pop(family) for family in ("zamba", "zamba2")}
+    assert found == {family: {"fsdp=2": [], "data=2": []} for family in families if family not in shares_parameters}
+    assert all("share parameters" in error for errors in shares_parameters.values() for error in errors.values())
 
 
 def test_own_loop_equals_the_trainer(run_processes: RunProcesses, folder: Path) -> None:

@@ -7,6 +7,7 @@ from functools import partial
 from itertools import islice
 from typing import Any
 
+import torch
 from datasets import Dataset, IterableDataset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -160,6 +161,8 @@ def build_reward_model(
     if args.disable_dropout:
         disable_dropout_in_model(model)
     set_inference_metadata(base.config)
+    if args.shards_over_processes:  # only process 0 has drawn new weights
+        torch.set_rng_state(of_first_process(torch.get_rng_state, base, shares=True))
     return model, tokenizer
 
 

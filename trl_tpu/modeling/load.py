@@ -186,7 +186,8 @@ def load_model(
     with explaining(f"{name} cannot be loaded as a reward model"):
         adapters = find_adapter_config_file(name, **hub_settings(kwargs))
     if adapters is not None:
-        kwargs.pop("distributed_config", None)  # peft would read the head's full weight into a shard
+        if kwargs.get("device_map") == "meta":  # peft reads weights: all processes load
+            kwargs.pop("device_map")
         return load_adapted_model(name, outputs, is_trainable=is_trainable, **kwargs)
     model, info = load_classifier(name, outputs, in_files=in_files, **kwargs)
     if info["missing_keys"] and not is_trainable:

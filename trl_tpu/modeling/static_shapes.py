@@ -122,16 +122,23 @@ def use_static_shapes(model: nn.Module) -> None:
 
 
 def _with_all_masks(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    with _AllIsFalse():
+    if (mask_RL := kwargs.get("attention_mask")) is None:
+        return forward(*args, **kwargs)
+    with _MaskIsNeeded(mask_RL.shape):
         return forward(*args, **kwargs)
 
 
-class _AllIsFalse(TorchFunctionMode):
-    """Lets `torch.all` of a whole tensor return False: transformers would skip a mask that is 1 everywhere."""
+class _MaskIsNeeded(TorchFunctionMode):
+    """Lets `torch.all` of a boolean mask [R, L] return False: transformers would skip a mask that is 1 everywhere."""
+
+    def __init__(self, shape: torch.Size) -> None:
+        super().__init__()
+        self._shape = shape
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function is torch.all and len(args) == 1 and not kwargs:
-            return torch.tensor(False)
+            if args[0].dtype == torch.bool and args[0].shape == self._shape:
+                return torch.tensor(False)
         return function(*args, **(kwargs or {}))
 
 
