@@ -136,9 +136,9 @@ class _MaskIsNeeded(TorchFunctionMode):
         self._shape = shape
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function is torch.all and len(args) == 1 and not kwargs:
-            if args[0].dtype == torch.bool and args[0].shape == self._shape:
-                return torch.tensor(False)
+        is_whole = function is torch.all and len(args) == 1 and not kwargs
+        if is_whole and args[0].dtype == torch.bool and args[0].shape == self._shape:
+            return torch.tensor(False)
         return function(*args, **(kwargs or {}))
 
 
