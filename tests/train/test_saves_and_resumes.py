@@ -139,9 +139,9 @@ def test_adapters_of_any_name_are_saved_as_by_peft_and_resume(runs: Runs) -> Non
 def test_optimizer_with_object_state_saves_only_the_model(runs: Runs) -> None:
     sgd: Any = {"optimizer_cls_and_kwargs": (ProjectedSGD, {}), "max_steps": 2}
     trainer, checkpoint = runs.train(**sgd), runs.folder / "checkpoint-2"
-    assert trainer.checkpointer.failed == [str(checkpoint)] and not checkpoint.exists()
+    assert trainer.trl_tpu.checkpointer.failed == [str(checkpoint)] and not checkpoint.exists()
     alone = runs.train("alone", save_only_model=True, **sgd)
-    assert alone.checkpointer.failed == [] and find_faults(runs.folder / "alone" / "checkpoint-2") == []
+    assert alone.trl_tpu.checkpointer.failed == [] and find_faults(runs.folder / "alone" / "checkpoint-2") == []
 
 
 def test_finished_run_takes_no_step_when_resumed(
@@ -314,7 +314,7 @@ def test_full_disk_is_reported(size: int, limit_files: Any, caplog: pytest.LogCa
 
     trainer = runs.train(callbacks=[At("on_step_end", 4, lambda: limit_files(size)), Watches()])
     assert trainer.state.global_step == 6
-    assert trainer.checkpointer.failed == [str(runs.folder / "checkpoint-4")] and found == [True, False, True]
+    assert trainer.trl_tpu.checkpointer.failed == [str(runs.folder / "checkpoint-4")] and found == [True, False, True]
     assert sorted(path.name for path in runs.folder.glob("checkpoint-*")) == ["checkpoint-2", "checkpoint-6"]
     assert not (runs.folder / "_unfinished").exists()  # partial files are removed
     assert "checkpoint-4" in caplog.text
@@ -324,7 +324,7 @@ def test_unwritable_folder_is_reported_and_training_continues(runs: Runs) -> Non
     (runs.folder / "_unfinished").write_text("a file where a folder has to be")
     (runs.folder / "README.md").mkdir()  # the model card cannot be written, either
     trainer = runs.train()
-    assert trainer.state.global_step == 6 and len(trainer.checkpointer.failed) == 3
+    assert trainer.state.global_step == 6 and len(trainer.trl_tpu.checkpointer.failed) == 3
 
 
 def test_model_save_without_disk_space_keeps_the_old_files(run: RewardTrainer, limit_files: Any, runs: Runs) -> None:

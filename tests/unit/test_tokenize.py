@@ -155,9 +155,8 @@ def test_long_pairs_are_truncated_together(
 def test_old_token_columns_are_renamed_with_trls_warning(streaming: bool) -> None:
     dataset: Any = Dataset.from_dict({"chosen_input_ids": [[1, 2]], "rejected_input_ids": [[4]]})
     with pytest.warns(FutureWarning, match="chosen_input_ids"):
-        dataset, is_old = with_current_names(dataset.to_iterable_dataset() if streaming else dataset, "train")
-    prepared = prepare(dataset)
-    assert not is_old and next(iter(prepared)) == {"chosen_ids": [1, 2], "rejected_ids": [4]}
+        dataset = with_current_names(dataset.to_iterable_dataset() if streaming else dataset)
+    assert next(iter(prepare(dataset))) == {"chosen_ids": [1, 2], "rejected_ids": [4]}
 
 
 def test_tokenizer_without_eos_adds_none() -> None:

@@ -164,8 +164,9 @@ def suggests_new_names(function: Callable[..., T]) -> Callable[..., T]:
 def reject_old_names(function: Callable[..., Any], names: Iterable[str]) -> None:
     """Raise UserTypeError with the advice of `OLD_NAMES` on names that are no parameters of a function or class."""
     parameters = inspect.signature(function).parameters
+    unknown = [name for name in names if name not in parameters]
     takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
-    if not takes_all and (advice := advice_on_old_names(name for name in names if name not in parameters)):
+    if unknown and not takes_all and (advice := advice_on_old_names(unknown)):
         raise UserTypeError(f"{function.__name__} got unknown arguments. {advice}.")
 
 

@@ -20,21 +20,18 @@ from ..errors import UserError
 
 logger = logging.getLogger(__name__)
 
-_OLD_NAMES = {"chosen_input_ids": "chosen_ids", "rejected_input_ids": "rejected_ids"}
+OLD_NAMES = {"chosen_input_ids": "chosen_ids", "rejected_input_ids": "rejected_ids"}
 
 
-def with_current_names(dataset: Any, name: str) -> tuple[Any, bool]:
-    """Rename deprecated token columns; return the dataset, and whether it has columns of TRL up to 0.23."""
-    columns = set(checks.column_names(dataset, name))
-    if columns >= {*_OLD_NAMES} and not columns >= {*Pairs.columns}:
-        warnings.warn(
-            "The columns `chosen_input_ids` and `rejected_input_ids` are deprecated and will not be supported in v1 "
-            "of TRL: rename them to `chosen_ids` and `rejected_ids`.",
-            FutureWarning,
-            stacklevel=4,
-        )
-        dataset = dataset.rename_columns(_OLD_NAMES)
-    return dataset, bool(columns & {*OLD_KEYS})
+def with_current_names(dataset: Any) -> Any:
+    """Rename the deprecated token columns `OLD_NAMES`."""
+    warnings.warn(
+        "The columns `chosen_input_ids` and `rejected_input_ids` are deprecated and will not be supported in v1 of "
+        "TRL: rename them to `chosen_ids` and `rejected_ids`.",
+        FutureWarning,
+        stacklevel=4,
+    )
+    return dataset.rename_columns(OLD_NAMES)
 
 
 @dataclass(frozen=True)

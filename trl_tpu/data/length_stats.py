@@ -22,8 +22,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from datasets import Dataset
 
-from ..packing.pack import common_prefix
-from ..packing.shapes import PairLengths
+from ..packing.shapes import PairLengths, common_prefix
 from .formats import convert_row
 from .kinds import COLUMNS, TOKENS, Pairs, RowKind, answers_of, kind_of, kind_of_columns
 from .kinds.solutions import STEP_ENDS

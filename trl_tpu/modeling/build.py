@@ -12,11 +12,12 @@ from datasets import Dataset, IterableDataset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from .. import runtime
-from ..compat.old_columns import OldPairs, with_current_names
+from ..compat.old_columns import OLD_NAMES, OldPairs, with_current_names
 from ..config.checks import unused_settings
 from ..config.reward_config import RewardConfig
+from ..data.checks import OLD_KEYS, column_names
 from ..data.formats import convert_row
-from ..data.kinds import answers_of, kinds_for
+from ..data.kinds import Pairs, answers_of, kinds_for
 from ..data.kinds.solutions import tokenize_solution
 from ..data.length_stats import is_prepared, length_stats
 from ..data.tokenize import prepare_preference_dataset
@@ -203,9 +204,11 @@ def build_dataset(
         UserError: The data cannot be trained on. The message names the dataset, the row and the fix.
     """
     embeddings: Any = model.get_input_embeddings()
-    dataset, has_old_tokens = with_current_names(dataset, name)
+    columns = set(column_names(dataset, name))
+    if columns >= {*OLD_NAMES} and not columns >= {*Pairs.columns}:
+        dataset = with_current_names(dataset)
     kinds: Any = kinds_for(args, is_eval=name != "train", tokenize_row=tokenize_row)
-    if (old_columns or has_old_tokens) and not args.attributes:  # TRL's old columns hold no attribute grades
+    if (old_columns or columns & {*OLD_KEYS}) and not args.attributes:  # TRL's old columns hold no attribute grades
         kinds = (OldPairs(processing_class),)
     prepared = prepare_preference_dataset(
         dataset,

@@ -30,7 +30,7 @@ import numpy as np
 
 from ..errors import UserError
 from .batch import Batch, Comparisons, Expansion, Tail, Tree
-from .shapes import RowPlan, RowShape, Schedule, round_up, zigzag
+from .shapes import RowPlan, RowShape, Schedule, common_prefix, round_up, zigzag
 
 
 @dataclass(frozen=True)
@@ -215,13 +215,6 @@ def last_scored(ids: np.ndarray, pad_token_id: int) -> int:
     """Return the index at which transformers reads a reward: of the last token that is not the pad token, or 0."""
     unpadded = np.flatnonzero(ids != pad_token_id)
     return int(unpadded[-1]) if len(unpadded) else 0
-
-
-def common_prefix(first: np.ndarray, second: np.ndarray) -> int:
-    """Return the length of the common prefix of two sequences."""
-    length = min(len(first), len(second))
-    same = first[:length] == second[:length]
-    return length if same.all() else int(same.argmin())  # argmin returns the first mismatch
 
 
 def in_order(sequences: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:

@@ -181,6 +181,13 @@ class RowPlan:
             yield (longest,) * count + self.update[-1:]
 
 
+def common_prefix(first: np.ndarray, second: np.ndarray) -> int:
+    """Return the length of the common prefix of two sequences."""
+    length = min(len(first), len(second))
+    same = first[:length] == second[:length]
+    return length if same.all() else int(same.argmin())  # argmin returns the first mismatch
+
+
 def attention_crossover_length(hidden_size: int) -> float:
     """Return the row length at which attention takes as many operations as the linear layers, in a plain transformer.
 

@@ -120,7 +120,7 @@ def main(
     trainer.end()  # closes the trackers
     if trainer.trl_tpu.best_model_lost is not None:
         raise SystemExit(BEST_LOST)
-    if trainer.checkpointer.failed:
+    if trainer.trl_tpu.checkpointer.failed:
         raise SystemExit(NOT_SAVED)
 
 

@@ -120,10 +120,10 @@ class DeviceTrainer(SavingTrainer):
             self.pop_callback(PrinterCallback)
         progress = JsonLines() if is_json else Progress() if shows_bar else None
         announce = logger.info if progress is None else progress.say
-        self.trl_tpu = ours = Components(self.args, self.model, self.accelerator, plan, announce)
+        self.trl_tpu = Components(self.args, self.model, self.accelerator, plan, announce)
         if progress is not None:
             self.add_callback(progress)
-        self.batch_plan, self.checkpointer = plan, ours.checkpointer
+        self.batch_plan = plan
         # TRL uses this attribute name
         offload: Any = current().activations_on_host if self.args.activation_offloading else contextlib.nullcontext
         self.maybe_activation_offload_context = offload()

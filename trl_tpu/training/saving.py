@@ -16,7 +16,7 @@ import logging
 import shutil
 import signal
 from collections.abc import Callable, Mapping
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -107,7 +107,7 @@ class Components:
         announce: Callable[[str], None],
     ) -> None:
         self.runtime = runtime = current()
-        self.batch_plan = batch_plan
+        self._args, self.batch_plan = args, batch_plan
         self.remote = None if args.output_url is None else RemoteRun(args.output_url)
         if self.remote is not None and not saves_state(accelerator):
             raise UserError(
@@ -115,7 +115,6 @@ class Components:
                 f"to a URL ({args.output_url}). Set output_dir to a folder that all processes share."
             )
         check_one_gpu(args.n_gpu)  # transformers sets 1 for a model that is split across GPUs
-        shares_disk = self.remote is None and not args.save_on_each_node
         self.agreement = HostAgreement(runtime, accelerator)
         self.preemption = Preemption(args.time_limit, args.save_interval)
         weights = tuple(HeadSpec.of(without_adapters(model).config).attributes.values())
@@ -125,16 +124,36 @@ class Components:
         self.statistics.checks_nonfinite = saves_state(accelerator)
         self.statistics.has_scaler = accelerator.scaler is not None
         self.recompiles = RecompileGuard(runtime, announce)
-        self.checkpointer = Checkpointer(
-            runtime, self.agreement, writes=args.should_save, shares_disk=shares_disk, limit=args.save_total_limit
-        )
-        self.checkpoints = CheckpointLoader(runtime, self.agreement, shares_disk=shares_disk)
-        self.run_folder = RunFolder(Path(str(args.output_dir)), self.remote, args.should_save)
-        scanned = args.remat_policy if args.scan_layers else None
-        self.step_state = StepState(runtime, scanned=scanned, moments=args.optim_state_dtype)
-        self.gradient_norms = GradientNorms(runtime, is_on=args.log_grad_norms)
         self.identity: dict[str, Any] = {}
         self.at_late_sigterm: Callable[[], None] = partial(signal.raise_signal, signal.SIGTERM)
+
+    # made when training begins, or a model is saved
+    @cached_property
+    def run_folder(self) -> RunFolder:
+        return RunFolder(Path(str(self._args.output_dir)), self.remote, self._args.should_save)
+
+    @property
+    def _shares_disk(self) -> bool:
+        return self.remote is None and not self._args.save_on_each_node
+
+    @cached_property
+    def checkpointer(self) -> Checkpointer:
+        args, shares_disk = self._args, self._shares_disk
+        settings: Any = {"writes": args.should_save, "shares_disk": shares_disk, "limit": args.save_total_limit}
+        return Checkpointer(self.runtime, self.agreement, **settings)
+
+    @cached_property
+    def checkpoints(self) -> CheckpointLoader:
+        return CheckpointLoader(self.runtime, self.agreement, shares_disk=self._shares_disk)
+
+    @cached_property
+    def step_state(self) -> StepState:
+        scanned = self._args.remat_policy if self._args.scan_layers else None
+        return StepState(self.runtime, scanned=scanned, moments=self._args.optim_state_dtype)
+
+    @cached_property
+    def gradient_norms(self) -> GradientNorms:
+        return GradientNorms(self.runtime, is_on=self._args.log_grad_norms)
 
     def unfinished(self, reason: str) -> Unfinished:
         """Return the exception to raise after an early stop.
