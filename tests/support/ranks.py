@@ -14,7 +14,7 @@ import torch
 from peft import LoraConfig
 from subprocesses import become_rank
 from training import QUIET, logged, trained
-from transformers import AutoModelForSequenceClassification, AutoTokenizer, TrainerCallback
+from transformers import AutoModelForSequenceClassification, TrainerCallback
 from transformers.distributed import DistributedConfig
 
 from trl_tpu.errors import UserError
@@ -38,7 +38,8 @@ WAYS: dict[str, tuple[int, str, str | None]] = {
     "accumulated, planned": (2, "accumulated", "data=2"),
     "ranked": (2, "ranked", "fsdp=2"),
     "attributes": (2, "attributes", "fsdp=2"),
-    "recurrent": (2, "recurrent", "fsdp=2"),
+    "recurrent": (2, "kimi_linear", "fsdp=2"),
+    "multimodal": (2, "gemma4", "fsdp=2"),
     "steps": (2, "steps", "data=2"),
     "steps, planned": (2, "steps", "fsdp=2"),
     "data=4": (4, "plain", "data=4"),
@@ -48,6 +49,10 @@ WAYS: dict[str, tuple[int, str, str | None]] = {
     "data=2,fsdp=4": (8, "plain", "data=2,fsdp=4"),
     "data=4,fsdp=2": (8, "plain", "data=4,fsdp=2"),
 }
+
+
+#: Families of models that are loaded by name, from folders of these names.
+FAMILIES = ("kimi_linear", "gemma4")
 
 
 class Planning(Runtime):
@@ -72,7 +77,6 @@ def train(
 ) -> dict[str, Any]:
     """Train two epochs, whose last batches are short, and evaluate after each."""
     from label_formats import format_in  # imports trainers, which choose the device: RANK must be known
-    from recent_families import tiny_classifier
 
     form = format_in(way)
     pairs = form.rows(39)
@@ -87,10 +91,9 @@ def train(
     if way == "adapters":
         settings |= {"log_grad_norms": True}
         arguments["peft_config"] = LoraConfig(**LORA)
-    if way == "recurrent":  # layers recomputed in the backward read the packed rows again
-        settings |= {"remat": "dots"}
-        arguments["processing_class"] = tokenizer = AutoTokenizer.from_pretrained(model)
-        arguments["model"] = tiny_classifier("qwen3_5_text", vocab_size=len(tokenizer))
+    if way in FAMILIES:  # loaded by name; recurrent layers recomputed in the backward read the packed rows again
+        settings |= {"remat": "dots", "packing": True}
+        arguments["model"] = str(out.parent / way)
     if way == "not finite":
         arguments["callbacks"] = [Infinite()]
     if loaded_on is not None:
@@ -135,7 +138,8 @@ def new_weights(model: str, out: Path, way: str, mesh: str | None) -> dict[str, 
 def main(model: str, folder: Path, count: int) -> None:
     rank = os.environ.get("RANK", "alone")
     if count == 1:
-        found = {way: train(model, folder / way, way) for way in {way for _, way, _ in WAYS.values()}}
+        ways = {way for _, way, _ in WAYS.values() if way not in FAMILIES or (folder / way).is_dir()}
+        found = {way: train(model, folder / f"alone {way}", way) for way in ways}
     else:
         found = {}
         for name, (processes, way, mesh) in WAYS.items():

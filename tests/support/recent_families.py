@@ -130,7 +130,7 @@ VISION: dict[str, Any] = {
 
 def tiny_config(family: str, **changes: Any) -> Any:
     if family in MULTIMODAL:
-        text = BASE | SETTINGS[MULTIMODAL[family]] | {"model_type": MULTIMODAL[family]}
+        text = BASE | SETTINGS[MULTIMODAL[family]] | {"model_type": MULTIMODAL[family]} | changes
         return CONFIG_MAPPING[family](text_config=text, vision_config=VISION, pad_token_id=PAD)
     settings = BASE | SETTINGS[family] | changes
     if settings["head_dim"] is None:

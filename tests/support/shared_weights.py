@@ -18,12 +18,12 @@ from training import QUIET
 MESHES = ("fsdp=2", "data=2")
 
 
-def language_model(family: str) -> Any:
+def language_model(family: str, **changes: Any) -> Any:
     """Return a random causal model, with weights that differ from those of a new model."""
     from recent_families import tiny_config
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-    config = tiny_config(family)
+    config = tiny_config(family, **changes)
     vars(config).pop("num_labels", None)
     torch.manual_seed(1)
     has_tower = config.get_text_config() is not config

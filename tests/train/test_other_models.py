@@ -1,4 +1,4 @@
-"""Training does not affect other models in the process: this package's attention has its own names."""
+"""Training affects neither other models in the process, nor parts of the model that text does not reach."""
 
 import copy
 import json
@@ -8,6 +8,9 @@ from typing import Any
 import pytest
 import tiny
 import torch
+from peft import LoraConfig
+from shared_weights import language_model
+from training import QUIET
 from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerFast
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -62,3 +65,27 @@ def watched(called: list[str], name: str, function: Any) -> Any:
         return function(*args, **kwargs)
 
     return call
+
+
+@pytest.mark.parametrize("way", ["full", "LoRA", "trained"])
+def test_tower_is_frozen_gets_no_adapters_and_is_saved_unchanged(
+    way: str, tokenizer: PreTrainedTokenizerFast, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A vision tower is not reached by text. Its layers have the names of the language model's."""
+    model = str(tmp_path / "model")
+    language_model("gemma3", vocab_size=len(tokenizer), pad_token_id=tokenizer.pad_token_id).save_pretrained(model)
+    tokenizer.save_pretrained(model)
+    args = RewardConfig(str(tmp_path / "run"), **QUIET, max_steps=2, train_unread_towers=way == "trained")
+    peft_config = LoraConfig(task_type="SEQ_CLS", r=2, target_modules=["q_proj"]) if way == "LoRA" else None
+    trainer = RewardTrainer(model, args, train_dataset=tiny.made_up_pairs(16), peft_config=peft_config)
+    tower = {name: each for name, each in trainer.model.named_parameters() if "vision_tower" in name}
+    before = {name: each.detach().clone() for name, each in tower.items()}
+    trainer.train()
+    assert len(tower) > 10 and not any("lora" in name for name in tower)
+    assert {each.requires_grad for each in tower.values()} == {way == "trained"}
+    assert all(torch.equal(each, before[name]) for name, each in tower.items()) or way == "trained"
+    assert ("vision_tower" in caplog.text) == (way != "trained")
+    if way == "full":
+        trainer.save_model(str(tmp_path / "saved"))
+        saved = AutoModelForSequenceClassification.from_pretrained(tmp_path / "saved").state_dict()
+        assert all(torch.equal(saved[name], value) for name, value in before.items())

@@ -15,6 +15,7 @@ import recent_families
 import subprocesses
 import torch
 from safetensors.torch import save_file
+from shared_weights import language_model
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 import trl_tpu
@@ -31,7 +32,12 @@ def folder(model_folder: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("ranks")
     torch.manual_seed(0)
     LlamaForCausalLM(LlamaConfig.from_pretrained(model_folder)).save_pretrained(folder / "causal")
-    AutoTokenizer.from_pretrained(model_folder).save_pretrained(folder / "causal")
+    tokenizer = AutoTokenizer.from_pretrained(model_folder)
+    tokenizer.save_pretrained(folder / "causal")
+    for family in ranks.FAMILIES:
+        vocabulary = dict.fromkeys(("vocab_size", "vocab_size_per_layer_input"), len(tokenizer))
+        language_model(family, **vocabulary, pad_token_id=tokenizer.pad_token_id).save_pretrained(folder / family)
+        tokenizer.save_pretrained(folder / family)
     shutil.copytree(folder / "causal", folder / "value head")
     head = {"v_head.summary.weight": torch.ones(1, LlamaConfig.from_pretrained(model_folder).hidden_size)}
     save_file(head, folder / "value head" / "value_head.safetensors")

@@ -15,6 +15,7 @@ from torch import nn
 
 from trl_tpu.modeling.forward import PackingImpossible
 from trl_tpu.modeling.packability import make_packable
+from trl_tpu.modeling.recurrent_layers import States
 
 TINY: dict[str, Any] = decoders.TINY | {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "head_dim": 8}
 TINY["max_position_embeddings"] = 1024
@@ -45,6 +46,20 @@ def test_families_with_inexact_packing_are_rejected(family: str) -> None:
     config = getattr(transformers, f"{name}Config")(**settings)
     with pytest.raises(PackingImpossible, match=name):
         make_packable(transformers.AutoModelForSequenceClassification.from_config(config), PAD)
+
+
+def test_states_without_gradient_are_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
+    get_state = States.get_recurrent_state
+
+    def detached(*args: Any, **kwargs: Any) -> Any:
+        state = get_state(*args, **kwargs)
+        return None if state is None else state.detach()
+
+    model = tiny_classifier("qwen3_5_text")
+    make_packable(model, PAD)
+    monkeypatch.setattr(States, "get_recurrent_state", detached)
+    with pytest.raises(PackingImpossible, match="gradients"):
+        make_packable(model, PAD)
 
 
 def rejected_unless_exact(family: str) -> Any:

@@ -347,7 +347,7 @@ def read_scored(path: Path, eval_by: str | None = None) -> ScoredRows:
             verdict = evaluate_best_of_n(scored.rewards_NK, grade_NK, ids, groups, scored.prompts)
         else:
             verdict = evaluate_rows(scored.rewards_NK, scored.labels, scored.tokens_N2, groups, scored.prompts)
-    except UserError as error:
+    except (TypeError, ValueError) as error:  # also of numpy, for a reward that is no number
         raise UserError(
             f"{path} cannot be evaluated: {error} Its columns are {', '.join(columns)}. Use the output of `trl-tpu "
             "score` on rows with labels."
