@@ -77,6 +77,8 @@ def check_arguments(model: Any, model_init: Any, train_dataset: Any, max_steps: 
     """
     if (model is None) == (model_init is None):
         raise UserError("The trainer needs either `model` or `model_init`, and not both.")
+    if train_dataset is None:
+        raise UserError("`train_dataset` is required: pass a `Dataset` or `IterableDataset` of pairs.")
     if not isinstance(train_dataset, Dataset | IterableDataset):
         hint = f" Pick a split: {', '.join(train_dataset)}." if isinstance(train_dataset, Mapping) else ""
         kind = type(train_dataset).__name__

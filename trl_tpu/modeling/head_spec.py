@@ -190,7 +190,7 @@ def check_num_labels(model: Any, outputs: HeadSpec = ONE_REWARD) -> None:
     is_other_task = outputs.step_separator is not None and "TokenClassification" not in kind
     if num_labels != needed or is_other_task:
         raise UserError(
-            f"The model is a {kind} with `num_labels={num_labels}`, but its rewards require `num_labels={needed}`. "
+            f"The model is a {kind} with `num_labels={num_labels}`, but reward models require `num_labels={needed}`. "
             f"Load it by `{outputs.auto_class.__name__}.from_pretrained(..., num_labels={needed})`, or pass its name."
         )
 

@@ -4,7 +4,6 @@ import argparse
 import os
 import re
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import yaml
@@ -33,13 +32,14 @@ def take_config(args: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
     if (path := options.config) is None:
         return {}, rest
     with explaining(f"Config file {path} cannot be read as YAML in UTF-8", "Correct it."):
-        content = Path(path).read_text(encoding="utf-8-sig")
+        with open(path, encoding="utf-8-sig") as file:
+            content = file.read()
         values, texts = (yaml.load(content, loader) for loader in (_Loader, _TextLoader))  # noqa: S506  # safe loaders
     if not isinstance(values, dict):
         raise UserError(f"Config file {path} is not a YAML mapping, `name: value`.")
     settings = {name: _as_text(value, texts[name]) for name, value in zip(texts, values.values(), strict=True)}
     if settings.pop("env", None):
-        with explaining(f"{path}: `env` field should be a dict in the YAML file", "Correct it."):
+        with explaining(f"{path}: `env` field should be a dict in the YAML file.", "Correct it."):
             os.environ.update(texts["env"])
     return settings, rest
 

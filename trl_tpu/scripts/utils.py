@@ -168,6 +168,8 @@ def get_dataset(mixture_config: DatasetMixtureConfig) -> DatasetDict | IterableD
         shares = [fraction / sum(fractions) for fraction in fractions]
         size = min(len(rows) / share for rows, share in zip(parts, shares, strict=True))
         parts = [rows.select(range(round(share * size))) for rows, share in zip(parts, shares, strict=True)]
+    if not parts:
+        raise UserError("No datasets were loaded from the mixture configuration: its list `datasets` is empty.")
     mixture = datasets.concatenate_datasets(parts)
     if streaming:
         return IterableDatasetDict({"train": mixture})
