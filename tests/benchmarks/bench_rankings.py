@@ -70,14 +70,10 @@ def compare(size: str, runs: int, steps: int) -> None:
 
     with tempfile.TemporaryDirectory() as folder:
         model = harness.save_model(folder, size)
-        measured = harness.alternate(runs, SYSTEMS, run)
-    batch = PROMPTS_A_BATCH * COMPARISONS
-    harness.show_compared_with_trl(
-        f"{ANSWERS} answers to a prompt of {PROMPT} tokens: model {size}, {steps} steps of {batch} comparisons",
-        {TIME: ".2f", TOKENS: ".3f"},
-        measured,
-        shares=[TIME],
-    )
+        batch = PROMPTS_A_BATCH * COMPARISONS
+        title = f"{ANSWERS} answers to a prompt of {PROMPT} tokens: model {size}, {steps} steps of {batch} comparisons"
+        columns = {TIME: ".2f", TOKENS: ".3f"}
+        measured = harness.compare_with_trl(title, runs, SYSTEMS, run, columns, shares=[TIME])
     print(f"Rankings are to take at most {MOST_TOKENS} tokens a unique one, and {MOST_TIME:.4f} of TRL's time.")
     for system in list(SYSTEMS)[1:]:
         assert measured[system][0][TOKENS] <= MOST_TOKENS, f"{system}: more than {MOST_TOKENS} tokens a unique one"

@@ -8,7 +8,6 @@ same weights and on the same pairs in the same order. The weights come with the 
 benchmark prints a note and exits.
 """
 
-import sys
 import tempfile
 import time
 from itertools import product
@@ -21,7 +20,7 @@ from transformers import TrainerCallback
 
 from trl_tpu import runtime
 
-from . import harness, smollm2
+from . import harness
 
 SYSTEMS = (harness.TRL, "trl_tpu")
 LEARNING_RATES = {"all": 2e-5, "adapters": 1e-4}
@@ -64,15 +63,14 @@ def run(
 
 def compare(trained: str, precision: str, attention: str, batch: int, folder: str, steps: int, runs: int) -> None:
     words = trained, precision, attention, batch, folder, steps
-    measured = harness.alternate(
-        runs, SYSTEMS, lambda system: harness.in_a_process("bench_real_model", system, *words)
-    )
-    harness.show_compared_with_trl(
-        f"{smollm2.NAME}, {trained} trained, {precision}, {attention}, "
-        f"{steps} steps of {batch} pairs, medians of {runs} runs",
-        {"s per pair": ".4f", "tokens per real token": ".3f", "GiB": ".1f"},
-        measured,
-        shares=["s per pair", "GiB"],
+    title = f"{harness.SMOLLM2}, {trained} trained, {precision}, {attention}, {steps} steps of {batch} pairs"
+    columns = {"s per pair": ".4f", "tokens per real token": ".3f", "GiB": ".1f"}
+
+    def apart(system: str) -> dict[str, Any]:
+        return harness.in_a_process("bench_real_model", system, *words)
+
+    harness.compare_with_trl(
+        f"{title}, medians of {runs} runs", runs, SYSTEMS, apart, columns, shares=["s per pair", "GiB"]
     )
 
 
@@ -80,9 +78,7 @@ if __name__ == "__main__":
     options = harness.options(
         run, trained=LEARNING_RATES, precision=["float32"], attention=["sdpa"], batch=8, steps=6, runs=2
     )
-    if not smollm2.is_installed():
-        sys.exit(print(smollm2.MISSING))
     with tempfile.TemporaryDirectory() as folder:
-        model = smollm2.save(Path(folder))
+        model = harness.save_smollm2(Path(folder))
         for choice in product(options.trained, options.precision, options.attention):
             compare(*choice, options.batch, model, options.steps, options.runs)

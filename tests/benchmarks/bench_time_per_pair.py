@@ -54,13 +54,9 @@ def compare(size: str, data: str) -> None:
 
     with tempfile.TemporaryDirectory() as folder:
         model = harness.save_model(folder, size)
-        measured = harness.alternate(MODELS.get(size, RUNS), SYSTEMS, run)
-    harness.show_compared_with_trl(
-        f"{data} pairs: model {size}, {harness.PAIRS_A_BATCH} pairs a batch, {torch.get_num_threads()} threads",
-        {"ms per pair": ".1f", "mean loss": ".6f"},
-        measured,
-        shares=["ms per pair"],
-    )
+        batches = f"{harness.PAIRS_A_BATCH} pairs a batch, {torch.get_num_threads()} threads"
+        title, columns = f"{data} pairs: model {size}, {batches}", {"ms per pair": ".1f", "mean loss": ".6f"}
+        harness.compare_with_trl(title, MODELS.get(size, RUNS), SYSTEMS, run, columns, shares=["ms per pair"])
 
 
 if __name__ == "__main__":

