@@ -42,89 +42,40 @@ PRM = [
     {"completions": [{"text": "2 + 3 is 5.", "rating": 1}], "chosen_completion": 0},
     {"completions": [{"text": "So 5.", "rating": 0}, {"text": "So 6.", "rating": -1}], "chosen_completion": 1},
 ]
+SCORED = [{"response": "Rhine", "overall_score": 7.5}, {"response": "Bonn", "overall_score": 1}]
+RANKED = [{"answer": f"R{n}", "rank": n} for n in (2, 1)]
+SAFER = {"response_0": "Rhine", "response_1": "Bonn", "better_response_id": 0, "safer_response_id": 1}
+COMPARED = [
+    {"context": [turn("user", RIVER)], "response1": one, "response2": other, "overall_preference": preference}
+    for one, other, preference in (("Bonn", "Rhine", 2), ("a", "b", 0))
+]
+VOTED = {"human_ref_A": "Bonn", "human_ref_B": "Rhine", "labels": 0, "score_A": 3, "score_B": 5}
+CHATS: dict[str, Any] = {
+    f"conversation_{side}": [turn("user", parts(RIVER)), turn("assistant", parts(answer))]
+    for side, answer in (("a", "Bonn"), ("b", "Rhine"))
+}
+TREE = [message(1, None, RIVER), message(2, 1, "Bonn", 1), message(3, 1, "Rhine", 0), message(4, 3, "And a sea?")]
+BETTER = {"chosen": "Rhine", "rejected": "Bonn"}
+BY_TWO = {"grades": [[1.0, 0.0], [0.0, 1.0]]}
+SKIP, STEPWISE, FIRST = {"ties": "skip"}, {"step_separator": "\n"}, {"grades": [1.0, 0.0]}
 #: Rows of each schema, the settings named in the guide, and the expected grades or labels.
 ROWS: dict[str, tuple[list[dict[str, Any]], dict[str, Any], dict[str, Any]]] = {
-    "ultrafeedback": (
-        [
-            {
-                "instruction": RIVER,
-                "completions": [{"response": "Rhine", "overall_score": 7.5}, {"response": "Bonn", "overall_score": 1}],
-            }
-        ],
-        {"ties": "skip"},
-        {"grades": [7.5, 1.0]},
-    ),
-    "nectar": (
-        [
-            {
-                "prompt": "\n\nHuman: A river?\n\nAssistant: ",
-                "answers": [{"answer": f"R{n}", "rank": n} for n in (2, 1)],
-            }
-        ],
-        {"ties": "skip"},
-        {"grades": [-2.0, -1.0]},
-    ),
+    "ultrafeedback": ([{"instruction": RIVER, "completions": SCORED}], SKIP, {"grades": [7.5, 1.0]}),
+    "nectar": ([{"prompt": "\n\nHuman: A river?\n\nAssistant: ", "answers": RANKED}], SKIP, {"grades": [-2.0, -1.0]}),
     "helpsteer2": (
         [graded("Rhine", 4), graded("Bonn", 0)],
         {"attributes": ATTRIBUTES, "loss_type": "regression"},
         {"grades": [[4.0, 0.0]] * 5},
     ),
-    "saferlhf": (
-        [
-            {
-                **{"prompt": RIVER, "response_0": "Rhine", "response_1": "Bonn"},
-                **{"better_response_id": 0, "safer_response_id": 1},
-            }
-        ],
-        {"attributes": ["helpful", "safe"]},
-        {"grades": [[1.0, 0.0], [0.0, 1.0]]},
-    ),
-    "helpsteer3": (
-        [
-            {"context": [turn("user", RIVER)], "response1": "Bonn", "response2": "Rhine", "overall_preference": 2},
-            {"context": [turn("user", RIVER)], "response1": "a", "response2": "b", "overall_preference": 0},
-        ],
-        {},
-        {"margin": 2.0},
-    ),
-    "shp": (
-        [
-            {
-                **{"history": RIVER, "human_ref_A": "Bonn", "human_ref_B": "Rhine", "labels": 0},
-                **{"score_A": 3, "score_B": 5},
-            }
-        ],
-        {},
-        {"chosen_probability": 0.6},
-    ),
-    "arena": (
-        [
-            {
-                "winner": "model_b",
-                "conversation_a": [turn("user", parts(RIVER)), turn("assistant", parts("Bonn"))],  # type: ignore[arg-type]
-                "conversation_b": [turn("user", parts(RIVER)), turn("assistant", parts("Rhine"))],  # type: ignore[arg-type]
-            }
-        ],
-        {"ties": "rao_kupper"},
-        {"grades": [0.0, 1.0]},
-    ),
-    "oasst": (
-        [message(1, None, RIVER), message(2, 1, "Bonn", 1), message(3, 1, "Rhine", 0), message(4, 3, "And a sea?")],
-        {},
-        {"grades": [-1.0, 0.0]},
-    ),
-    "orca": ([{"system": "", "question": RIVER, "chosen": "Rhine", "rejected": "Bonn"}], {}, {}),
-    "alpaca": ([{"instruction": RIVER, "input": "Of Europe.", "chosen": "Rhine", "rejected": "Bonn"}], {}, {}),
-    "prm800k": (
-        [{"question": {"problem": "2 + 3 is ?"}, "label": {"steps": PRM}}],
-        {"step_separator": "\n"},
-        {"grades": [1.0, 0.0]},
-    ),
-    "math_shepherd": (
-        [{"input": STEPS.format("ки", "ки"), "label": STEPS.format("+", "-")}],
-        {"step_separator": "\n"},
-        {"grades": [1.0, 0.0]},
-    ),
+    "saferlhf": ([SAFER | {"prompt": RIVER}], {"attributes": ["helpful", "safe"]}, BY_TWO),
+    "helpsteer3": (COMPARED, {}, {"margin": 2.0}),
+    "shp": ([VOTED | {"history": RIVER}], {}, {"chosen_probability": 0.6}),
+    "arena": ([CHATS | {"winner": "model_b"}], {"ties": "rao_kupper"}, {"grades": [0.0, 1.0]}),
+    "oasst": (TREE, {}, {"grades": [-1.0, 0.0]}),
+    "orca": ([BETTER | {"system": "", "question": RIVER}], {}, {}),
+    "alpaca": ([BETTER | {"instruction": RIVER, "input": "Of Europe."}], {}, {}),
+    "prm800k": ([{"question": {"problem": "2 + 3 is ?"}, "label": {"steps": PRM}}], STEPWISE, FIRST),
+    "math_shepherd": ([{"input": STEPS.format("ки", "ки"), "label": STEPS.format("+", "-")}], STEPWISE, FIRST),
 }
 _TAKE_ALL_ROWS = ("helpsteer2", "helpsteer3", "oasst")
 
@@ -156,14 +107,9 @@ def test_converted_rows_are_trained_on(name: str, functions: dict[str, Any], tmp
     config.num_labels = 2 if "step_separator" in settings else len(args.attributes or ()) or 1
     model, tokenizer = build_reward_model(auto.from_config(config), args, tokenizer)
     (row,) = build_dataset(Dataset.from_list(converted), model, tokenizer, args, "train")
-    found = labels_of(row)
-    assert (
-        {key: found[key] for key in labels} == pytest.approx(labels, nan_ok=True) if "grades" not in labels else True
-    )
-    if "grades" in labels:
-        assert found["grades"] == labels["grades"]
+    for key, label in labels.items():
+        assert labels_of(row)[key] == (label if key == "grades" else pytest.approx(label))
     texts = [tokenizer.decode(ids) for ids in answers_of(row)]
-    better = {"alpaca": 0, "orca": 0, "shp": 0, "helpsteer3": 0}.get(name)
-    if better is not None:
-        assert "Rhine" in texts[better] and "Bonn" in texts[1 - better]
+    if name in ("alpaca", "orca", "shp", "helpsteer3"):
+        assert "Rhine" in texts[0] and "Bonn" in texts[1]
     assert all("River" in text or "river" in text or "2 + 3" in text for text in texts)
