@@ -1,4 +1,8 @@
-"""Packed batches in plain torch, in tight rows or in fixed rows of several micro-batches, train like padded ones."""
+"""Packed batches in plain torch, in tight rows or in fixed rows of several micro-batches: resumes, and scripts.
+
+`tests/unit/test_batch.py` compares layouts in float64. `test_numbers_equal_trl.py`, `test_rankings.py` and
+`test_evaluation.py` compare packed training and evaluation with TRL, padded rows and single sequences.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -7,15 +11,13 @@ import numpy as np
 import pytest
 import tiny
 import torch
-from training import QUIET, differing, logged, losses, trained, untimed
+from training import QUIET, differing, losses, trained
 from transformers import PreTrainedTokenizerFast
 
 from trl_tpu import RewardConfig, RewardTrainer
 from trl_tpu.data.trl_dict import batches_in
 from trl_tpu.modeling.losses import Loss, batch_loss
 from trl_tpu.packing.shapes import RowPlan, RowShape
-
-LAYOUTS = ("tight", "micro-batches")
 
 
 class Recorder(RewardTrainer):
@@ -33,63 +35,12 @@ class FixedRows(Recorder):
     fixed_rows = RowPlan((RowShape(1, 48),), (RowShape(1, 64),))  # short: most batches need several micro-batches
 
 
-def make_trainer(tokenizer: Any, out: Path, layout: str = "tight", margin: bool = False, **settings: Any) -> Recorder:
+def make_trainer(tokenizer: Any, out: Path, layout: str = "tight", **settings: Any) -> Recorder:
     model = tiny.tiny_model(tokenizer)
     defaults = QUIET | {"save_strategy": "no", "logging_steps": 1, "max_steps": 6}
     args = RewardConfig(str(out), **(defaults | settings))
-    pairs = tiny.made_up_pairs(22, margin=margin)
     trainer_class = FixedRows if layout == "micro-batches" else Recorder
-    return trainer_class(model, args, train_dataset=pairs, processing_class=tokenizer)
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {},
-        {"margin": True, "center_rewards_coefficient": 0.1},
-        {"gradient_accumulation_steps": 2, "margin": True},
-        {"gradient_checkpointing": False, "dataloader_num_workers": 1},
-    ],
-    ids=["plain", "margin and centering", "accumulation", "workers"],
-)
-def test_packed_training_equals_padded_training(
-    settings: dict[str, Any], tokenizer: PreTrainedTokenizerFast, tmp_path: Path
-) -> None:
-    """22 pairs in batches of 4 with a short last batch. All logged values are compared, also numbers of tokens."""
-    logs = []
-    for layout, packing in (("tight", False), ("tight", True), ("micro-batches", True)):
-        more = {"packing": packing, "per_device_train_batch_size": 4} | settings
-        trainer = trained(make_trainer(tokenizer, tmp_path, layout, **more))
-        batches = trainer.__dict__["seen"]
-        assert len(batches) == 6 * trainer.args.gradient_accumulation_steps
-        assert (max(map(len, batches)) > 1) is (layout == "micro-batches")
-        logs.append(logged(trainer))
-    for packed in logs[1:]:
-        for ours, padded in zip(packed, logs[0], strict=True):
-            # float32; Adam turns rounding of gradients near 0 into full steps
-            assert ours == pytest.approx(padded, rel=2e-4, abs=2e-5), padded["step"]
-
-
-@pytest.mark.parametrize("settings", [{}, {"center_rewards_coefficient": 0.1}], ids=["margin", "margin and centering"])
-def test_packed_evaluation_equals_padded_evaluation(
-    settings: dict[str, Any], tokenizer: PreTrainedTokenizerFast, tmp_path: Path
-) -> None:
-    """13 pairs in batches of 5, each once in the dataset's order; compared with padded rows and with single pairs."""
-    held_out = tiny.made_up_pairs(13, seed=1, margin=True)
-    settings = settings | {"per_device_eval_batch_size": 5}
-    reference = make_trainer(tokenizer, tmp_path, packing=False, **settings)
-    padded, padded_N2 = untimed(reference.evaluate(held_out)), reference.predict(held_out).predictions
-    assert len({tuple(rewards) for rewards in padded_N2.round(5).tolist()}) > 6  # else any order would match
-    for layout in LAYOUTS:
-        trainer = make_trainer(tokenizer, tmp_path, layout, packing=True, **settings)
-        assert untimed(trainer.evaluate(held_out)) == pytest.approx(padded, abs=1e-6)
-        packed_N2 = trainer.predict(held_out).predictions
-        assert packed_N2.shape == (13, 2)
-        np.testing.assert_allclose(packed_N2, padded_N2, atol=1e-6)
-        backwards_N2 = trainer.predict(held_out.select(range(12, -1, -1))).predictions
-        np.testing.assert_allclose(backwards_N2[::-1], packed_N2, atol=1e-6)
-        alone_2 = trainer.predict(held_out.select([7])).predictions[0]
-        np.testing.assert_allclose(alone_2, packed_N2[7], atol=1e-6)
+    return trainer_class(model, args, train_dataset=tiny.made_up_pairs(22), processing_class=tokenizer)
 
 
 def test_compiled_training_pads_with_the_reason_and_equals_other_training(

@@ -11,12 +11,11 @@ import tiny
 from datasets import Dataset
 from label_formats import LABEL_FORMATS
 from tiny import made_up_rankings as rankings
-from training import QUIET, losses, trained, untimed
+from training import QUIET, trained, untimed
 from transformers import AutoTokenizer
 
 from trl_tpu import RewardConfig, RewardTrainer
 from trl_tpu.compat.old_columns import RewardDataCollatorWithPadding
-from trl_tpu.data.trl_dict import DataCollatorForPreference
 from trl_tpu.errors import UserError
 from trl_tpu.packing.shapes import RowPlan, RowShape
 
@@ -82,17 +81,6 @@ def test_old_collator_rejects_ranking_settings(model_folder: str, tmp_path: Path
     old = RewardDataCollatorWithPadding(tiny.tiny_tokenizer(["a"]))
     with pytest.raises(UserError, match="margin_scale"), pytest.warns(FutureWarning):
         RewardTrainer(model_folder, config, old, train_dataset=tiny.made_up_pairs(4))
-
-
-def test_user_collator_receives_the_answers_of_a_ranking(model_folder: str, tmp_path: Path) -> None:
-    runs = []
-    for collator in (DataCollatorForPreference(0), None):
-        settings: dict[str, Any] = {"max_steps": 3, "logging_steps": 1, "packing": False, "disable_tqdm": True}
-        config = RewardConfig(str(tmp_path), report_to="none", bf16=False, **settings)
-        trainer = RewardTrainer(model_folder, config, collator, train_dataset=rankings(9), eval_dataset=rankings(5, 3))
-        trainer.train()
-        runs.append([*losses(trainer), trainer.evaluate()["eval_loss"]])
-    assert runs[0] == pytest.approx(runs[1])
 
 
 WORDS = [consonant + vowel for consonant in "bdfgkl" for vowel in "aeio"]

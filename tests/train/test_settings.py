@@ -85,22 +85,6 @@ def test_frozen_parameters_freeze_matching_adapter_weights(make: Make) -> None:
 # ---- learning_rate_end
 
 
-@pytest.mark.parametrize(
-    ("kind", "more", "share"),
-    [
-        ("linear", {}, lambda done: 1 - done),
-        ("cosine", {"num_cycles": 1}, lambda done: (1 + torch.cos(torch.tensor(2 * torch.pi * done)).item()) / 2),
-    ],
-)
-def test_learning_rate_decays_to_its_end(kind: str, more: dict[str, Any], share: Any, make: Make) -> None:
-    settings = {"lr_scheduler_type": kind, "lr_scheduler_kwargs": more, "warmup_steps": 2, "max_steps": 7}
-    trainer = trained(make(learning_rate_end=4e-4, **settings))
-    rates = [log["learning_rate"] for log in trainer.state.log_history if "learning_rate" in log]
-    decay = [4e-4 + 6e-4 * share(step / 5) for step in range(5)]
-    assert rates == pytest.approx([0, 5e-4, *decay], abs=1e-9)
-    assert trainer.lr_scheduler.get_last_lr()[0] == pytest.approx(4e-4 + 6e-4 * share(1))  # type: ignore[union-attr]
-
-
 @pytest.mark.parametrize("kind", ["linear", "cosine"])
 def test_learning_rate_end_above_the_optimizers_rate_is_rejected(kind: str, make: Make) -> None:
     own = {"optimizer_cls_and_kwargs": (torch.optim.SGD, {"lr": 1e-5})}

@@ -49,12 +49,21 @@ def test_every_schedule_runs_for_any_number_of_steps_and_any_warmup(kind: str) -
                 assert found == pytest.approx(expected)
 
 
-@pytest.mark.parametrize("kind", ["linear", "cosine"])
-def test_final_rate_is_reached_or_the_warmup_takes_all_steps(kind: str) -> None:
+@pytest.mark.parametrize(("kind", "cycles"), [("linear", None), ("cosine", 0.5), ("cosine", 1)])
+def test_rate_decays_to_its_end_unless_the_warmup_takes_all_steps(
+    kind: str, cycles: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(ARGUMENTS, kind, cycles and {"num_cycles": cycles})
+
+    def share(done: float) -> float:
+        return 1 - done if cycles is None else (1 + math.cos(2 * math.pi * cycles * done)) / 2
+
     for steps in range(1, 6):
         for warmup in range(steps + 1):
             found = rates(kind, steps, warmup, learning_rate_end=2e-5)
-            assert found[-1] == pytest.approx(2e-5 if warmup < steps else 1e-4)
+            decay = [2e-5 + 8e-5 * share(step / (steps - warmup)) for step in range(steps - warmup)]
+            last = 2e-5 + 8e-5 * share(1) if warmup < steps else 1e-4
+            assert found == pytest.approx([*(1e-4 * step / warmup for step in range(warmup)), *decay, last])
 
 
 def test_schedule_that_cannot_compute_a_rate_is_rejected_before_training(monkeypatch: pytest.MonkeyPatch) -> None:
