@@ -194,6 +194,11 @@ class SavingTrainer(Trainer):
         """Ignore the value that transformers sets."""
 
     @property
+    def checkpointer(self) -> Checkpointer:
+        """Writer of this run's checkpoints."""
+        return self.trl_tpu.checkpointer
+
+    @property
     def _shards_model(self) -> bool:
         return current().shards_model
 
