@@ -88,7 +88,7 @@ def test_subclass_may_use_any_attribute_name(tmp_path: Path) -> None:
 
     theirs = trl.RewardTrainer(model(), arguments(trl, tmp_path), train_dataset=PAIRS, processing_class=TOKENIZER)
     ours = make(trl_tpu.RewardTrainer, "plain")
-    names = {*dir(ours), *vars(ours.trl_tpu), "throughput"} - {*dir(theirs), *OVERRIDABLE}
+    names = {*dir(ours), *dir(ours.trl_tpu), "throughput"} - {*dir(theirs), *OVERRIDABLE}
     names = {name for name in names if not name.startswith("_") and name != "trl_tpu"}
     assert {"runtime", "checkpoints", "verdicts", "stopped_by", "describe"} <= names
 

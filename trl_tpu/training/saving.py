@@ -176,6 +176,8 @@ class SavingTrainer(Trainer):
     trl_tpu: Components
 
     def __getattr__(self, name: str) -> Any:
+        if name == "checkpointer":  # a subclass may have its own
+            return self.trl_tpu.checkpointer
         if name == "trl_tpu":
             name = type(self).__name__
             raise UserAttributeError(f"{name} skips RewardTrainer's constructor. Call `super().__init__(...)`.")
@@ -192,11 +194,6 @@ class SavingTrainer(Trainer):
     @is_distributed_loading_by_transformers.setter
     def is_distributed_loading_by_transformers(self, _: bool) -> None:
         """Ignore the value that transformers sets."""
-
-    @property
-    def checkpointer(self) -> Checkpointer:
-        """Writer of this run's checkpoints."""
-        return self.trl_tpu.checkpointer
 
     @property
     def _shards_model(self) -> bool:
