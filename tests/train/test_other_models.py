@@ -1,4 +1,4 @@
-"""Training affects neither other models in the process, nor parts of the model that text does not reach."""
+"""Training affects neither other models nor unread parts of a model, and its adapters load in other programs."""
 
 import copy
 import json
@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import subprocesses
 import tiny
 import torch
 from peft import LoraConfig
@@ -89,3 +90,23 @@ def test_tower_is_frozen_gets_no_adapters_and_is_saved_unchanged(
         trainer.save_model(str(tmp_path / "saved"))
         saved = AutoModelForSequenceClassification.from_pretrained(tmp_path / "saved").state_dict()
         assert all(torch.equal(saved[name], value) for name, value in before.items())
+
+
+def test_adapters_on_a_generic_head_load_by_the_code_of_their_card(
+    tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    base, out, text = str(tmp_path / "base"), tmp_path / "run", "Count on from 3: 4 5"
+    language_model("lfm2", vocab_size=len(tokenizer), pad_token_id=tokenizer.pad_token_id).save_pretrained(base)
+    tokenizer.save_pretrained(base)
+    peft_config = LoraConfig(task_type="SEQ_CLS", r=2, target_modules="all-linear")
+    args = RewardConfig(str(out), **QUIET, max_steps=2, learning_rate=1e-2, save_strategy="no")
+    trainer = RewardTrainer(base, args, train_dataset=tiny.made_up_pairs(16), peft_config=peft_config)
+    trainer.train()
+    trainer.save_model()
+    code = (out / "README.md").read_text().partition("```python\n")[2].partition("model = ")
+    code_to_load = f"{code[0]}model = {code[2].partition(chr(10))[0]}"
+    asks = f"print(model.eval()(**tokenizer({text!r}, return_tensors='pt')).logits.item())"
+    printed = subprocesses.run_without_server("-c", f"{code_to_load}\n{asks}")
+    with torch.no_grad():
+        expected = trainer.model.eval()(**tokenizer(text, return_tensors="pt")).logits.item()
+    assert float(printed.split()[-1]) == pytest.approx(expected, abs=1e-6)

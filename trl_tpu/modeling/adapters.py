@@ -20,6 +20,7 @@ from ..compat.transformers4 import add_transformers4_names
 from ..errors import UserError, explaining
 from .classifier import load_classifier
 from .head_spec import BASE_CONFIG, ONE_REWARD, HeadSpec, find_file, hub_settings
+from .heads import CODE_FILE
 
 if TYPE_CHECKING:
     from peft import LoraConfig, PeftConfig, PeftModel
@@ -266,13 +267,16 @@ def save_adapter_config(model: Any, processing_class: Any, folder: str) -> None:
 def complete_config(model: nn.Module, folder: str | Path) -> None:
     """Add configs for other programs to the folder of a saved model or of saved adapters.
 
-    For adapters, write the config of the whole reward model; pass it to ``from_pretrained`` as ``config``.
+    For adapters, write the config of the whole reward model; pass it to ``from_pretrained`` as ``config``. If
+    transformers has no class for it, also write the class.
     """
     if is_peft_model(model):
         base = without_adapters(model)
         config = copy.deepcopy(base.config)
         config.architectures = [type(base).__name__]
         Path(folder, BASE_CONFIG).write_text(config.to_json_string(), encoding="utf-8")
+        if hasattr(base, "code_of_head"):  # the base model's folder has no such file
+            Path(folder, CODE_FILE).write_text(base.code_of_head, encoding="utf-8")
     add_transformers4_names(folder)
 
 

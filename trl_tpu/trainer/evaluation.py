@@ -395,7 +395,8 @@ class EvaluatingTrainer(DeviceTrainer):
             kind=kind_of_dataset(self.train_dataset).of(self.args),
             columns=getattr(self.train_dataset, "column_names", None) or (),
             own_loss=not self._is_original("compute_loss"),
-            has_own_class=hasattr(self.model, "code_of_head"),
+            head_class=next(iter(getattr(self.model, "auto_map", {}).values()), None),
+            is_adapters=is_peft_model(self.model),
             evaluation=evaluation,
         )
         card.save(path)
