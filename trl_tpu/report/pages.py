@@ -255,7 +255,10 @@ def write_verdicts(verdicts: Mapping[str, AnyVerdict], folder: Path, draws: bool
         return ""
     folder.mkdir(parents=True, exist_ok=True)
     for name, verdict in by_dataset.items():
-        (folder / verdict_file_name(name)).write_text(verdict_json(verdict), encoding="utf-8")
+        path = folder / verdict_file_name(name)
+        partial = path.with_name(f"{path.name}.partial")  # a killed process leaves the old verdict whole
+        partial.write_text(verdict_json(verdict), encoding="utf-8")
+        partial.replace(path)
     parts = ["## Evaluation", as_markdown(by_dataset, markdown_text)]
     pictures = pictures_of({name or "value": verdict for name, verdict in by_dataset.items()}) if draws else {}
     for title, png in pictures.items():
