@@ -149,7 +149,8 @@ def build_reward_model(
     tokenizer, added_tokens = set_special_tokens(model, tokenizer, args)
     unread: list[str] = []
     if not args.train_unread_towers:
-        unread = of_first_process(partial(unread_towers, base), base, args.shards_over_processes) or []
+        find = partial(unread_towers, base)
+        unread = find() if in_files else of_first_process(find, base, args.shards_over_processes) or []
         freeze_towers(base, unread)
     if in_files:  # before the adapters: peft puts them on the device of the base weights
         place_model(model, plan_model(model, args.mesh_shape, args.sharding_rules), runtime.current(), args.device)
