@@ -283,8 +283,8 @@ def unread_towers(model: PreTrainedModel) -> list[str]:
         for module in part.modules()
     ]
     special = {value for name, value in model.config.to_dict().items() if name.endswith(("_token_id", "_token_index"))}
-    device = model.get_input_embeddings().weight.device  # other weights may be in files
-    ids = torch.tensor([[token for token in range(32) if token not in special][:4]], device=device)
+    embeddings: Any = model.get_input_embeddings()  # other weights may be in files
+    ids = torch.tensor([[token for token in range(32) if token not in special][:4]], device=embeddings.weight.device)
     was_training = model.training
     try:
         model.eval()(input_ids=ids, attention_mask=torch.ones_like(ids))
