@@ -11,14 +11,13 @@ from typing import Any
 
 import torch
 from accelerate.hooks import remove_hook_from_submodules
-from torch import nn
-from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import AutoConfig, PreTrainedModel
 from transformers.modeling_utils import load_state_dict
 from transformers.utils import CONFIG_NAME
 from transformers.utils.loading_report import LoadStateDictInfo, log_state_dict_report
 
 from ..errors import UserError, explaining
+from ..parallel.shard import fill
 from .head_spec import HeadSpec, find_file, find_heads, hub_settings
 from .heads import auto_class_of, model_without_weights
 
@@ -172,19 +171,11 @@ def _read_head(
     if not fits or (shift.any() and _BIAS not in new_head):
         return heads
     for key in new_head:
-        _fill(model.get_parameter(key), tensors[weight] if key == _WEIGHT else shift)
+        fill(model.get_parameter(key), tensors[weight] if key == _WEIGHT else shift)
     info["missing_keys"] = info["missing_keys"] - new_head
     info["unexpected_keys"] = {key for key in info["unexpected_keys"] if key.removeprefix(prefix) not in parts}
     logger.warning(f"{name}: the head {_WEIGHT} is read from {weight}, the only tensor of its kind.")
     return set()
-
-
-def _fill(parameter: nn.Parameter, value: torch.Tensor) -> None:
-    """Copy an unsharded value into a parameter, or into its shard."""
-    value = value.to(parameter.device)
-    if isinstance(parameter, DTensor):
-        value = distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
-    parameter.data.copy_(value)
 
 
 def _load_in_files(

@@ -156,10 +156,15 @@ def _receive(model: nn.Module, whole: Mapping[str, torch.Tensor], device: torch.
     """Fill a sharded model with the values of process 0, one tensor after the other."""
     _materialize(model, device)
     for name, tensor in _tensors_of(model).items():
-        value = _from_first(whole[name], device)
-        if isinstance(tensor, DTensor):
-            value = distribute_tensor(value, tensor.device_mesh, tensor.placements, src_data_rank=None)
-        tensor.copy_(value)
+        fill(tensor, _from_first(whole[name], device))
+
+
+def fill(tensor: torch.Tensor, value: torch.Tensor) -> None:
+    """Copy an unsharded value into a tensor, or into its shard."""
+    value = value.to(tensor.device)
+    if isinstance(tensor, DTensor):
+        value = distribute_tensor(value, tensor.device_mesh, tensor.placements, src_data_rank=None)
+    tensor.detach().copy_(value)
 
 
 def _materialize(model: nn.Module, device: torch.device) -> None:
