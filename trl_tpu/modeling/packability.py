@@ -108,11 +108,11 @@ def reads_padding(model: nn.Module, pad_token_id: int) -> bool:
     """Return whether the rewards of a tiny batch change with more padding.
 
     They change if a forward averages over all columns, or reads the last column. transformers' classifiers do the
-    latter with prompt tuning, because they then get no token ids. Also true if the check is impossible: for weights on
-    the meta device or coarser than float32, and for a forward that fails.
+    latter with prompt tuning, because they then get no token ids. Also true if the check is impossible: for weights
+    coarser than float32, and for a forward that fails.
     """
     parameter = next(model.parameters())
-    if parameter.is_meta or parameter.dtype not in (torch.float32, torch.float64):
+    if parameter.dtype not in (torch.float32, torch.float64):
         return True
     ids = [token for token in range(1, 21) if token != pad_token_id]
     examples = [Pairs().with_answers(pair) for pair in ([ids[:9], ids[5:9]], [ids[3:10], ids[8:14]])]

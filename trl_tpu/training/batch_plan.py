@@ -526,9 +526,8 @@ class BatchPlan:
         own_code = user_code_in(self._whole_model)
         if own_code is not None and own_code not in self._reads_padding and not self._args.pad_to_multiple_of:
             reads = partial(reads_padding, self._whole_model, self._tokenizer.pad_token_id)
-            self._reads_padding[own_code] = bool(
-                of_first_process(reads, self._whole_model, self._args.shards_over_processes)
-            )
+            found = of_first_process(reads, self._whole_model, self._args.shards_over_processes)
+            self._reads_padding[own_code] = found is not False  # None: the step is planned without weights
             if self._reads_padding[own_code]:
                 logger.warning(
                     f"Rewards depend on padding, so batches are padded to their longest sequence, and every new "
