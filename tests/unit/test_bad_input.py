@@ -131,7 +131,7 @@ CASES: dict[str, tuple[Any, ...]] = {
     # flags
     "a misspelled flag": (flags(lerning_rate=1), "--lerning_rate 1"),
     "a mixture without a path": (mixture_without_a_path, "DatasetConfig", "'pth'"),
-    "no such sharding plan": (flags(sharding_plan="{folder}/p.yaml"), "DIR/p.yaml"),
+    "no such sharding plan": (flags(sharding_plan="{folder}/p.yaml"), "sharding plan", "DIR/p.yaml"),
     "a stream without an end": (flags(dataset_streaming="true", max_steps=-1), "max_steps", "-1"),
     "no model": (lambda job: job.flags.pop("model_name_or_path"), "`--model_name_or_path`"),
     "no dataset": (lambda job: job.flags.pop("dataset_name"), "`datasets`", "`dataset_name`"),

@@ -256,6 +256,7 @@ def test_sharding_plan_uses_names_of_the_bare_model(tmp_path: Path) -> None:
         ("score.weight: [fsdp]\n'*': auto", "'score.weight': [fsdp]"),
         # not a plan
         ("", "patterns"),
+        ("score.weight: [fsdp", "YAML"),
         ("score.weight: fsdp", "'score.weight': 'fsdp'"),
         ("score.weight: [null, expert]", "'score.weight': [None, 'expert']"),
         ("score.weight: [fsdp, [tensor, fsdp]]", "'score.weight'"),

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from ..errors import UserError
+from ..errors import UserError, explaining
 from .mesh import AXES, MeshShape, as_axes, names_of
 
 if TYPE_CHECKING:
@@ -36,12 +36,13 @@ class Rules:
         """Read a YAML file.
 
         Raises:
-            UserError: The file is not a mapping of patterns to lists of axes, or has an unknown or repeated axis.
-            OSError, yaml.YAMLError: The file cannot be read. The message names it.
+            UserError: The file is not valid YAML, is not a mapping of patterns to lists of axes, or has an unknown or
+                repeated axis.
+            UserFileError: The file cannot be read.
         """
         source = f"sharding plan {str(path)!r}"
-        with Path(path).open(encoding="utf-8") as file:
-            content = yaml.safe_load(file)
+        with explaining(f"{source} cannot be read", "Name a YAML file that maps patterns to mesh axes."):
+            content = yaml.safe_load(Path(path).read_bytes())
         if not isinstance(content, dict) or not content:
             raise UserError(f"{source} must map patterns of parameter names to lists of mesh axes, or to {AUTO!r}.")
         return cls(source, {str(pattern): _read_axes(source, pattern, value) for pattern, value in content.items()})
