@@ -92,11 +92,13 @@ def shard_model(model: Any, mesh: MeshShape, runtime: Runtime, device: torch.dev
         check_heads(mesh, _heads_of(base))
         whole = _tensors_of(model)  # process 0's are the values of all
         config, _, manager = base.prepare_distribute_model(distributed_config(mesh))
+        if any(map(_reads_embedding, base.modules())):  # keep the embedding in the root, which is whole in a forward
+            base.fsdp_plan = {name: style for name, style in base.fsdp_plan.items() if "embed_tokens" not in name}
         if mesh.tensor > 1:
             for tensor in whole.values():
                 tensor.data.copy_(_from_first(tensor, device))
-        if any(map(_reads_embedding, base.modules())):  # keep the embedding in the root, which is whole in a forward
-            base.fsdp_plan = {name: style for name, style in base.fsdp_plan.items() if "embed_tokens" not in name}
+        else:  # no process has weights now: TorchTPU cannot move them within FSDP2
+            _replace_tensors(model, lambda tensor: torch.empty_like(tensor, device="meta"))
         base.maybe_distribute_model(base, config, manager)
         if separated := sorted(_tensors_of(model).keys() - whole.keys()):
             raise UserError(
@@ -114,9 +116,8 @@ def shard_model(model: Any, mesh: MeshShape, runtime: Runtime, device: torch.dev
             "install a newer torch."
         )
     reshard(model)  # a trial of packed rows may have left gathered weights
-    for tensor in (*model.parameters(), *model.buffers()):
-        if not isinstance(tensor.data, DTensor):  # not in any plan
-            tensor.data = tensor.data.to(device)
+    # tensors that are in no plan
+    _replace_tensors(model, lambda tensor: tensor if isinstance(tensor, DTensor) else tensor.to(device))
     runtime.set_mesh(mesh.sizes, mesh.slices)
     placements = {name: _placement(parameter, mesh) for name, parameter in model.named_parameters()}
     return ShardReport(mesh, placements, {name: tensor.nbytes for name, tensor in model.named_parameters()})
@@ -154,7 +155,7 @@ def _from_first(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 def _receive(model: nn.Module, whole: Mapping[str, torch.Tensor], device: torch.device) -> None:
     """Fill a sharded model with the values of process 0, one tensor after the other."""
-    _materialize(model, device)
+    _replace_tensors(model, lambda tensor: torch.empty_like(tensor, device=device))
     for name, tensor in _tensors_of(model).items():
         fill(tensor, _from_first(whole[name], device))
 
@@ -167,16 +168,17 @@ def fill(tensor: torch.Tensor, value: torch.Tensor) -> None:
     tensor.detach().copy_(value)
 
 
-def _materialize(model: nn.Module, device: torch.device) -> None:
-    """Give memory to tensors on the meta device. Shared tensors stay shared, unlike with ``to_empty``."""
+@torch.no_grad()
+def _replace_tensors(model: nn.Module, replace: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Replace parameters and buffers. Shared ones stay shared; ``model.to`` separates them on meta and on TorchTPU."""
     by_id = dict[int, torch.Tensor]()
     for module in model.modules():
         for tensors in (module._parameters, module._buffers):
             for leaf, tensor in tensors.items():
-                if tensor is not None and tensor.is_meta:
-                    empty = torch.empty_like(tensor, device=device)
-                    is_parameter = isinstance(tensor, nn.Parameter)
-                    new = nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty
+                if tensor is not None:
+                    new = replace(tensor)
+                    if new is not tensor and isinstance(tensor, nn.Parameter):
+                        new = nn.Parameter(new, tensor.requires_grad)
                     tensors[leaf] = by_id.setdefault(id(tensor), new)  # type: ignore[assignment]
 
 
