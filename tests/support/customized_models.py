@@ -6,7 +6,6 @@ The computation of rewards is changed in the class, on the instance, or by hooks
 import json
 import sys
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from types import MethodType
 from typing import Any
@@ -119,9 +118,7 @@ SETTINGS: dict[str, Any] = training.QUIET | {"save_strategy": "no", "logging_ste
 SETTINGS |= {"learning_rate": 1e-3, "gradient_checkpointing": False}
 
 
-def losses(
-    package: Any, model: Any, folder: Path, prepare: Callable[[Any], None] = lambda _: None, **more: Any
-) -> Any:
+def losses(package: Any, model: Any, folder: Path, prepare: Any = lambda _: None, **more: Any) -> Any:
     own = {"use_cpu": True, "optim": "adamw_torch"} if package.__name__ == "trl" else {}
     args = package.RewardConfig(str(folder), **SETTINGS | own | more)
     trainer = package.RewardTrainer(model, args, train_dataset=PAIRS, processing_class=TOKENIZER)

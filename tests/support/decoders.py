@@ -103,12 +103,10 @@ def in_rows(pairs: Pairs, *shapes: RowShape) -> Batch[torch.Tensor]:
     return rows.map_tensors(torch.from_numpy)
 
 
-def packed(
-    model: nn.Module, *micro_batches: Batch[torch.Tensor], expand: bool = False, device: str = "cpu"
-) -> torch.Tensor:
+def packed(model: nn.Module, *batches: Batch[torch.Tensor], expand: bool = False, device: str = "cpu") -> torch.Tensor:
     """Compute the rewards [P, 2] of packed rows, with their expansion or without."""
     parts = []
-    for rows in micro_batches:
+    for rows in batches:
         moved = (rows if expand else replace(rows, expansion=None)).map_tensors(lambda tensor: tensor.to(device))
         parts.append(torch.where(moved.tokens_S > 0, rewards_of(model, moved)[0].squeeze(-1), 0.0))
     return torch.stack(parts).sum(0).view(-1, 2)

@@ -86,9 +86,7 @@ def tiny_tokenizer(texts: Any, vocab_size: int = 2000) -> PreTrainedTokenizerFas
     return fast
 
 
-def tiny_model(
-    tokenizer: PreTrainedTokenizerFast, hidden: int = 32, layers: int = 2, **config: Any
-) -> LlamaForSequenceClassification:
+def tiny_model(tokenizer: Any, hidden: int = 32, layers: int = 2, **config: Any) -> LlamaForSequenceClassification:
     """Return a random Llama reward model with dimensions divisible by 8 devices."""
     set_seed(0)
     sizes: dict[str, Any] = {"hidden_size": hidden, "intermediate_size": 2 * hidden, "num_hidden_layers": layers}

@@ -76,11 +76,9 @@ class OnGloo(dist.ProcessGroup):
     def all_gather_single(self, output: Tensor, given: Tensor, opts: Any = None) -> Any:
         return self.allgather([output.view(self.size(), *given.shape).unbind()], [given])
 
-    def all_gather_single_coalesced(
-        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
-    ) -> Any:
-        for output, given in zip(outputs, inputs, strict=True):
-            self.all_gather_single(output, given)
+    def all_gather_single_coalesced(self, outputs: Sequence[Tensor], given: Sequence[Tensor], opts: Any = None) -> Any:
+        for output, each in zip(outputs, given, strict=True):
+            self.all_gather_single(output, each)
         return _done(outputs)
 
     def reduce_scatter_single(self, output: Tensor, given: Tensor, opts: Any) -> Any:

@@ -77,15 +77,14 @@ def test_changes_after_construction_take_effect(change: Callable[[Any], None], t
     assert ours != pytest.approx(unchanged, abs=1e-5)
 
 
-@pytest.mark.parametrize(
-    "config",
-    [
-        peft.LoraConfig(task_type="SEQ_CLS", r=2, target_modules=["q_proj"], use_dora=True),
-        peft.IA3Config(task_type="SEQ_CLS", target_modules=["k_proj"], feedforward_modules=[]),
-        peft.LNTuningConfig(task_type="SEQ_CLS", target_modules=["input_layernorm"]),
-    ],
-    ids=lambda config: config.peft_type.value,
-)
+SINGLE_TOKEN_ADAPTERS = [
+    peft.LoraConfig(task_type="SEQ_CLS", r=2, target_modules=["q_proj"], use_dora=True),
+    peft.IA3Config(task_type="SEQ_CLS", target_modules=["k_proj"], feedforward_modules=[]),
+    peft.LNTuningConfig(task_type="SEQ_CLS", target_modules=["input_layernorm"]),
+]
+
+
+@pytest.mark.parametrize("config", SINGLE_TOKEN_ADAPTERS, ids=lambda config: config.peft_type.value)
 def test_adapters_that_act_on_single_tokens_stay_packed(config: Any, tmp_path: Path) -> None:
     packed, ours = losses(trl_tpu, customized.adapted(config), tmp_path)
     assert packed.batch_plan.padding_reason is None

@@ -42,9 +42,7 @@ def test_token_ids_from_a_subclass_are_checked(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("form", ["texts", "messages"])
-def test_trls_trainer_source_trains_with_changed_imports(
-    form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_trls_source_trains_with_changed_imports(form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its imports exist at the same paths, and its overrides are called."""
     pasted = ModuleType("pasted")
     monkeypatch.setitem(sys.modules, "pasted", pasted)
@@ -152,8 +150,6 @@ def test_subclass_may_rename_columns_and_log_derived_metrics(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("afterwards", [False, True])
-def test_hyperparameter_search_trains_trials_as_separate_runs(
-    afterwards: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_search_trains_trials_as_separate_runs(afterwards: bool, tmp_path: Path, monkeypatch: Any) -> None:
     found, alone = hyperparameter_search.losses(tmp_path, monkeypatch, afterwards)
     assert found == pytest.approx(alone, abs=1e-6)

@@ -150,9 +150,7 @@ NOTHING_COMPARED: list[tuple[Any, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize("case", NOTHING_COMPARED)
-def test_training_continues_after_an_evaluation_without_comparisons(
-    model_folder: str, tmp_path: Path, case: Any
-) -> None:
+def test_training_continues_after_evaluation_without_comparisons(model_folder: str, tmp_path: Path, case: Any) -> None:
     data, settings = case
     schedule: dict[str, Any] = {"max_steps": 2, "eval_strategy": "steps", "eval_steps": 1}
     train = tiny.made_up_rankings(8) if "scores" in data.column_names else None
@@ -298,9 +296,7 @@ OTHER_LABELS = {
 
 
 @pytest.mark.parametrize("form", [*PROMPT_FORMS, *LABEL_FORMATS, *OTHER_LABELS])
-def test_evaluation_card_score_and_report_agree(
-    model_folder: str, tmp_path: Path, form: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_evaluation_card_score_and_report_agree(model_folder: str, tmp_path: Path, form: str, capsys: Any) -> None:
     own, convert = OTHER_LABELS.get(form) or format_in(form), PROMPT_FORMS.get(form, lambda row: row)
     rows = [convert({**row, "prompt": f"Count on from {n % 9}:"}) for n, row in enumerate(own.rows(45).to_list())]
     args = own.config(str(tmp_path / "run"), **QUIET | own.settings | {"per_device_eval_batch_size": 4})
@@ -365,9 +361,7 @@ def test_unusable_group_column_is_named_before_loading(tmp_path: Path) -> None:
             make_trainer("no-such-model", tmp_path, eval_dataset, eval_by="origin", **settings)
 
 
-def test_groups_need_a_column_and_the_datasets_order(
-    model_folder: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_groups_need_a_column_and_the_datasets_order(model_folder: str, tmp_path: Path, caplog: Any) -> None:
     trainer = make_trainer(model_folder, tmp_path, labeled(6), eval_by="source")
     others = tiny.made_up_pairs(202)
     expected = make_trainer(model_folder, tmp_path).predict(others.select(range(4))).metrics

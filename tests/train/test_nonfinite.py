@@ -16,6 +16,8 @@ from transformers import TrainerCallback
 from trl_tpu import RewardTrainer
 from trl_tpu.checkpoint.folders import STAGING_FOLDER
 
+Make = Callable[..., RewardTrainer]
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
@@ -23,12 +25,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture
-def train(folder: str, tmp_path: Path) -> Callable[..., RewardTrainer]:
+def train(folder: str, tmp_path: Path) -> Make:
     return partial(runs.train, folder, tmp_path)
 
 
 @pytest.fixture
-def make(folder: str, tmp_path: Path) -> Callable[..., RewardTrainer]:
+def make(folder: str, tmp_path: Path) -> Make:
     return partial(runs.make, folder, tmp_path)
 
 
@@ -46,9 +48,7 @@ class Spoil(TrainerCallback):
 @pytest.mark.parametrize(
     ("optim", "packing", "accumulation"), [("adamw_torch", True, 2), ("adamw_torch", False, 1), ("adafactor", True, 1)]
 )
-def test_skipped_steps_leave_weights_and_state_unchanged(
-    train: Callable[..., RewardTrainer], optim: str, packing: bool, accumulation: int
-) -> None:
+def test_skipped_steps_leave_weights_unchanged(train: Make, optim: str, packing: bool, accumulation: int) -> None:
     """The first and the fourth of 6 steps have one pair with a NaN."""
     settings = {"packing": packing, "gradient_accumulation_steps": accumulation, "optim": optim}
     skipped = train([0, 3], steps=6, **settings)
@@ -56,11 +56,11 @@ def test_skipped_steps_leave_weights_and_state_unchanged(
     runs.check_skipped(skipped, without, 2)
 
 
-def test_infinite_gradient_of_a_finite_loss_is_skipped(train: Callable[..., RewardTrainer]) -> None:
+def test_infinite_gradient_of_a_finite_loss_is_skipped(train: Make) -> None:
     runs.check_skipped(train([], steps=4, callbacks=[Spoil(2)]), train([], steps=4, left_out=[2]), 1)
 
 
-def test_log_without_a_finite_step_has_no_loss(train: Callable[..., RewardTrainer]) -> None:
+def test_log_without_a_finite_step_has_no_loss(train: Make) -> None:
     trainer = train([1], steps=3, logging_steps=1)
     first, second, third, _ = trainer.state.log_history
     assert [logs["nonfinite"] for logs in (first, second, third)] == [0, 1, 0]
@@ -70,7 +70,7 @@ def test_log_without_a_finite_step_has_no_loss(train: Callable[..., RewardTraine
 
 
 @pytest.mark.parametrize("logging_steps", [1, 4, 20])
-def test_three_nonfinite_steps_in_a_row_stop_the_run(make: Callable[..., RewardTrainer], logging_steps: int) -> None:
+def test_three_nonfinite_steps_in_a_row_stop_the_run(make: Make, logging_steps: int) -> None:
     """Steps 2, 4, 5 and 6 of 8 are nonfinite: step 4 is the first of three in a row, whichever log detects them."""
     settings = {"logging_steps": logging_steps, "train_sampling_strategy": "random"}
     order = make([], 8, **settings)  # determines the order of the pairs
@@ -86,9 +86,7 @@ def test_three_nonfinite_steps_in_a_row_stop_the_run(make: Callable[..., RewardT
     assert f"step 4 are rows {bad_rows}" in str(error.value)
 
 
-def test_resumed_run_continues_the_count_except_after_a_stop(
-    make: Callable[..., RewardTrainer], tmp_path: Path
-) -> None:
+def test_resumed_run_continues_the_count_except_after_a_stop(make: Make, tmp_path: Path) -> None:
     """Steps 2 and 3 before the checkpoint and step 4 after it are three in a row, also for a resumed run."""
     settings = {"save_strategy": "steps", "save_steps": 3, "logging_steps": 4}
     for resume in (None, str(tmp_path / "checkpoint-3")):
@@ -98,9 +96,7 @@ def test_resumed_run_continues_the_count_except_after_a_stop(
     assert resumed.state.global_step == 6
 
 
-def test_weights_of_the_last_finite_step_are_saved(
-    make: Callable[..., RewardTrainer], tmp_path: Path, folder: str
-) -> None:
+def test_weights_of_the_last_finite_step_are_saved(make: Make, tmp_path: Path, folder: str) -> None:
     """Also with accumulation and a NaN only in the second micro-batch of each step."""
     settings = {"gradient_accumulation_steps": 2, "save_strategy": "steps", "save_steps": 100, "logging_steps": 1}
     pairs = runs.pairs_of(3, accumulation=2).to_list()
@@ -114,7 +110,7 @@ def test_weights_of_the_last_finite_step_are_saved(
         assert torch.equal(one.nan_to_num(7.0), other.nan_to_num(7.0))
 
 
-def test_stop_that_cannot_save_says_so(make: Callable[..., RewardTrainer], tmp_path: Path) -> None:
+def test_stop_that_cannot_save_says_so(make: Make, tmp_path: Path) -> None:
     (tmp_path / STAGING_FOLDER).write_text("a file in place of the staging folder")
     trainer = make([0, 1, 2], 4, save_strategy="steps", save_steps=100, logging_steps=1)
     with pytest.raises(FloatingPointError, match="not saved"):
@@ -130,9 +126,7 @@ class Scaled(RewardTrainer):
 
 
 @pytest.mark.parametrize("spoils_loss", [False, True])
-def test_loss_scaler_skips_infinite_gradients_without_a_count(
-    make: Callable[..., RewardTrainer], folder: str, spoils_loss: bool
-) -> None:
+def test_loss_scaler_skips_infinite_gradients_without_a_count(make: Make, folder: str, spoils_loss: bool) -> None:
     """The scaler causes and skips infinite gradients itself. A NaN in the loss is counted: no scale removes it."""
     args, callbacks = make([], 6, learning_rate=0.1, fp16=True, logging_steps=1).args, [Spoil(0, 1, 2, 3)]
     pairs = runs.pairs_of(6, [1, 2, 3] if spoils_loss else [])
@@ -163,9 +157,7 @@ def test_float16_weights_train_as_float32_weights_and_resume_bitwise(tmp_path: P
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
 @pytest.mark.parametrize("peft_config", [None, LoraConfig(task_type="SEQ_CLS", r=2)], ids=["full", "adapters"])
-def test_nonfinite_steps_are_counted_and_stop_the_run_in_every_dtype(
-    make: Callable[..., RewardTrainer], folder: str, dtype: str, peft_config: LoraConfig | None
-) -> None:
+def test_nonfinite_steps_stop_the_run_in_every_dtype(make: Make, folder: str, dtype: str, peft_config: Any) -> None:
     args = make([], 5, logging_steps=1).args
     args.model_init_kwargs = {"dtype": dtype}
     for poisoned, stop in (([1, 3], None), ([1, 2, 3], "2 to 4,")):
@@ -180,14 +172,14 @@ def test_nonfinite_steps_are_counted_and_stop_the_run_in_every_dtype(
                 trainer.train()
 
 
-def test_limit_zero_disables_skipping(train: Callable[..., RewardTrainer]) -> None:
+def test_limit_zero_disables_skipping(train: Make) -> None:
     trainer = train([0], 3, nonfinite_limit=0)
     assert trainer.state.global_step == 3
     assert state_of(trainer)["score.weight"].isnan().all()  # as in TRL
     assert runs.logged(trainer, "nonfinite") == []
 
 
-def test_finite_runs_are_bitwise_equal_with_and_without_limit(train: Callable[..., RewardTrainer]) -> None:
+def test_finite_runs_are_bitwise_equal_with_and_without_limit(train: Make) -> None:
     settings = {"lr_scheduler_type": "linear", "logging_steps": 1}
     on, off = (train([], steps=5, nonfinite_limit=limit, **settings) for limit in (3, 0))
     assert differing(on, off) == []

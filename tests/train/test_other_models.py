@@ -12,7 +12,7 @@ import torch
 from peft import LoraConfig
 from shared_weights import language_model
 from training import QUIET
-from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerFast
+from transformers import AutoModelForSequenceClassification
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -24,8 +24,8 @@ OF_TRANSFORMERS = [dict(registry) for registry in REGISTRIES]  # before any trai
 
 
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
-def test_other_models_never_run_our_attention(
-    implementation: str, tokenizer: PreTrainedTokenizerFast, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_other_models_never_run_our_code(
+    implementation: str, tokenizer: Any, tmp_path: Path, monkeypatch: Any
 ) -> None:
     judge = tiny.tiny_model(tokenizer, layers=3, attn_implementation=implementation).eval()
     batch = tokenizer(["Count on from 3: 4 5", "Count on from 1: 2"], padding=True, return_tensors="pt")
@@ -69,9 +69,7 @@ def watched(called: list[str], name: str, function: Any) -> Any:
 
 
 @pytest.mark.parametrize("way", ["full", "LoRA", "trained"])
-def test_tower_is_frozen_gets_no_adapters_and_is_saved_unchanged(
-    way: str, tokenizer: PreTrainedTokenizerFast, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_tower_is_frozen_gets_no_adapters_and_is_kept(way: str, tokenizer: Any, tmp_path: Path, caplog: Any) -> None:
     """A vision tower is not reached by text. Its layers have the names of the language model's."""
     model = str(tmp_path / "model")
     language_model("gemma3", vocab_size=len(tokenizer), pad_token_id=tokenizer.pad_token_id).save_pretrained(model)
@@ -92,9 +90,7 @@ def test_tower_is_frozen_gets_no_adapters_and_is_saved_unchanged(
         assert all(torch.equal(saved[name], value) for name, value in before.items())
 
 
-def test_adapters_on_a_generic_head_load_by_the_code_of_their_card(
-    tokenizer: PreTrainedTokenizerFast, tmp_path: Path
-) -> None:
+def test_adapters_on_a_generic_head_load_by_the_code_of_their_card(tokenizer: Any, tmp_path: Path) -> None:
     base, out, text = str(tmp_path / "base"), tmp_path / "run", "Count on from 3: 4 5"
     language_model("lfm2", vocab_size=len(tokenizer), pad_token_id=tokenizer.pad_token_id).save_pretrained(base)
     tokenizer.save_pretrained(base)

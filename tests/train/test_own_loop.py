@@ -17,16 +17,14 @@ from trl_tpu.config.settings import SETTINGS
 from trl_tpu.errors import UserError
 
 
-def test_own_loop_has_the_trainers_losses_rates_and_weights(
-    config: Callable[..., Any], model_folder: str, tmp_path: Path
-) -> None:
+def test_own_loop_has_the_trainers_losses_rates_and_weights(config: Any, model_folder: str, tmp_path: Path) -> None:
     """An epoch has six batches. An update takes four of them or the last two."""
     settings = {"gradient_accumulation_steps": 4, "optim_state_dtype": "bfloat16", "log_grad_norms": True}
     compiled = own_loop.compare(config, model_folder, tmp_path, **settings)
     assert set(compiled) == {None}  # plain torch compiles nothing
 
 
-def test_steps_return_the_metrics_of_their_batches(config: Callable[..., Any], model_folder: str) -> None:
+def test_steps_return_the_metrics_of_their_batches(config: Any, model_folder: str) -> None:
     """With adapters, and with a nonfinite step, which changes no weight."""
     data: dict[str, Any] = {"train_dataset": tiny.made_up_pairs(24), "eval_dataset": tiny.made_up_pairs(13, seed=1)}
     data["peft_config"] = LoraConfig(task_type="SEQ_CLS", r=4, target_modules=["q_proj"])
@@ -60,7 +58,7 @@ def test_steps_return_the_metrics_of_their_batches(config: Callable[..., Any], m
     [{"save_strategy": "steps"}, {"eval_strategy": "epoch"}, {"logging_steps": 0.1}, {"logging_strategy": "epoch"}],
     ids=str,
 )
-def test_example_rejects_unsupported_settings(config: Callable[..., Any], setting: dict[str, Any]) -> None:
+def test_example_rejects_unsupported_settings(config: Any, setting: dict[str, Any]) -> None:
     with pytest.raises(SystemExit, match=f"--{next(iter(setting))}"):
         own_loop.example().check(config(**setting))
 
@@ -75,7 +73,7 @@ def test_step_functions_give_advice_on_easydels_arguments() -> None:
             function(**{name: None})  # type: ignore[operator]
 
 
-def test_statistics_go_on_after_a_failed_evaluation(config: Callable[..., Any], model_folder: str) -> None:
+def test_statistics_go_on_after_a_failed_evaluation(config: Any, model_folder: str) -> None:
     state = TrainState(model_folder, config(max_steps=2), tiny.made_up_pairs(16))
     with pytest.raises(ValueError):  # there is no evaluation data
         state.evaluate()
@@ -140,9 +138,7 @@ def test_every_setting_is_read_rejected_or_left_to_the_loop(tmp_path: Path) -> N
     assert not unread, unread
 
 
-def test_settings_change_a_step_as_in_the_trainer(
-    config: Callable[..., Any], model_folder: str, tmp_path: Path
-) -> None:
+def test_settings_change_a_step_as_in_the_trainer(config: Any, model_folder: str, tmp_path: Path) -> None:
     """Logs are equal, and so are the activations that are saved for the backward."""
     sizes = set[int]()
 

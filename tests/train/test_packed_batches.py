@@ -12,7 +12,6 @@ import pytest
 import tiny
 import torch
 from training import QUIET, differing, losses, trained
-from transformers import PreTrainedTokenizerFast
 
 from trl_tpu import RewardConfig, RewardTrainer
 from trl_tpu.data.trl_dict import batches_in
@@ -44,10 +43,7 @@ def make_trainer(tokenizer: Any, out: Path, layout: str = "tight", **settings: A
 
 
 def test_compiled_training_pads_with_the_reason_and_equals_other_training(
-    tokenizer: PreTrainedTokenizerFast,
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
+    tokenizer: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected = losses(trained(make_trainer(tokenizer, tmp_path, packing=False)))
     for name in ("BACKEND", "MODE"):  # transformers sets them for the whole process
@@ -58,9 +54,7 @@ def test_compiled_training_pads_with_the_reason_and_equals_other_training(
 
 
 @pytest.mark.parametrize(("layout", "grouped"), [("tight", True), ("micro-batches", False)])
-def test_resumed_run_packs_the_same_batches(
-    layout: str, grouped: bool, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
-) -> None:
+def test_resumed_run_packs_the_same_batches(layout: str, grouped: bool, tokenizer: Any, tmp_path: Path) -> None:
     """The resumed run starts within the second epoch and trains through the third, with bitwise equal weights."""
     settings = {"save_strategy": "steps", "save_steps": 8, "max_steps": 16, "per_device_train_batch_size": 4}
     settings |= {"group_by_prompt": grouped}
@@ -74,9 +68,7 @@ def test_resumed_run_packs_the_same_batches(
 
 
 @pytest.mark.parametrize(("layout", "packing"), [("tight", True), ("micro-batches", True), ("tight", False)])
-def test_scripts_may_read_a_batch_as_trls_dict(
-    layout: str, packing: bool, tokenizer: PreTrainedTokenizerFast, tmp_path: Path
-) -> None:
+def test_scripts_may_read_a_batch_as_trls_dict(layout: str, packing: bool, tokenizer: Any, tmp_path: Path) -> None:
     """A loop over the items, as in callbacks, gives TRL's dict; the logits of a loss by hand are in its order."""
     settings: dict[str, Any] = {"packing": packing, "per_device_eval_batch_size": 5}
     trainer, held_out = make_trainer(tokenizer, tmp_path, layout, **settings), tiny.made_up_pairs(8, seed=1)

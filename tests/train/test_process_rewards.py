@@ -280,9 +280,7 @@ def test_adapters_train_equally_packed_and_padded(model: str, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(("family", "obstacle"), [("Gemma", None), ("GPT2", "no `score` head")])
-def test_other_families_are_tested_before_packing(
-    model: str, tmp_path: Path, family: str, obstacle: str | None
-) -> None:
+def test_families_are_tested_before_packing(model: str, tmp_path: Path, family: str, obstacle: str | None) -> None:
     tokenizer = AutoTokenizer.from_pretrained(model)
     made, rows = classifier(family, len(tokenizer)), solutions(8)
     trainer = PRMTrainer(made, settings(tmp_path), train_dataset=rows, processing_class=tokenizer)

@@ -46,9 +46,7 @@ def run_of(
 
 
 @pytest.mark.parametrize(("form", "loss"), CASES)
-def test_packed_training_equals_padded_training(
-    model_folder: str, tmp_path: Path, form: str, loss: dict[str, Any]
-) -> None:
+def test_packed_training_equals_padded(model_folder: str, tmp_path: Path, form: str, loss: dict[str, Any]) -> None:
     kinds = {"padded": RewardTrainer, "tight": RewardTrainer, "micro-batches": FixedRows}
     runs = [
         run_of(model_folder, tmp_path, form, kind, packing=name != "padded", **loss) for name, kind in kinds.items()

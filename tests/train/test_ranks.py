@@ -45,7 +45,7 @@ def folder(model_folder: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def one_process_run(model_folder: str, folder: Path) -> dict[str, Any]:
+def alone(model_folder: str, folder: Path) -> dict[str, Any]:
     subprocesses.run("ranks.py", model_folder, str(folder), "1", USE_TORCH_XLA="0")
     return json.loads((folder / "alone of 1.json").read_text())
 
@@ -63,11 +63,9 @@ def run_processes(model_folder: str, folder: Path) -> RunProcesses:
     return of
 
 
-def test_new_heads_and_adapters_equal_those_of_one_process(
-    one_process_run: dict[str, Any], run_processes: RunProcesses
-) -> None:
+def test_new_heads_and_adapters_equal_those_of_one_process(alone: dict[str, Any], run_processes: RunProcesses) -> None:
     """Each process reads its shard of a named model. New weights are bitwise those drawn for the full model."""
-    one = one_process_run["new"]
+    one = alone["new"]
     assert [found["new"] for found in run_processes(2)] == [one, one]
     assert {len(weights["score.weight"]) for weights in (one["plain"], one["steps"])} == {1, 2}
     assert any("lora_A" in name for name in one["adapters"])
@@ -100,18 +98,16 @@ def mark_long(ways: Any) -> list[Any]:
 
 
 @pytest.mark.parametrize("way", mark_long(ranks.WAYS))
-def test_mesh_over_processes_equals_one_process(
-    way: str, one_process_run: dict[str, Any], run_processes: RunProcesses
-) -> None:
+def test_mesh_over_processes_equals_one_process(way: str, alone: dict[str, Any], run_processes: RunProcesses) -> None:
     count, name, _ = ranks.WAYS[way]
     # in bfloat16 the rounding depends on the other tokens of a row: rewards of 0.3 differ by 1e-3, close pairs swap
     only = {"loss", "eval_loss"} if name == "bf16" else None
     tolerance = 5e-3 if name == "bf16" else 1e-6
     for found in (each[way] for each in run_processes(count)):
-        assert len(found["logged"]) == len(one_process_run[name]["logged"])
-        for ours, reference in zip(found["logged"], one_process_run[name]["logged"], strict=True):
+        assert len(found["logged"]) == len(alone[name]["logged"])
+        for ours, reference in zip(found["logged"], alone[name]["logged"], strict=True):
             assert close(ours, reference, tolerance, only), (ours, reference)
-        predictions = (np.array(each["predictions"]) for each in (found, one_process_run[name]))
+        predictions = (np.array(each["predictions"]) for each in (found, alone[name]))
         assert next(predictions) == pytest.approx(next(predictions), abs=tolerance, nan_ok=True)
         assert f"Training on {count} processes" in found["described"]
         batches = found["described"].splitlines()[-1]
@@ -127,10 +123,8 @@ def close(ours: dict[str, float], reference: dict[str, float], tolerance: float,
     )
 
 
-def test_nonfinite_step_on_one_rank_is_skipped_on_all(
-    one_process_run: dict[str, Any], run_processes: RunProcesses
-) -> None:
-    assert [log["nonfinite"] for log in one_process_run["not finite"]["logged"] if "nonfinite" in log][2] == 1
+def test_nonfinite_step_on_one_rank_is_skipped_on_all(alone: dict[str, Any], run_processes: RunProcesses) -> None:
+    assert [log["nonfinite"] for log in alone["not finite"]["logged"] if "nonfinite" in log][2] == 1
     for found in run_processes(2):
         assert sum(log.get("nonfinite", 0) for log in found["not finite"]["logged"]) == 1
 
@@ -148,33 +142,31 @@ def test_single_process_has_a_one_device_mesh(tmp_path: Path) -> None:
         trl_tpu.RewardConfig(str(tmp_path), use_cpu=True, mesh="fsdp=2")
 
 
-@pytest.mark.parametrize(
-    ("settings", "named"),
-    [
-        ({"sharding_plan": "plan.yaml"}, "sharding_plan"),
-        ({"accelerator_config": {"split_batches": True}}, "split_batches"),
-        ({"accelerator_config": {"use_seedable_sampler": False}}, "use_seedable_sampler"),
-        ({"train_sampling_strategy": "group_by_length"}, "train_sampling_strategy"),
-        ({"bf16_full_eval": True}, "bf16_full_eval"),
-    ],
-)
-def test_settings_unsupported_by_a_mesh_over_processes_are_rejected(
-    settings: dict[str, Any], named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+UNSUPPORTED = [
+    ({"sharding_plan": "plan.yaml"}, "sharding_plan"),
+    ({"accelerator_config": {"split_batches": True}}, "split_batches"),
+    ({"accelerator_config": {"use_seedable_sampler": False}}, "use_seedable_sampler"),
+    ({"train_sampling_strategy": "group_by_length"}, "train_sampling_strategy"),
+    ({"bf16_full_eval": True}, "bf16_full_eval"),
+]
+
+
+@pytest.mark.parametrize(("settings", "named"), UNSUPPORTED)
+def test_settings_unsupported_by_a_mesh_are_rejected(
+    settings: Any, named: str, tmp_path: Path, monkeypatch: Any
 ) -> None:
     monkeypatch.setattr(trl_tpu.RewardConfig, "world_size", 2)
     with pytest.raises(UserError, match=named):
         trl_tpu.RewardConfig(str(tmp_path), use_cpu=True, bf16=False, mesh="fsdp=2", **settings)
 
 
-def test_wrongly_loaded_two_axis_model_is_rejected(
-    one_process_run: dict[str, Any], run_processes: RunProcesses
-) -> None:
+def test_wrongly_loaded_two_axis_model_is_rejected(alone: dict[str, Any], run_processes: RunProcesses) -> None:
     """torch 2.9 loads it wrongly. With newer versions it trains like the model of one process."""
     found = run_processes(FEW)[0]["two cuts"]
     if "rejected" in found:
         assert "fsdp_size=2, tp_size=2" in found["rejected"] and "mesh=" in found["rejected"]
     else:
-        assert found["predictions"][0] == pytest.approx(one_process_run["plain"]["predictions"][0], abs=1e-6)
+        assert found["predictions"][0] == pytest.approx(alone["plain"]["predictions"][0], abs=1e-6)
 
 
 def test_tensor_axis_that_splits_a_head_is_rejected(run_processes: RunProcesses) -> None:

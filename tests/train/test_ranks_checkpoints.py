@@ -43,7 +43,7 @@ def train(model_folder: str) -> Train:
 
 
 @pytest.fixture(scope="module")
-def uninterrupted_run(train: Train, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+def whole_run(train: Train, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
     """Return the folder of two processes that saved every second of six steps, and their logs."""
     folder = tmp_path_factory.mktemp("whole")
     return folder, train(folder, 2, mesh="fsdp=2")["logged"]
@@ -60,10 +60,8 @@ def assert_same(folder: Path, other: Path) -> None:
     assert all(torch.equal(ours[name], theirs[name]) for name in ours), (folder, other)
 
 
-def test_preemption_of_one_rank_stops_all_and_resumes_bitwise(
-    train: Train, uninterrupted_run: Any, tmp_path: Path
-) -> None:
-    folder, logged = uninterrupted_run
+def test_preemption_of_one_rank_stops_all_and_resumes_bitwise(train: Train, whole_run: Any, tmp_path: Path) -> None:
+    folder, logged = whole_run
     stopped = train(tmp_path, 2, status=75, mesh="fsdp=2", save_steps=100, told=3)
     assert stopped["stopped by"] == "SIGTERM"
     (checkpoint,) = tmp_path.glob("checkpoint-*")
@@ -75,10 +73,10 @@ def test_preemption_of_one_rank_stops_all_and_resumes_bitwise(
     ("count", "mesh"), [(1, None), (4, "data=2,fsdp=2"), (4, "fsdp=2,tensor=2"), (XLA, "fsdp=4,tensor=2")]
 )
 def test_checkpoint_resumes_on_another_mesh_and_back(
-    count: int, mesh: str | None, train: Train, uninterrupted_run: Any, tmp_path: Path
+    count: int, mesh: str | None, train: Train, whole_run: Any, tmp_path: Path
 ) -> None:
     """Equal up to rounding: losses of 0.7 to a few float32 units of 6e-8, norms of all weights to a relative 1e-5."""
-    folder, logged = uninterrupted_run
+    folder, logged = whole_run
     there, back = tmp_path / "there", tmp_path / "back"
     train(there, count, mesh=mesh, max_steps=4, resume=str(folder / "checkpoint-2"))
     found = train(back, 2, mesh="fsdp=2", resume=str(there / "checkpoint-4"))["logged"]
@@ -125,12 +123,12 @@ def test_adapters_resume_bitwise_and_the_best_are_loaded(train: Train, tmp_path:
     ids=["random states", "shards", "shards without a mesh"],
 )
 def test_full_disk_of_one_rank_fails_the_save_of_both(
-    mesh: str | None, size: int, train: Train, uninterrupted_run: Any, tmp_path: Path
+    mesh: str | None, size: int, train: Train, whole_run: Any, tmp_path: Path
 ) -> None:
     """Training either waits for the save or continues during it. Later saves are complete."""
     rank = 0 if mesh is None else 1  # rank 0 writes the tensors of a replicated model
     found = train(tmp_path, 2, mesh=mesh, small=[rank, size])
-    assert found["failed"] == ["checkpoint-2"] and found["logged"].keys() == uninterrupted_run[1].keys()
+    assert found["failed"] == ["checkpoint-2"] and found["logged"].keys() == whole_run[1].keys()
     assert {path.name for path in tmp_path.glob("checkpoint-*")} == {"checkpoint-4", "checkpoint-6"}
     assert find_faults(tmp_path / "checkpoint-4") == [] and not (tmp_path / "_unfinished").exists()
 

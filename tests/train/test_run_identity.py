@@ -96,8 +96,8 @@ def test_auto_stops_for_another_run(name: str, first: Any, model_folder: str, tm
         make(model_folder, folder, arguments, resume_from_checkpoint="auto", **settings).train()
 
 
-def test_auto_goes_on_with_other_logs_saves_evaluations_and_workers(
-    first: Any, model_folder: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+def test_auto_goes_on_with_other_logs_saves_and_workers(
+    first: Any, model_folder: str, tmp_path: Path, caplog: Any
 ) -> None:
     others: dict[str, Any] = {"logging_steps": 1, "run_name": "b", "save_total_limit": 1, "dataloader_num_workers": 1}
     others |= {"gradient_checkpointing": False, "per_device_eval_batch_size": 3, "max_shapes": 2, "log_level": "error"}
@@ -123,9 +123,7 @@ OTHER_ADAPTERS: dict[str, Callable[[], dict[str, Any]]] = {
 
 @pytest.mark.parametrize("resume", ["auto", True])
 @pytest.mark.parametrize("name", OTHER_ADAPTERS)
-def test_adapters_of_another_kind_rank_or_scale_are_rejected(
-    name: str, resume: Any, first: Any, model_folder: str, tmp_path: Path
-) -> None:
+def test_other_adapters_are_rejected(name: str, resume: Any, first: Any, model_folder: str, tmp_path: Path) -> None:
     folder = first(tmp_path / "run", has_adapters=True)
     with pytest.raises(UserError, match=name):
         make(model_folder, folder, OTHER_ADAPTERS[name]()).train(resume_from_checkpoint=resume)
@@ -149,9 +147,7 @@ def test_other_adapted_modules_stop_auto_by_name(name: str, first: Any, model_fo
         make(model_folder, first(tmp_path / "run", has_adapters=True), changed, resume_from_checkpoint="auto").train()
 
 
-def test_other_dropout_of_adapters_stops_auto_and_warns_otherwise(
-    first: Any, model_folder: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_other_dropout_stops_auto_and_else_warns(first: Any, model_folder: str, tmp_path: Path, caplog: Any) -> None:
     folder = first(tmp_path / "run", has_adapters=True)
     changed = lora(lora_dropout=0.1)
     with pytest.raises(UserError, match="lora_dropout"):

@@ -144,9 +144,7 @@ def test_optimizer_with_object_state_saves_only_the_model(runs: Runs) -> None:
     assert alone.trl_tpu.checkpointer.failed == [] and find_faults(runs.folder / "alone" / "checkpoint-2") == []
 
 
-def test_finished_run_takes_no_step_when_resumed(
-    run: RewardTrainer, runs: Runs, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_finished_run_takes_no_further_step(run: RewardTrainer, runs: Runs, caplog: pytest.LogCaptureFixture) -> None:
     """transformers would take and save a seventh step of six."""
     shutil.copytree(f"{run.args.output_dir}/checkpoint-6", runs.folder / "checkpoint-6")
     for resume, settings in ((True, {}), (None, {"resume_from_checkpoint": "auto"})):
@@ -189,9 +187,7 @@ def test_run_stopped_before_its_first_checkpoint_restarts(runs: Runs) -> None:
         runs.train("elsewhere", resume=True)
 
 
-def test_changed_settings_are_named_and_take_effect(
-    run: RewardTrainer, caplog: pytest.LogCaptureFixture, runs: Runs
-) -> None:
+def test_changed_settings_are_named_and_used(run: RewardTrainer, caplog: pytest.LogCaptureFixture, runs: Runs) -> None:
     shutil.copytree(f"{run.args.output_dir}/checkpoint-4", runs.folder / "checkpoint-4")
     changed = {"learning_rate": 5e-4, "weight_decay": 0.1, "adam_beta2": 0.9, "center_rewards_coefficient": 0.1}
     with pytest.raises(UserError, match="learning_rate was .*weight_decay was"):
@@ -422,9 +418,7 @@ def change_progress(checkpoint: Path, **values: Any) -> None:
     (checkpoint / "progress.json").write_text(json.dumps(numbers | values))
 
 
-def test_optional_files_may_be_missing_for_a_resume(
-    run: RewardTrainer, checkpoint: Path, caplog: pytest.LogCaptureFixture, runs: Runs
-) -> None:
+def test_optional_files_may_be_missing(run: RewardTrainer, checkpoint: Path, caplog: Any, runs: Runs) -> None:
     for path in checkpoint.iterdir():
         if path.name.startswith(("rng_state", "tokenizer", "training_args", "chat_template")):
             path.unlink()

@@ -96,18 +96,16 @@ def test_learning_rate_end_above_the_optimizers_rate_is_rejected(kind: str, make
 # ---- total_batch_size
 
 
-@pytest.mark.parametrize(
-    ("settings", "made"),
-    [
-        ({}, (24, 1)),
-        ({"gradient_accumulation_steps": 3}, (8, 3)),
-        ({"per_device_train_batch_size": 8}, (8, 3)),  # equal to the default
-        ({"per_device_train_batch_size": 6, "gradient_accumulation_steps": 4}, (6, 4)),
-    ],
-)
-def test_total_batch_size_sets_the_missing_sizes(
-    settings: dict[str, Any], made: tuple[int, int], tmp_path: Path
-) -> None:
+BATCH_SIZES = [
+    ({}, (24, 1)),
+    ({"gradient_accumulation_steps": 3}, (8, 3)),
+    ({"per_device_train_batch_size": 8}, (8, 3)),  # equal to the default
+    ({"per_device_train_batch_size": 6, "gradient_accumulation_steps": 4}, (6, 4)),
+]
+
+
+@pytest.mark.parametrize(("settings", "made"), BATCH_SIZES)
+def test_total_batch_size_sets_missing_sizes(settings: dict[str, Any], made: tuple[int, int], tmp_path: Path) -> None:
     args = RewardConfig(str(tmp_path), report_to="none", bf16=False, total_batch_size=24, **settings)
     assert (args.per_device_train_batch_size, args.gradient_accumulation_steps) == made
 
@@ -183,9 +181,7 @@ def test_json_logs_have_gradient_norms_before_clipping(make: Make, capsys: pytes
 
 
 @pytest.mark.parametrize("remat", ["full", "none"])
-def test_activation_offloading_keeps_activations_on_the_host(
-    remat: str, make: Make, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_activation_offloading_keeps_them_on_the_host(remat: str, make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a CPU tensors are not moved. Copies through numpy stand for host memory, so that moves are visible."""
     kept = losses(trained(make(remat=remat, max_steps=2)))
     offloaded = trained(make(remat=remat, max_steps=2, activation_offloading=True))

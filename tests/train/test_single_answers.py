@@ -80,18 +80,15 @@ def test_rewards_that_predict_scores_have_errors_and_no_accuracy(model_folder: s
     assert "accuracy" not in trainer.state.log_history[0]
 
 
-@pytest.mark.parametrize(
-    ("change", "named"),
-    [
-        ({"label": 3}, "loss_type"),
-        ({"settings": {"ties": "skip"}}, "ties"),
-        ({"completions": ["a", "b"]}, "1 as"),
-    ],
-    ids=str,
-)
-def test_impossible_settings_are_rejected(
-    model_folder: str, tmp_path: Path, change: dict[str, Any], named: str
-) -> None:
+IMPOSSIBLE = [
+    ({"label": 3}, "loss_type"),
+    ({"settings": {"ties": "skip"}}, "ties"),
+    ({"completions": ["a", "b"]}, "1 as"),
+]
+
+
+@pytest.mark.parametrize(("change", "named"), IMPOSSIBLE, ids=str)
+def test_impossible_cases_are_rejected(model_folder: str, tmp_path: Path, change: dict[str, Any], named: str) -> None:
     rows = LABEL_FORMATS["answers"].rows(4).to_list()
     settings = change.pop("settings", {})
     if "completions" in change:

@@ -67,9 +67,7 @@ def test_run_resumes_after_a_sigterm(event: str, step: int, settings: Any, model
     assert all(map(torch.equal, whole.model.parameters(), resumed.model.parameters()))
 
 
-def test_time_limit_stops_after_due_saves_and_evaluations(
-    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_time_limit_stops_after_due_evaluations(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = EVERY_SECOND | {"training_time_limit": "1h", "save_strategy": "best", "metric_for_best_model": "loss"}
     trainer = make_trainer(model, tmp_path, At("on_step_begin", 3, advance_clock(monkeypatch, 3601)), **settings)
     output = trainer.train()
@@ -119,9 +117,7 @@ def test_stop_that_cannot_save_has_its_own_exit_status(model: str, tmp_path: Pat
     assert (stop.value.code, stop.value.saved) == (NOT_SAVED, False)
 
 
-def test_command_exits_with_the_unfinished_status(
-    command_words: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_command_exits_as_unfinished(command_words: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Final steps for a trained model are skipped."""
     ticks = itertools.count(step=61)  # the clock advances by a minute at each call
     monkeypatch.setattr(preemption.time, "monotonic", lambda: next(ticks))
@@ -162,9 +158,7 @@ def command_words(model: str, tmp_path: Path) -> Iterator[list[str]]:
 
 
 @pytest.mark.parametrize("during", ["load_splits", "RewardTrainer"])
-def test_sigterm_before_training_ends_the_command(
-    during: str, command_words: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sigterm_before_training_ends_it(during: str, command_words: Any, tmp_path: Path, monkeypatch: Any) -> None:
     """The command ends as during training, also before its folder is known, with older checkpoints in the folder."""
     (tmp_path / "out" / "checkpoint-9").mkdir(parents=True)
     inner = getattr(reward, during)
@@ -191,9 +185,7 @@ ENDS = [
 
 
 @pytest.mark.parametrize(("event", "step", "times", "status"), ENDS)
-def test_script_ends_with_the_expected_status(
-    event: str, step: int, times: str, status: int, model: str, tmp_path: Path
-) -> None:
+def test_script_ends_as_expected(event: str, step: int, times: str, status: int, model: str, tmp_path: Path) -> None:
     command_words = ["-c", SCRIPT, str(SUPPORT), model, str(tmp_path), event, str(step), times]
     done = subprocesses.python(*command_words, environment=dict(os.environ))
     assert done.returncode == status, done.stderr

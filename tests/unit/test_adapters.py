@@ -31,23 +31,20 @@ def trainable(model: torch.nn.Module) -> set[str]:
 LORA = {"use_peft": True, "lora_task_type": "SEQ_CLS"}
 
 
-@pytest.mark.parametrize(
-    ("name", "flags"),
-    [
-        (
-            "get_peft_config",
-            LORA | {"lora_r": 4, "lora_alpha": 3, "use_rslora": True, "lora_modules_to_save": ["score"]},
-        ),
-        ("get_peft_config", LORA | {"lora_target_modules": ["all-linear"], "use_dora": True, "lora_dropout": 0.0}),
-        ("get_peft_config", LORA | {"lora_target_modules": ["q"], "lora_target_parameters": ["mlp.experts"]}),
-        ("get_peft_config", {}),
-        ("get_quantization_config", {"load_in_8bit": True}),
-        ("get_quantization_config", {"load_in_4bit": True, "bnb_4bit_quant_type": "fp4", "dtype": "bfloat16"}),
-        ("get_quantization_config", {"load_in_4bit": True, "use_bnb_nested_quant": True}),
-        ("get_quantization_config", {"load_in_4bit": True, "bnb_4bit_quant_storage": "uint8"}),
-        ("get_quantization_config", {}),
-    ],
-)
+PEFT_FLAGS = [
+    ("get_peft_config", LORA | {"lora_r": 4, "lora_alpha": 3, "use_rslora": True, "lora_modules_to_save": ["score"]}),
+    ("get_peft_config", LORA | {"lora_target_modules": ["all-linear"], "use_dora": True, "lora_dropout": 0.0}),
+    ("get_peft_config", LORA | {"lora_target_modules": ["q"], "lora_target_parameters": ["mlp.experts"]}),
+    ("get_peft_config", {}),
+    ("get_quantization_config", {"load_in_8bit": True}),
+    ("get_quantization_config", {"load_in_4bit": True, "bnb_4bit_quant_type": "fp4", "dtype": "bfloat16"}),
+    ("get_quantization_config", {"load_in_4bit": True, "use_bnb_nested_quant": True}),
+    ("get_quantization_config", {"load_in_4bit": True, "bnb_4bit_quant_storage": "uint8"}),
+    ("get_quantization_config", {}),
+]
+
+
+@pytest.mark.parametrize(("name", "flags"), PEFT_FLAGS)
 def test_peft_configs_equal_trls(name: str, flags: dict[str, Any]) -> None:
     def outcome(module: Any, config: Any) -> Any:
         try:
@@ -67,15 +64,15 @@ def test_unusable_adapter_configs_are_rejected() -> None:
         adapters.add_adapters(adapters.add_adapters(tiny(), peft.LoraConfig()), peft.LoraConfig())
 
 
-@pytest.mark.parametrize(
-    ("settings", "expected"),
-    [
-        ({}, {"embed_tokens": [3, 4]}),
-        ({"trainable_token_indices": [4, 9]}, {"embed_tokens": [4, 9, 3]}),
-        ({"trainable_token_indices": {"embed_tokens": [9]}}, {"embed_tokens": [9, 3, 4]}),
-        ({"modules_to_save": ["embed_tokens"]}, None),  # all tokens are trained already
-    ],
-)
+TRAINABLE_TOKENS = [
+    ({}, {"embed_tokens": [3, 4]}),
+    ({"trainable_token_indices": [4, 9]}, {"embed_tokens": [4, 9, 3]}),
+    ({"trainable_token_indices": {"embed_tokens": [9]}}, {"embed_tokens": [9, 3, 4]}),
+    ({"modules_to_save": ["embed_tokens"]}, None),  # all tokens are trained already
+]
+
+
+@pytest.mark.parametrize(("settings", "expected"), TRAINABLE_TOKENS)
 def test_added_tokens_extend_the_trainable_tokens(settings: Any, expected: dict[str, list[int]] | None) -> None:
     config = peft.LoraConfig(**settings)
     given = config.to_dict()
@@ -103,20 +100,18 @@ def test_adapters_get_gradients_through_recomputed_layers() -> None:
     torch.testing.assert_close(grads[True], grads[False])
 
 
-@pytest.mark.parametrize(
-    ("config", "warns"),
-    [
-        (peft.LoraConfig(), True),
-        (peft.LoraConfig(target_modules="all-linear"), True),
-        (adapters.get_peft_config(ModelConfig(use_peft=True)), False),  # the default flags
-        (peft.LoraConfig(modules_to_save=["score"]), False),
-        (peft.PromptTuningConfig(num_virtual_tokens=2, task_type="SEQ_CLS"), False),
-        (None, False),
-    ],
-)
-def test_random_untrained_head_is_reported_and_left_unchanged(
-    config: Any, warns: bool, caplog: pytest.LogCaptureFixture
-) -> None:
+HEADS = [
+    (peft.LoraConfig(), True),
+    (peft.LoraConfig(target_modules="all-linear"), True),
+    (adapters.get_peft_config(ModelConfig(use_peft=True)), False),  # the default flags
+    (peft.LoraConfig(modules_to_save=["score"]), False),
+    (peft.PromptTuningConfig(num_virtual_tokens=2, task_type="SEQ_CLS"), False),
+    (None, False),
+]
+
+
+@pytest.mark.parametrize(("config", "warns"), HEADS)
+def test_random_frozen_head_is_reported_and_kept(config: Any, warns: bool, caplog: pytest.LogCaptureFixture) -> None:
     model = tiny() if config is None else adapters.add_adapters(tiny(), config)
     before = trainable(model)
     adapters.warn_if_head_is_frozen(model)
@@ -147,15 +142,14 @@ def test_broken_adapters_are_rejected_by_name(config: str, tmp_path: Path) -> No
     assert "\n" not in str(refused.value)
 
 
-@pytest.mark.parametrize(
-    "config",
-    [
-        *(peft.LoraConfig(), peft.LoraConfig(task_type="SEQ_CLS"), peft.LoraConfig(trainable_token_indices=[3])),
-        peft.PromptTuningConfig(task_type="SEQ_CLS", num_virtual_tokens=2),
-        peft.PrefixTuningConfig(task_type="SEQ_CLS", num_virtual_tokens=2),
-    ],
-    ids=lambda config: config.peft_type.value,
-)
+NAMED = [
+    *(peft.LoraConfig(), peft.LoraConfig(task_type="SEQ_CLS"), peft.LoraConfig(trainable_token_indices=[3])),
+    peft.PromptTuningConfig(task_type="SEQ_CLS", num_virtual_tokens=2),
+    peft.PrefixTuningConfig(task_type="SEQ_CLS", num_virtual_tokens=2),
+]
+
+
+@pytest.mark.parametrize("config", NAMED, ids=lambda config: config.peft_type.value)
 def test_adapter_names_match_trained_and_saved_parameters(config: Any, tmp_path: Path) -> None:
     model: Any = adapters.add_adapters(tiny(), config)
     state = model.state_dict(keep_vars=True)

@@ -136,16 +136,15 @@ def test_bad_settings_are_rejected_by_name(name: str, settings: dict[str, Any]) 
         RewardConfig("out", bf16=False, report_to="none", **settings)
 
 
+COPIED = [
+    {},
+    {"eos_token": "<eos>", "own_pad_token": True, "total_batch_size": 32, "remat": "none", "report_to": None},
+    {"accelerator_config": {"split_batches": True}, "lr_scheduler_kwargs": {"num_cycles": 1}},
+]
+
+
 @pytest.mark.filterwarnings("error")
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {},
-        {"eos_token": "<eos>", "own_pad_token": True, "total_batch_size": 32, "remat": "none", "report_to": None},
-        {"accelerator_config": {"split_batches": True}, "lr_scheduler_kwargs": {"num_cycles": 1}},
-    ],
-    ids=["defaults", "others", "mappings"],
-)
+@pytest.mark.parametrize("settings", COPIED, ids=["defaults", "others", "mappings"])
 def test_configs_made_from_a_configs_fields_are_equal_and_do_not_warn(settings: dict[str, Any]) -> None:
     config = RewardConfig("out", bf16=False, **{"report_to": "none", **settings})
     for copied in (RewardConfig(**config.to_dict()), dataclasses.replace(config)):
@@ -156,18 +155,18 @@ def test_configs_made_from_a_configs_fields_are_equal_and_do_not_warn(settings: 
 BEST = {"eval_strategy": "epoch", "metric_for_best_model": "f1"}
 
 
-@pytest.mark.parametrize(
-    ("setting", "other", "given"),
-    [
-        ("eval_steps", "eval_strategy", {"eval_steps": 5}),
-        ("warmup_steps", "lr_scheduler_type", {"warmup_steps": 5, "lr_scheduler_type": "constant"}),
-        ("adam_beta2", "optim", {"adam_beta2": 0.95, "optim": "sgd"}),
-        ("truncation_mode", "max_length", {"truncation_mode": "keep_end", "max_length": None}),
-        ("lora_r", "use_peft", {"lora_r": 8}),
-    ],
-)
-def test_setting_without_its_required_setting_draws_a_warning(
-    setting: str, other: str, given: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+USELESS = [
+    ("eval_steps", "eval_strategy", {"eval_steps": 5}),
+    ("warmup_steps", "lr_scheduler_type", {"warmup_steps": 5, "lr_scheduler_type": "constant"}),
+    ("adam_beta2", "optim", {"adam_beta2": 0.95, "optim": "sgd"}),
+    ("truncation_mode", "max_length", {"truncation_mode": "keep_end", "max_length": None}),
+    ("lora_r", "use_peft", {"lora_r": 8}),
+]
+
+
+@pytest.mark.parametrize(("setting", "other", "given"), USELESS)
+def test_setting_without_its_condition_warns(
+    setting: str, other: str, given: Any, tmp_path: Path, caplog: Any
 ) -> None:
     def make(**given: Any) -> str:
         caplog.clear()
@@ -219,9 +218,7 @@ def test_evaluate_and_predict_check_token_ids(make_trainer: Any) -> None:
             call(token_pairs(304))
 
 
-def test_eos_equal_to_the_pad_token_is_logged_as_not_scored(
-    model_and_tokenizer: tuple[Any, Any], make_trainer: Any, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_eos_equal_to_the_pad_token_is_logged(model_and_tokenizer: Any, make_trainer: Any, caplog: Any) -> None:
     tokenizer = copy.deepcopy(model_and_tokenizer[1])
     tokenizer.pad_token = tokenizer.eos_token
     with caplog.at_level(logging.WARNING, logger="trl_tpu"):

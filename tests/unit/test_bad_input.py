@@ -204,9 +204,7 @@ def files(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_bad_input_is_rejected_in_one_line_and_nothing_is_written(
-    case: str, job: Job, error_of: Callable[..., str]
-) -> None:
+def test_bad_input_ends_in_one_line_and_writes_nothing(case: str, job: Job, error_of: Callable[..., str]) -> None:
     spoil, *words = CASES[case]
     spoil(job)
     before = files(job.folder)

@@ -87,9 +87,7 @@ def fail_once(store: RemoteRun, method: str, *_: Any) -> None:
 
 
 @pytest.mark.parametrize(("host", "what"), [(0, "delete"), (0, "put"), (1, "put")])
-def test_upload_that_fails_on_one_host_fails_on_all(
-    host: int, what: str, contents: MakeContents, tmp_path: Path
-) -> None:
+def test_upload_failing_on_one_host_fails_on_all(host: int, what: str, contents: MakeContents, tmp_path: Path) -> None:
     """No host waits for the host that failed."""
     url = f"memory://hosts/{what}-{host}"
     training, saving = AllGather(2), AllGather(2)
@@ -156,9 +154,7 @@ def test_brackets_in_a_url_are_not_a_pattern(store: str, run: str, tmp_path: Pat
 
 
 @pytest.mark.parametrize("name", ["../escaped", "state/../../escaped", "..", "{absolute}/escaped", "\0"])
-def test_file_names_outside_the_download_folder_are_rejected(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_names_outside_the_download_are_rejected(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     paths = ("/run/checkpoint-1/first", f"/run/checkpoint-1/{name.format(absolute=tmp_path)}")
     store = {path: MemoryFile(None, path, b"hostile") for path in paths}
     monkeypatch.setattr(MemoryFileSystem, "store", store)

@@ -61,28 +61,28 @@ def test_env_reports_versions_and_the_runtime(capsys: pytest.CaptureFixture[str]
     assert report["runtime"].split(" ")[0] in ("xla", "native")
 
 
-@pytest.mark.parametrize(
-    ("words", "name"),
-    [
-        ("rewrd", "rewrd"),
-        ("reward --config nowhere.yaml", "nowhere.yaml"),
-        ("score --text x", "--model_name_or_path"),
-        ("score --model_name_or_path x", "--text"),
-        ("score --model_name_or_path x --text x --dataset_name d.jsonl", "--text"),
-    ],
-)
+WRONG_WORDS = [
+    ("rewrd", "rewrd"),
+    ("reward --config nowhere.yaml", "nowhere.yaml"),
+    ("score --text x", "--model_name_or_path"),
+    ("score --model_name_or_path x", "--text"),
+    ("score --model_name_or_path x --text x --dataset_name d.jsonl", "--text"),
+]
+
+
+@pytest.mark.parametrize(("words", "name"), WRONG_WORDS)
 def test_unknown_words_exit_with_status_2_and_one_line(words: str, name: str, error_of: Callable[..., str]) -> None:
     assert name in error_of(*words.split())
 
 
-@pytest.mark.parametrize(
-    ("words", "start"),
-    [
-        (["reward"], "from trl_tpu.cli import main; main()"),
-        (["score"], "from trl_tpu.cli import main; main()"),
-        ([], "runpy.run_module('trl_tpu.scripts.reward', None, '__main__')"),
-    ],
-)
+STARTS = [
+    (["reward"], "from trl_tpu.cli import main; main()"),
+    (["score"], "from trl_tpu.cli import main; main()"),
+    ([], "runpy.run_module('trl_tpu.scripts.reward', None, '__main__')"),
+]
+
+
+@pytest.mark.parametrize(("words", "start"), STARTS)
 def test_yaml_exports_its_env_before_a_device_is_chosen(words: list[str], start: str, tmp_path: Path) -> None:
     (tmp_path / "c.yaml").write_text("env: {PJRT_DEVICE: CPU}\nmax_length: 5\n")
     code = f"""
@@ -118,9 +118,7 @@ def test_score_command_prints_texts_with_rewards(good_model: Path, capsys: pytes
     assert [float(number) for number, _ in printed] == pytest.approx(expected, abs=1e-4)
 
 
-def test_score_command_prints_the_accuracy_of_pairs(
-    good_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_score_command_prints_the_accuracy(good_model: Path, tmp_path: Path, capsys: Any) -> None:
     rows = [{"chosen": a, "rejected": b} for a, b in pairwise([*TEXTS, "same", "same"])]
     source, output = preference_rows.write_jsonl(tmp_path / "pairs.jsonl", rows), tmp_path / "out.jsonl"
     assert cli.main([*preference_rows.score_command(good_model, source, output), "--max_length", "12"]) == 0
@@ -155,9 +153,7 @@ def test_dry_run_trains_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["synthetic-tiny"]  # only the model to train
 
 
-def test_training_from_yaml_supports_adapters_and_mixtures(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_training_from_yaml_supports_adapters_and_mixtures(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     base = synthetic.resolve_model("synthetic:tiny", str(tmp_path))
     synthetic.load_dataset("synthetic:numbers")["train"].select(range(20)).to_json(tmp_path / "pairs.jsonl")
     (tmp_path / "c.yaml").write_text(

@@ -13,13 +13,7 @@ from trl_tpu.compat.old_columns import RewardDataCollatorWithPadding
 from trl_tpu.data.checks import OLD_KEYS
 from trl_tpu.data.collate import ComparisonRule
 from trl_tpu.data.kinds import Pairs
-from trl_tpu.data.trl_dict import (
-    DataCollatorForPreference,
-    DictCollator,
-    batches_in,
-    old_columns,
-    read_dict,
-)
+from trl_tpu.data.trl_dict import DataCollatorForPreference, DictCollator, batches_in, old_columns, read_dict
 from trl_tpu.errors import UserError
 
 PAD = 0
@@ -36,9 +30,7 @@ OLD = RewardDataCollatorWithPadding(TOKENIZER)
 
 @settings(deadline=None)
 @given(examples, st.sampled_from([None, 1, 7, 8]), st.integers(0, 5), st.booleans())
-def test_collator_returns_trls_batch(
-    rows: list[dict[str, Any]], multiple: int | None, pad_token_id: int, has_margin: bool
-) -> None:
+def test_collator_returns_trls_batch(rows: Any, multiple: int | None, pad_token_id: int, has_margin: bool) -> None:
     rows = rows if has_margin else [{name: row[name] for name in Pairs.columns} for row in rows]
     theirs = TrlCollator(pad_token_id, pad_to_multiple_of=multiple)(rows)
     collate = DataCollatorForPreference(pad_token_id, pad_to_multiple_of=multiple)
@@ -51,9 +43,7 @@ def test_collator_returns_trls_batch(
 
 @settings(deadline=None)
 @given(examples, st.booleans(), st.integers(0, 2))
-def test_batches_for_user_code_get_the_shortest_planned_length(
-    rows: list[dict[str, Any]], old: bool, missing: int
-) -> None:
+def test_batches_for_user_code_get_the_shortest_planned_length(rows: Any, old: bool, missing: int) -> None:
     lengths, side = (4, 8, 16), "left" if old else "right"
     collate: Any = OLD if old else DataCollatorForPreference(PAD)
     filled = [*rows, *[rows[0]] * missing]
@@ -78,19 +68,17 @@ OLD_ROW = {
 }
 
 
-@pytest.mark.parametrize(
-    ("row", "is_old", "expected"),
-    [
-        (PAIR_ROW, False, PAIR_ROW),
-        (PAIR_ROW, True, OLD_ROW),
-        (RANKING_ROW, False, RANKING_ROW),
-        (RANKING_ROW, True, RANKING_ROW),
-        (SOLUTION_ROW, False, SOLUTION_ROW),
-    ],
-)
-def test_user_collator_receives_trls_columns_and_data_columns(
-    row: dict[str, Any], is_old: bool, expected: dict[str, Any]
-) -> None:
+RECEIVED = [
+    (PAIR_ROW, False, PAIR_ROW),
+    (PAIR_ROW, True, OLD_ROW),
+    (RANKING_ROW, False, RANKING_ROW),
+    (RANKING_ROW, True, RANKING_ROW),
+    (SOLUTION_ROW, False, SOLUTION_ROW),
+]
+
+
+@pytest.mark.parametrize(("row", "is_old", "expected"), RECEIVED)
+def test_user_collator_receives_trls_columns_and_data_columns(row: Any, is_old: bool, expected: Any) -> None:
     given: list[Any] = []
     assert DictCollator(lambda rows: given.extend(rows) or {}, is_old, ComparisonRule(), PAD)([row] * 2) == {}
     assert given == [expected] * 2

@@ -150,9 +150,7 @@ def regression(each: Ranking, center: float = 0) -> Any:
 
 
 @given(rankings, st.sampled_from([0.0, 0.7]), st.sampled_from([0.0, 0.2]), st.sampled_from([0.0, 0.01]))
-def test_ranking_loss_is_the_mean_over_its_comparisons(
-    some: Any, scale: float, smoothing: float, center: float
-) -> None:
+def test_ranking_loss_is_the_mean_over_comparisons(some: Any, scale: float, smoothing: float, center: float) -> None:
     loss = Loss(label_smoothing=smoothing, center_rewards_coefficient=center or None)
     rule = ComparisonRule(margin_scale=scale or None)
     assert_rankings_equal(some, lambda each: instruct_gpt(each, scale, smoothing, center), loss, rule)

@@ -43,18 +43,18 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if "date" in record.getMessage()]
 
 
-@pytest.mark.parametrize(
-    ("template", "messages", "row", "date_format"),
-    [
-        (DATED, ASKED + ANSWER, {}, "%d %b %Y"),
-        (DATED, ASKED + ANSWER, {"chat_template_kwargs": {"date_string": None}}, "%d %b %Y"),
-        (DATED, ASKED + ANSWER, {"chat_template_kwargs": {"date_string": "26 Jul 2024"}}, None),
-        (DATED_UNLESS_TOLD, ASKED + ANSWER, {}, "%Y-%m-%d"),
-        (DATED_UNLESS_TOLD, [{"role": "system", "content": "Be kind."}, *ASKED], {}, None),
-        (TEMPLATE + "{# not strftime_now #}", ASKED + ANSWER, {}, None),
-        ("{{ strftime_now('%d') ~ strptime() }}" + TEMPLATE, ASKED + ANSWER, {}, None),
-    ],
-)
+DATES = [
+    (DATED, ASKED + ANSWER, {}, "%d %b %Y"),
+    (DATED, ASKED + ANSWER, {"chat_template_kwargs": {"date_string": None}}, "%d %b %Y"),
+    (DATED, ASKED + ANSWER, {"chat_template_kwargs": {"date_string": "26 Jul 2024"}}, None),
+    (DATED_UNLESS_TOLD, ASKED + ANSWER, {}, "%Y-%m-%d"),
+    (DATED_UNLESS_TOLD, [{"role": "system", "content": "Be kind."}, *ASKED], {}, None),
+    (TEMPLATE + "{# not strftime_now #}", ASKED + ANSWER, {}, None),
+    ("{{ strftime_now('%d') ~ strptime() }}" + TEMPLATE, ASKED + ANSWER, {}, None),
+]
+
+
+@pytest.mark.parametrize(("template", "messages", "row", "date_format"), DATES)
 def test_date_is_found_if_it_changes_the_text(
     tokenizer: Any, template: str, messages: Any, row: dict[str, Any], date_format: str | None
 ) -> None:

@@ -22,34 +22,34 @@ TORCHTPU = {"tpu_chips": 4, "has_torch_tpu": True, "accelerator": "tpu"}
 DEVICES = ("USE_TORCH_XLA", "PJRT_DEVICE", "CPU_NUM_DEVICES")
 
 
-@pytest.mark.parametrize(
-    ("facts", "name", "reason"),
-    [
-        # an installed torch_xla alone is not chosen
-        (Facts(**BOTH), "native", "PJRT_DEVICE=CPU"),
-        (Facts(**NEITHER), "native", "torch_xla is not installed"),
-        # a TPU
-        (Facts(**BOTH, tpu_chips=4), "xla", "USE_TORCH_XLA=0"),
-        (Facts(**XLA_ONLY, tpu_chips=4), "native", "libtpu is not installed"),
-        (Facts(**NEITHER, tpu_chips=4), "native", "torch_xla is not installed"),
-        # a TPU that is torch's accelerator (TorchTPU)
-        (Facts(**NEITHER, **TORCHTPU), "torchtpu", "ACCELERATE_USE_CPU=1"),
-        (Facts(**BOTH, **TORCHTPU, pjrt_device="TPU", switch="0"), "torchtpu", "torch's accelerator"),
-        (Facts(**NEITHER, **TORCHTPU, asks_for_cpu=True), "native", "ACCELERATE_USE_CPU"),
-        (Facts(**NEITHER, has_torch_tpu=True, tpu_chips=4), "native", "torch_tpu"),
-        (Facts(**NEITHER, has_torch_tpu=True, accelerator="cuda"), "native", "no TPU is attached"),
-        # requested by PJRT_DEVICE
-        (Facts(**XLA_ONLY, pjrt_device="CPU"), "xla", "PJRT_DEVICE=CPU"),
-        (Facts(**BOTH, pjrt_device="TPU", tpu_chips=4), "xla", "PJRT_DEVICE=TPU"),
-        (Facts(**BOTH, version_mismatch="of another version", tpu_chips=4), "native", "of another version"),
-        (Facts(**NEITHER, pjrt_device="CPU"), "native", "PJRT_DEVICE=CPU is set, but torch_xla is not installed"),
-        # USE_TORCH_XLA
-        (Facts(**BOTH, tpu_chips=4, switch="0"), "native", "USE_TORCH_XLA=0"),
-        (Facts(**BOTH, pjrt_device="CPU", switch="false"), "native", "USE_TORCH_XLA=false"),
-        (Facts(**BOTH, pjrt_device="CPU", switch="1"), "xla", "PJRT_DEVICE=CPU"),
-        (Facts(**BOTH, switch="1"), "native", "no TPU is attached"),
-    ],
-)
+CHOICES = [
+    # an installed torch_xla alone is not chosen
+    (Facts(**BOTH), "native", "PJRT_DEVICE=CPU"),
+    (Facts(**NEITHER), "native", "torch_xla is not installed"),
+    # a TPU
+    (Facts(**BOTH, tpu_chips=4), "xla", "USE_TORCH_XLA=0"),
+    (Facts(**XLA_ONLY, tpu_chips=4), "native", "libtpu is not installed"),
+    (Facts(**NEITHER, tpu_chips=4), "native", "torch_xla is not installed"),
+    # a TPU that is torch's accelerator (TorchTPU)
+    (Facts(**NEITHER, **TORCHTPU), "torchtpu", "ACCELERATE_USE_CPU=1"),
+    (Facts(**BOTH, **TORCHTPU, pjrt_device="TPU", switch="0"), "torchtpu", "torch's accelerator"),
+    (Facts(**NEITHER, **TORCHTPU, asks_for_cpu=True), "native", "ACCELERATE_USE_CPU"),
+    (Facts(**NEITHER, has_torch_tpu=True, tpu_chips=4), "native", "torch_tpu"),
+    (Facts(**NEITHER, has_torch_tpu=True, accelerator="cuda"), "native", "no TPU is attached"),
+    # requested by PJRT_DEVICE
+    (Facts(**XLA_ONLY, pjrt_device="CPU"), "xla", "PJRT_DEVICE=CPU"),
+    (Facts(**BOTH, pjrt_device="TPU", tpu_chips=4), "xla", "PJRT_DEVICE=TPU"),
+    (Facts(**BOTH, version_mismatch="of another version", tpu_chips=4), "native", "of another version"),
+    (Facts(**NEITHER, pjrt_device="CPU"), "native", "PJRT_DEVICE=CPU is set, but torch_xla is not installed"),
+    # USE_TORCH_XLA
+    (Facts(**BOTH, tpu_chips=4, switch="0"), "native", "USE_TORCH_XLA=0"),
+    (Facts(**BOTH, pjrt_device="CPU", switch="false"), "native", "USE_TORCH_XLA=false"),
+    (Facts(**BOTH, pjrt_device="CPU", switch="1"), "xla", "PJRT_DEVICE=CPU"),
+    (Facts(**BOTH, switch="1"), "native", "no TPU is attached"),
+]
+
+
+@pytest.mark.parametrize(("facts", "name", "reason"), CHOICES)
 def test_runtime_is_chosen_by_devices_and_environment(facts: Facts, name: str, reason: str) -> None:
     choice = choose(facts)
     assert choice.name == name and reason in choice.reason

@@ -151,9 +151,7 @@ OLD_ROPE: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("family", "settings", "old"), OLD_ROPE)
-def test_config_has_transformers_4_names_for_rope(
-    family: str, settings: dict[str, Any], old: dict[str, Any], tmp_path: Path
-) -> None:
+def test_config_has_transformers_4_names_for_rope(family: str, settings: Any, old: Any, tmp_path: Path) -> None:
     """The names of transformers 5 are kept, and it reads the same values."""
     config: Any = AutoConfig.for_model(family, **copy.deepcopy(settings))
     config.save_pretrained(tmp_path)

@@ -67,14 +67,14 @@ def test_absent_generation_prompt_is_not_part_of_the_prompt() -> None:
     assert ours["prompt"].endswith("assistant\n") and ours["chosen"] == "Yes<|im_end|>\n"
 
 
-@pytest.mark.parametrize(
-    ("example", "error"),
-    [
-        ({"messages": [user("Hi")], "chosen": [user("Hi")]}, KeyError),
-        ({"prompt": [user("Hi")], "chosen": [assistant("a")]}, KeyError),
-        ({"prompt": [{"role": "system", "content": "Hi"}]}, ValueError),
-    ],
-)
+INVALID = [
+    ({"messages": [user("Hi")], "chosen": [user("Hi")]}, KeyError),
+    ({"prompt": [user("Hi")], "chosen": [assistant("a")]}, KeyError),
+    ({"prompt": [{"role": "system", "content": "Hi"}]}, ValueError),
+]
+
+
+@pytest.mark.parametrize(("example", "error"), INVALID)
 def test_errors_equal_trls(example: dict[str, Any], error: type[Exception]) -> None:
     for module in (formats, reference):
         with pytest.raises(error, match="Invalid"):

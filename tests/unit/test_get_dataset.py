@@ -115,23 +115,21 @@ def test_held_out_rows_are_the_same_in_every_run(size: float, rows: int, tmp_pat
     assert sorted(row["prompt"] for row in together) == [row["prompt"] for row in ROWS]
 
 
-@pytest.mark.parametrize(
-    ("fractions", "options", "name"),
-    [
-        ((0.5, None), {}, "`fraction` .*/d1 .*None"),
-        ((1, 0), {}, "`fraction` .*/d1 .*0"),
-        ((-1.5, 2.0), {}, r"`fraction` .*/d0 .*-1\.5"),
-        ((0.5, math.nan), {}, "`fraction` .*/d1 .*nan"),
-        ((math.inf, 1.0), {}, "`fraction` .*/d0 .*inf"),
-        (("0.5", "0.5"), {}, "`fraction` .*/d0 .*'0.5'"),
-        ((0, 0), {"streaming": True}, "`fraction`"),
-        ((0.5, 0.5), {"streaming": True}, "streaming"),
-        ((None, None), {"streaming": True, "test_split_size": 0.5}, "`test_split_size`"),
-    ],
-)
-def test_bad_mixtures_are_named(
-    fractions: tuple[Any, ...], options: dict[str, Any], name: str, tmp_path: Path
-) -> None:
+BAD_MIXTURES = [
+    ((0.5, None), {}, "`fraction` .*/d1 .*None"),
+    ((1, 0), {}, "`fraction` .*/d1 .*0"),
+    ((-1.5, 2.0), {}, r"`fraction` .*/d0 .*-1\.5"),
+    ((0.5, math.nan), {}, "`fraction` .*/d1 .*nan"),
+    ((math.inf, 1.0), {}, "`fraction` .*/d0 .*inf"),
+    (("0.5", "0.5"), {}, "`fraction` .*/d0 .*'0.5'"),
+    ((0, 0), {"streaming": True}, "`fraction`"),
+    ((0.5, 0.5), {"streaming": True}, "streaming"),
+    ((None, None), {"streaming": True, "test_split_size": 0.5}, "`test_split_size`"),
+]
+
+
+@pytest.mark.parametrize(("fractions", "options", "name"), BAD_MIXTURES)
+def test_bad_mixtures_are_named(fractions: tuple[Any, ...], options: Any, name: str, tmp_path: Path) -> None:
     parts = [DatasetConfig(str(folder(tmp_path, f"d{i}", 4)), fraction=f) for i, f in enumerate(fractions)]
     with pytest.raises(ValueError, match=name):
         get_dataset(DatasetMixtureConfig(parts, **options))

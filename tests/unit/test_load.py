@@ -83,9 +83,7 @@ def test_loaded_model_equals_trls_with_the_same_random_head(checkpoint: str, tmp
     assert same_weights(ours.state_dict(), theirs.state_dict())
 
 
-def test_loading_arguments_equal_trls_or_are_named(
-    checkpoint: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_loading_arguments_equal_trls_or_are_named(checkpoint: str, tmp_path: Path, caplog: Any) -> None:
     for dtype in ("bfloat16", "auto", None, torch.bfloat16):
         theirs = create_model_from_path(checkpoint, AutoModelForSequenceClassification, dtype=dtype, num_labels=1)
         assert load.load_model(checkpoint, dtype=dtype).dtype == theirs.dtype
@@ -188,9 +186,7 @@ def test_weights_other_than_the_head_must_be_in_the_files(kind: str, tmp_path: P
 
 
 @pytest.mark.parametrize("part", ["bert.encoder.layer.0.output.LayerNorm.weight", "bert.pooler.dense.bias"])
-def test_encoders_may_lack_a_pooler_but_no_part_of_one(
-    part: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_encoders_may_lack_a_pooler_but_no_part_of_one(part: str, tmp_path: Path, caplog: Any) -> None:
     config = {"hidden_size": 8, "num_attention_heads": 2, "num_hidden_layers": 1, "intermediate_size": 16}
     model = BertForPreTraining(BertConfig(vocab_size=260, **config))
     load.load_model(save_with(tmp_path, model, {"bert.pooler.dense.weight": None, "bert.pooler.dense.bias": None}))
@@ -221,17 +217,16 @@ def test_head_of_other_programs_is_read(kind: str, file: str | None, in_files: b
     assert torch.equal(scored.score.weight, model.score.weight)
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"v_head.summary.bias": torch.ones(1)},
-        {"score_head.weight": torch.ones(1, tiny_config().hidden_size)},
-        {SUMMARY: torch.ones(1, 3)},
-        {SUMMARY: torch.ones(tiny_config().hidden_size)},
-        {SUMMARY: None, "v_head.0.weight": torch.ones(3, 3), "v_head.2.weight": torch.ones(1, 3)},
-    ],
-    ids=["bias", "two heads", "other size", "vector", "layers"],
-)
+UNREADABLE_HEADS = [
+    {"v_head.summary.bias": torch.ones(1)},
+    {"score_head.weight": torch.ones(1, tiny_config().hidden_size)},
+    {SUMMARY: torch.ones(1, 3)},
+    {SUMMARY: torch.ones(tiny_config().hidden_size)},
+    {SUMMARY: None, "v_head.0.weight": torch.ones(3, 3), "v_head.2.weight": torch.ones(1, 3)},
+]
+
+
+@pytest.mark.parametrize("changes", UNREADABLE_HEADS, ids=["bias", "two heads", "other size", "vector", "layers"])
 @pytest.mark.parametrize("file", [None, "value_head.safetensors", "value_head.bin"])
 def test_head_that_cannot_be_read_is_rejected(changes: dict[str, Any], file: str | None, tmp_path: Path) -> None:
     head = {SUMMARY: torch.ones(1, tiny_config().hidden_size)} | changes
@@ -255,9 +250,7 @@ def test_adapters_without_their_head_are_rejected(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("in_files", [False, True])
-def test_load_report_omits_the_new_head_alone(
-    in_files: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_report_omits_the_new_head_alone(in_files: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     model = Qwen2ForCausalLM(tiny_config())
     load.load_model(save_with(tmp_path, model, {}), in_files=in_files)
     plain, changes = caplog.text, {"model.layers.0.extra.weight": torch.zeros(3)}
@@ -279,15 +272,15 @@ def test_incomplete_backbone_loads_equally_eager_or_streamed(tmp_path: Path) -> 
     assert same_weights(*(model.state_dict() for model in models))
 
 
-@pytest.mark.parametrize(
-    ("kind", "told", "changed"),
-    [
-        (OSError, "couldn.t connect", {"model": "no-such-model"}),
-        (OSError, "couldn.t connect", {"processing_class": None}),
-        (KeyError, "chosen", {"train_dataset": Dataset.from_list([{"text": "a"}])}),
-        (ValueError, "nn.DataParallel", {"n_gpu": 2}),
-    ],
-)
+ERRORS = [
+    (OSError, "couldn.t connect", {"model": "no-such-model"}),
+    (OSError, "couldn.t connect", {"processing_class": None}),
+    (KeyError, "chosen", {"train_dataset": Dataset.from_list([{"text": "a"}])}),
+    (ValueError, "nn.DataParallel", {"n_gpu": 2}),
+]
+
+
+@pytest.mark.parametrize(("kind", "told", "changed"), ERRORS)
 def test_errors_have_trls_types(kind: type[Exception], told: str, changed: dict[str, Any], tmp_path: Path) -> None:
     for package in (trl, trl_tpu):
         with pytest.raises(kind, match=told) as raised:
@@ -320,9 +313,7 @@ def test_given_tokenizer_wins_over_the_models(checkpoint: str) -> None:
     assert loaded.get_vocab() == tokenizer.get_vocab() and loaded.chat_template == TEMPLATE
 
 
-def test_tokenizer_is_read_from_the_models_folder(
-    checkpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tokenizer_is_read_from_the_folder(checkpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shutil.copytree(checkpoint, tmp_path / "repo" / "inner")
     load_tokenizer, asked = load.load_tokenizer, dict[str, Any]()
     monkeypatch.setattr(load, "load_tokenizer", lambda name, **how: asked.update(how) or load_tokenizer(name, **how))
@@ -336,9 +327,7 @@ def test_tokenizer_is_read_from_the_models_folder(
 @pytest.mark.parametrize("eos", [None, "<|endoftext|>"])
 @pytest.mark.parametrize("own_pad", ["<|im_start|>", None])
 @pytest.mark.filterwarnings("ignore::FutureWarning")
-def test_special_tokens_equal_trls_and_users_tokenizer_is_kept(
-    pad: Any, eos: Any, own_pad: Any, tmp_path: Path
-) -> None:
+def test_special_tokens_equal_trls_and_tokenizer_is_kept(pad: Any, eos: Any, own_pad: Any, tmp_path: Path) -> None:
     settings = {"pad_token": pad, "eos_token": eos}
     theirs = trainer_of(trl, tmp_path, settings, processing_class=tiny_tokenizer(pad_token=own_pad))
     model, given = tiny_model(), tiny_tokenizer(pad_token=own_pad)
@@ -350,17 +339,17 @@ def test_special_tokens_equal_trls_and_users_tokenizer_is_kept(
     assert given.special_tokens_map == before
 
 
-@pytest.mark.parametrize(
-    ("reserved", "taken"),
-    [
-        (["<|reserved_special_token_0|>", "<|finetune_right_pad_id|>"], "<|finetune_right_pad_id|>"),  # Llama 3.1
-        (["<|reserved_special_token_0|>", "<|reserved_special_token_1|>"], "<|reserved_special_token_0|>"),  # Llama 3
-        (["<unused0>"], "<unused0>"),
-        (["(pad)", "pad"], "<|pad|>"),  # ordinary words are not reserved tokens
-        ([], "<|pad|>"),
-        (["<|im_start|>", "<repo_name>", "<empty_output>", "<|im_end|>"], "<empty_output>"),  # SmolLM2
-    ],
-)
+RESERVED = [
+    (["<|reserved_special_token_0|>", "<|finetune_right_pad_id|>"], "<|finetune_right_pad_id|>"),  # Llama 3.1
+    (["<|reserved_special_token_0|>", "<|reserved_special_token_1|>"], "<|reserved_special_token_0|>"),  # Llama 3
+    (["<unused0>"], "<unused0>"),
+    (["(pad)", "pad"], "<|pad|>"),  # ordinary words are not reserved tokens
+    ([], "<|pad|>"),
+    (["<|im_start|>", "<repo_name>", "<empty_output>", "<|im_end|>"], "<empty_output>"),  # SmolLM2
+]
+
+
+@pytest.mark.parametrize(("reserved", "taken"), RESERVED)
 def test_own_pad_token_never_occurs_in_texts(reserved: list[str], taken: str) -> None:
     tokenizer = tiny_tokenizer(pad_token=None)
     tokenizer.add_tokens(reserved, special_tokens="pad" not in reserved)

@@ -32,9 +32,7 @@ def kinds(cell: NotebookNode) -> list[str]:
     return ["image" if image else "text" for image in is_image]
 
 
-def test_notebook_trains_an_accurate_model_and_stores_outputs_like_new_ones(
-    stored: NotebookNode, tmp_path: Path
-) -> None:
+def test_notebook_trains_an_accurate_model_with_the_stored_outputs(stored: NotebookNode, tmp_path: Path) -> None:
     executed = guide_notebook.execute(tmp_path, timeout=80)  # raises the error of a cell
     guide_notebook.clean(executed)
     assert [path.name for path in (tmp_path / "work").iterdir()] == ["runs"]

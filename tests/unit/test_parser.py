@@ -74,16 +74,16 @@ def test_every_trl_reward_flag_parses_as_in_trl() -> None:
             assert [converted(action, w) for w in WORDS] == [converted(reference, w) for w in WORDS], name
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        ["--max_length", "none", "--lora_target_modules", "q_proj", "v_proj", "--use_peft", "--no_disable_dropout"],
-        ["--model_init_kwargs", '{"dtype": "bfloat16"}', "--lora_target_modules", "all-linear", "--eval_steps", "7"],
-        ["--pad_to_multiple_of", "none", "--fp16", "true", "--eval_strategy", "steps", "--logging_steps", "0.5"],
-        ["--logging_steps", "0"],
-        ["--load_in_4bit", "--load_in_8bit"],
-    ],
-)
+COMMAND_LINES = [
+    ["--max_length", "none", "--lora_target_modules", "q_proj", "v_proj", "--use_peft", "--no_disable_dropout"],
+    ["--model_init_kwargs", '{"dtype": "bfloat16"}', "--lora_target_modules", "all-linear", "--eval_steps", "7"],
+    ["--pad_to_multiple_of", "none", "--fp16", "true", "--eval_strategy", "steps", "--logging_steps", "0.5"],
+    ["--logging_steps", "0"],
+    ["--load_in_4bit", "--load_in_8bit"],
+]
+
+
+@pytest.mark.parametrize("words", COMMAND_LINES)
 def test_command_line_gives_trls_values(words: list[str]) -> None:
     """Flags with different defaults in TRL are set explicitly: precision, optimizer and LoRA task type."""
 
@@ -142,39 +142,39 @@ def test_yaml_and_remaining_words_are_read_as_by_trl_or_named(tmp_path: Path) ->
         assert ours == theirs
 
 
-@pytest.mark.parametrize(
-    ("text", "name"),
-    [
-        ("- 1\n- 2\n", "config.yaml"),
-        ("", "config.yaml"),
-        ("seed:\n\t- 1", "config.yaml.*line 2, column 1"),
-        ("steps: 1\nsteps: 2", "'steps'.*line 2, column 1"),
-        ("env: text\nsteps: 1", "`env`"),
-        ("steps: 1\nenv: {A: [b]}", "`env`"),
-        ("steps: 1\nenv: {A: b, A: c}", "'A'"),
-        ("steps: 1\nextra: {a: 1, a: 2}", "'a'"),
-        ("steps: 1\nmode: quick", "`mode: quick`.*fast, slow"),
-        ("steps: !!python/object/apply:os.getcwd []", "constructor"),
-        ("steps: 1\nnmae: x\nzzzz: 2\n", "--nmae x --zzzz 2"),
-    ],
-)
+INVALID_YAML = [
+    ("- 1\n- 2\n", "config.yaml"),
+    ("", "config.yaml"),
+    ("seed:\n\t- 1", "config.yaml.*line 2, column 1"),
+    ("steps: 1\nsteps: 2", "'steps'.*line 2, column 1"),
+    ("env: text\nsteps: 1", "`env`"),
+    ("steps: 1\nenv: {A: [b]}", "`env`"),
+    ("steps: 1\nenv: {A: b, A: c}", "'A'"),
+    ("steps: 1\nextra: {a: 1, a: 2}", "'a'"),
+    ("steps: 1\nmode: quick", "`mode: quick`.*fast, slow"),
+    ("steps: !!python/object/apply:os.getcwd []", "constructor"),
+    ("steps: 1\nnmae: x\nzzzz: 2\n", "--nmae x --zzzz 2"),
+]
+
+
+@pytest.mark.parametrize(("text", "name"), INVALID_YAML)
 def test_invalid_yaml_is_rejected(text: str, name: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=name):
         parsed(*config_file(tmp_path, text))
 
 
-@pytest.mark.parametrize(
-    ("line", "value"),
-    [
-        *((f"name: {word}", word) for word in ("2024", "1.10", "010", "12:30", "no", "On", "2001-01-01")),
-        *(("steps: 010", 10), ("steps: 1_000", 1000), ("rate: 1e-5", 1e-5), ("rate: .5", 0.5), ("rate: null", None)),
-        *(("rate: none", None), ("loud: off", False), ("loud: No", False), ("quiet: on", True), ("quiet: true", True)),
-        *(("names: [1.10, on, a, 010]", ["1.10", "on", "a", "010"]), ("sizes: [1_0, 2]", [10, 2])),
-        *(("report: [a, 1.10]", ["a", "1.10"]), ("report: 1.10", "1.10"), ("extra: {rate: 1e-5}", {"rate": 1e-5})),
-        *(("options: {a: {b: no}}", {"a": {"b": False}}), ("when: no", "no"), ("mode: slow", "slow")),
-        *(("rate: &rate 1e-5\nextra: {rate: *rate}", 1e-5), ("extra: {<<: {a: 1}, a: 2}", {"a": 2})),
-    ],
-)
+YAML_VALUES = [
+    *((f"name: {word}", word) for word in ("2024", "1.10", "010", "12:30", "no", "On", "2001-01-01")),
+    *(("steps: 010", 10), ("steps: 1_000", 1000), ("rate: 1e-5", 1e-5), ("rate: .5", 0.5), ("rate: null", None)),
+    *(("rate: none", None), ("loud: off", False), ("loud: No", False), ("quiet: on", True), ("quiet: true", True)),
+    *(("names: [1.10, on, a, 010]", ["1.10", "on", "a", "010"]), ("sizes: [1_0, 2]", [10, 2])),
+    *(("report: [a, 1.10]", ["a", "1.10"]), ("report: 1.10", "1.10"), ("extra: {rate: 1e-5}", {"rate": 1e-5})),
+    *(("options: {a: {b: no}}", {"a": {"b": False}}), ("when: no", "no"), ("mode: slow", "slow")),
+    *(("rate: &rate 1e-5\nextra: {rate: *rate}", 1e-5), ("extra: {<<: {a: 1}, a: 2}", {"a": 2})),
+]
+
+
+@pytest.mark.parametrize(("line", "value"), YAML_VALUES)
 def test_yaml_values_are_read_by_the_type_of_their_flag(line: str, value: Any, tmp_path: Path) -> None:
     args = parsed(*config_file(tmp_path, line if line.startswith("steps") else f"steps: 1\n{line}"))
     field_value = getattr(args, line.partition(":")[0])

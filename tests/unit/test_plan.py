@@ -108,9 +108,7 @@ def trace_requests(monkeypatch: pytest.MonkeyPatch) -> list[StepRequest]:
 
 
 @pytest.mark.parametrize(("packing", "rows", "length"), [("auto", 3, 64), ("false", None, 17)])
-def test_rankings_are_planned_with_all_their_answers(
-    packing: str, rows: int | None, length: int, trace_requests: list[StepRequest]
-) -> None:
+def test_rankings_are_planned_with_all_answers(packing: str, rows: Any, length: int, trace_requests: Any) -> None:
     words = ["--model_name_or_path", "synthetic:tiny", "--dataset_name", "synthetic:rankings", "--packing", packing]
     assert plan.main([*words, *WORDS]) == 0
     assert [(each.rows, each.length, each.answers) for each in trace_requests] == [(rows, length, 4)]

@@ -160,21 +160,19 @@ IDS = [[*range(10 * n, 10 * n + 9)] for n in range(1, 7)]
 AS_IDS = [{"chosen_ids": [1, *ids, 5], "rejected_ids": [1, *ids, 6]} for ids in IDS]
 
 
-@pytest.mark.parametrize(
-    ("train", "evaluation", "expected"),
-    [
-        (ROWS[:4], ROWS[2:] + ROWS[3:], (2, 4)),  # counts distinct prompts
-        ([row | {"prompt": [{"role": "user", "content": row["prompt"]}]} for row in ROWS], ROWS[:1], (0, 1)),
-        (AS_IDS[:4], AS_IDS[2:], (2, 4)),
-        ([row | {"prompt": ""} for row in ROWS], [row | {"prompt": ""} for row in ROWS], (0, 0)),
-        ([row | {"prompt": "Choose."} for row in ROWS], [row | {"prompt": "Choose."} for row in ROWS], (0, 1)),
-        ([{"chosen_ids": [1, n], "rejected_ids": [1, 9]} for n in (5, 6)], AS_IDS, (0, 6)),
-        (ROWS, [{"prompt": "What is 1?", "chosen": "yes", "rejected": "no"}], ()),  # rows that are not tokenized
-    ],
-)
-def test_evaluation_prompts_found_in_training_data_are_counted(
-    train: Any, evaluation: Any, expected: tuple[int, ...], caplog: pytest.LogCaptureFixture
-) -> None:
+OVERLAPS = [
+    (ROWS[:4], ROWS[2:] + ROWS[3:], (2, 4)),  # counts distinct prompts
+    ([row | {"prompt": [{"role": "user", "content": row["prompt"]}]} for row in ROWS], ROWS[:1], (0, 1)),
+    (AS_IDS[:4], AS_IDS[2:], (2, 4)),
+    ([row | {"prompt": ""} for row in ROWS], [row | {"prompt": ""} for row in ROWS], (0, 0)),
+    ([row | {"prompt": "Choose."} for row in ROWS], [row | {"prompt": "Choose."} for row in ROWS], (0, 1)),
+    ([{"chosen_ids": [1, n], "rejected_ids": [1, 9]} for n in (5, 6)], AS_IDS, (0, 6)),
+    (ROWS, [{"prompt": "What is 1?", "chosen": "yes", "rejected": "no"}], ()),  # rows that are not tokenized
+]
+
+
+@pytest.mark.parametrize(("train", "evaluation", "expected"), OVERLAPS)
+def test_prompts_in_both_datasets_are_counted(train: Any, evaluation: Any, expected: Any, caplog: Any) -> None:
     found = prompts_in_training(Dataset.from_list(train), Dataset.from_list(evaluation), "held out")
     assert found == expected
     assert ("'held out'" in caplog.text) is bool(expected and expected[0])

@@ -1,5 +1,7 @@
 """The recompile guard warns at the right step. tests/xla/test_progress_on_xla.py checks its message."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -36,19 +38,17 @@ def warned(guard: RecompileGuard, steps: list[tuple[dict, int]], caplog: pytest.
 ROUND = [(BATCH, 300), (BATCH, 20), (BATCH, 1), (OTHER, 9), (BATCH, 2), (OTHER, 1), (BATCH, 1)]
 
 
-@pytest.mark.parametrize(
-    ("planned", "steps", "at"),
-    [
-        (2, ROUND, []),  # no warning at the first two steps of each shape and the step after them
-        (2, [*ROUND, (BATCH, 0), (OTHER, 1), (BATCH, 1)], [9]),  # one warning
-        (2, [*ROUND, (OTHER, 0), ({"input_ids": torch.zeros(4, 2, 80)}, 1)], [9]),
-        (None, [(BATCH, 1), (OTHER, 1), (OTHER, 1)], [3]),
-        (None, [(BATCH, 1)] * 4, [4]),
-    ],
-)
-def test_guard_warns_once_about_programs_after_warm_up(
-    planned: int | None, steps: list[tuple[dict, int]], at: list[int], caplog: pytest.LogCaptureFixture
-) -> None:
+WARM_UPS = [
+    (2, ROUND, []),  # no warning at the first two steps of each shape and the step after them
+    (2, [*ROUND, (BATCH, 0), (OTHER, 1), (BATCH, 1)], [9]),  # one warning
+    (2, [*ROUND, (OTHER, 0), ({"input_ids": torch.zeros(4, 2, 80)}, 1)], [9]),
+    (None, [(BATCH, 1), (OTHER, 1), (OTHER, 1)], [3]),
+    (None, [(BATCH, 1)] * 4, [4]),
+]
+
+
+@pytest.mark.parametrize(("planned", "steps", "at"), WARM_UPS)
+def test_guard_warns_once_after_warm_up(planned: int | None, steps: Any, at: list[int], caplog: Any) -> None:
     guard = RecompileGuard(Counting())
     for _ in range(2):  # a second run counts from zero
         guard.start(planned)

@@ -11,17 +11,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from trl_tpu import RewardConfig
 from trl_tpu.runtime.native import MATMULS, Runtime
 
+POLICIES = [
+    ({}, "full"),
+    ({"gradient_checkpointing": False}, "none"),
+    ({"remat": "none"}, "none"),
+    ({"remat": "dots", "gradient_checkpointing_kwargs": {"use_reentrant": False}}, "dots"),
+    ({"remat": "full", "gradient_checkpointing_kwargs": {"use_reentrant": True}}, "full"),
+]
 
-@pytest.mark.parametrize(
-    ("settings", "policy"),
-    [
-        ({}, "full"),
-        ({"gradient_checkpointing": False}, "none"),
-        ({"remat": "none"}, "none"),
-        ({"remat": "dots", "gradient_checkpointing_kwargs": {"use_reentrant": False}}, "dots"),
-        ({"remat": "full", "gradient_checkpointing_kwargs": {"use_reentrant": True}}, "full"),
-    ],
-)
+
+@pytest.mark.parametrize(("settings", "policy"), POLICIES)
 def test_remat_refines_gradient_checkpointing(tmp_path: Path, settings: dict[str, Any], policy: str) -> None:
     args = RewardConfig(str(tmp_path), bf16=False, report_to="none", **settings)
     assert args.remat_policy == policy

@@ -93,9 +93,7 @@ def test_run_file_lists_every_resumed_step(tmp_path: Path) -> None:
     ("limit", "needed", "left"),
     [(None, 8, {2, 4, 6, 8}), (0, 8, {2, 4, 6, 8}), (2, 8, {6, 8}), (1, 4, {4}), (3, 2, {2, 6, 8})],
 )
-def test_earliest_checkpoints_are_deleted_unless_needed(
-    limit: int | None, needed: int, left: set[int], tmp_path: Path
-) -> None:
+def test_earliest_checkpoints_go_unless_needed(limit: int | None, needed: int, left: set[int], tmp_path: Path) -> None:
     """Steps decide, not dates. Folders whose names only begin like a checkpoint's are kept."""
     for age, step in enumerate((8, 6, 4, 2)):
         os.utime(write_checkpoint(tmp_path, step), (1000 + age,) * 2)

@@ -50,9 +50,7 @@ def test_every_schedule_runs_for_any_number_of_steps_and_any_warmup(kind: str) -
 
 
 @pytest.mark.parametrize(("kind", "cycles"), [("linear", None), ("cosine", 0.5), ("cosine", 1)])
-def test_rate_decays_to_its_end_unless_the_warmup_takes_all_steps(
-    kind: str, cycles: float | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rate_decays_to_its_end_unless_all_steps_warm_up(kind: str, cycles: float | None, monkeypatch: Any) -> None:
     monkeypatch.setitem(ARGUMENTS, kind, cycles and {"num_cycles": cycles})
 
     def share(done: float) -> float:

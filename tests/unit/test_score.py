@@ -56,18 +56,16 @@ def near(row: dict[str, Any]) -> dict[str, Any]:
     return {name: pytest.approx(each, abs=1e-6) if isinstance(each, float) else each for name, each in row.items()}
 
 
-@pytest.mark.parametrize(
-    "spoiled",
-    [
-        {"text": None},
-        {"text": "a " * 300},  # longer than the model's learned positions
-        {"messages": [{"role": "user", "content": None}]},
-        {"messages": CHAT, "tools": "["},
-    ],
-)
-def test_unscorable_row_is_named_and_others_are_scored(
-    spoiled: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+UNSCORABLE = [
+    {"text": None},
+    {"text": "a " * 300},  # longer than the model's learned positions
+    {"messages": [{"role": "user", "content": None}]},
+    {"messages": CHAT, "tools": "["},
+]
+
+
+@pytest.mark.parametrize("spoiled", UNSCORABLE)
+def test_unscorable_row_is_named_and_others_are_scored(spoiled: dict[str, Any], tmp_path: Path, caplog: Any) -> None:
     good = {key: {"text": "a", "messages": CHAT}.get(key) for key in spoiled}
     rows, output = write_jsonl(tmp_path / "rows.jsonl", [good, spoiled, good]), tmp_path / "out.jsonl"
     assert cli.main(score_command(save(tmp_path / "model", "gpt2"), rows, output)) == 0
@@ -95,9 +93,7 @@ def test_rows_in_two_formats_are_rejected(good_model: Path, tmp_path: Path, erro
     assert without_prompt["reward_chosen"] == pytest.approx(plain["reward_chosen"])
 
 
-def test_single_completion_is_scored_and_unread_text_is_named(
-    good_model: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_completion_is_scored_and_unread_text_is_named(good_model: Path, caplog: pytest.LogCaptureFixture) -> None:
     scorer, asked = Scorer(str(good_model)), {"prompt": "Why?", "system": ""}
     labeled = asked | {"completion": "b", "label": True}
     rows = [asked | {"completion": "a"}, labeled, asked | {"completion": "b"}]
@@ -143,9 +139,7 @@ def test_lone_surrogate_in_a_text_is_rejected(good_model: Path, tmp_path: Path, 
     assert not {path.name for path in tmp_path.iterdir() if path.suffix == ".parquet"}
 
 
-def test_bad_outputs_are_rejected_before_anything_is_loaded(
-    tmp_path: Path, error_of: Callable[..., str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bad_outputs_are_rejected_before_anything_is_loaded(tmp_path: Path, error_of: Any, monkeypatch: Any) -> None:
     rows = write_jsonl(tmp_path / "data" / "rows.jsonl", [{"text": "a"}])
     os.mkfifo(tmp_path / "pipe")
     before = {path: path.is_file() and path.read_bytes() for path in tmp_path.rglob("*")}
@@ -283,9 +277,7 @@ ROPES: dict[str, dict[str, Any]] = {  # rotary embeddings that change beyond 32 
 
 
 @pytest.mark.parametrize("family", ROPES)
-def test_rope_types_that_depend_on_length_score_exactly(
-    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rope_depending_on_length_scores_exactly(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(FAMILIES, family, FAMILIES["llama"] | ROPES[family])
     scorer = Scorer(str(save(tmp_path, family)))
     texts = [" ".join(map(str, range(count))) for count in (3, 60, 20, 12, 45, 60, 9, 14, 16, 46, 8)]
@@ -335,12 +327,7 @@ cli.main(sys.argv[2:])
 
 
 def test_killed_scoring_resumes_after_complete_chunks(
-    model: Path,
-    tmp_path: Path,
-    error_of: Callable[..., str],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    caplog: pytest.LogCaptureFixture,
+    model: Path, tmp_path: Path, error_of: Any, monkeypatch: Any, capsys: Any, caplog: Any
 ) -> None:
     """The test of Parquet types covers resuming Parquet output."""
     rows = [{**row, "note": {"number": n, "of": [n / 7]} if n % 3 else None} for n, row in enumerate(PAIRS)]
@@ -376,8 +363,8 @@ def test_killed_scoring_resumes_after_complete_chunks(
     assert [row["note"] for row in found] == [row["note"] for row in rows]
 
 
-def test_broken_line_is_a_row_without_reward_also_from_stdin(
-    model: Path, tmp_path: Path, error_of: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+def test_broken_lines_have_no_reward_also_from_stdin(
+    model: Path, tmp_path: Path, error_of: Any, monkeypatch: Any
 ) -> None:
     """`test_get_dataset.py` reads all kinds of files."""
     source, output = tmp_path / "rows.jsonl", tmp_path / "out.jsonl"

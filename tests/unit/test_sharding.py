@@ -54,27 +54,27 @@ LAYER = {
 }
 
 
-@pytest.mark.parametrize(
-    ("name", "shape", "axes"),
-    [
-        ("layers.0.q.weight", (64, 32), ("tensor", "fsdp")),
-        ("layers.11.q.bias", (64,), ("tensor",)),
-        ("layers.0.o.weight", (32, 64), ("fsdp", "tensor")),
-        ("layers.0.o.bias", (32,), ("fsdp",)),
-        ("layers.0.qkv.weight", (96, 32), ("tensor", "fsdp")),
-        ("layers.0.q.weight", (33, 32), (None, "fsdp")),
-        ("layers.0.norm.weight", (6,), (None,)),
-        ("layers.0.other.weight", (8, 16), (None, "fsdp")),
-        ("layers.0.sinks", (8,), ("tensor",)),
-        ("layers.0.experts.gate_up", (6, 64, 32), (None, "tensor", "fsdp")),
-        ("layers.0.experts.down", (6, 32, 64), (None, "fsdp", "tensor")),
-        # adapters: B has the output dimension split by colwise layers, A the input dimension split by rowwise layers
-        ("layers.0.q.lora_A.default.weight", (4, 32), (None, "fsdp")),
-        ("layers.0.q.lora_B.default.weight", (64, 4), ("tensor", "fsdp")),
-        ("layers.0.o.lora_A.default.weight", (4, 64), ("fsdp", "tensor")),
-        ("layers.0.o.lora_B.default.weight", (32, 4), ("fsdp", None)),
-    ],
-)
+PLACED = [
+    ("layers.0.q.weight", (64, 32), ("tensor", "fsdp")),
+    ("layers.11.q.bias", (64,), ("tensor",)),
+    ("layers.0.o.weight", (32, 64), ("fsdp", "tensor")),
+    ("layers.0.o.bias", (32,), ("fsdp",)),
+    ("layers.0.qkv.weight", (96, 32), ("tensor", "fsdp")),
+    ("layers.0.q.weight", (33, 32), (None, "fsdp")),
+    ("layers.0.norm.weight", (6,), (None,)),
+    ("layers.0.other.weight", (8, 16), (None, "fsdp")),
+    ("layers.0.sinks", (8,), ("tensor",)),
+    ("layers.0.experts.gate_up", (6, 64, 32), (None, "tensor", "fsdp")),
+    ("layers.0.experts.down", (6, 32, 64), (None, "fsdp", "tensor")),
+    # adapters: B has the output dimension split by colwise layers, A the input dimension split by rowwise layers
+    ("layers.0.q.lora_A.default.weight", (4, 32), (None, "fsdp")),
+    ("layers.0.q.lora_B.default.weight", (64, 4), ("tensor", "fsdp")),
+    ("layers.0.o.lora_A.default.weight", (4, 64), ("fsdp", "tensor")),
+    ("layers.0.o.lora_B.default.weight", (32, 4), ("fsdp", None)),
+]
+
+
+@pytest.mark.parametrize(("name", "shape", "axes"), PLACED)
 def test_tensor_axis_is_placed_before_fsdp(name: str, shape: tuple[int, ...], axes: PartitionSpec) -> None:
     plan = Plan(MESH, LAYER)
     assert plan.place(name, shape).axes == axes
@@ -89,16 +89,16 @@ def test_experts_are_split_over_tensor_if_it_divides_them() -> None:
     assert plan.place("layers.0.experts.gate_up", (7, 64, 32)).axes == (None, "tensor", "fsdp")
 
 
-@pytest.mark.parametrize(
-    ("mesh", "shape", "axes"),
-    [
-        (MeshShape(fsdp=8), (1000, 64), (None, "fsdp")),
-        (MeshShape(tensor=8), (1000, 64), (None, "tensor")),
-        (MeshShape(data=2, fsdp=2, tensor=2), (1000, 64), (None, ("tensor", "fsdp"))),
-        (MeshShape(fsdp=8), (1000, 60), ("fsdp", None)),  # 8 does not divide 60
-        (MeshShape(data=8), (1000, 64), (None, None)),
-    ],
-)
+EMBEDDINGS = [
+    (MeshShape(fsdp=8), (1000, 64), (None, "fsdp")),
+    (MeshShape(tensor=8), (1000, 64), (None, "tensor")),
+    (MeshShape(data=2, fsdp=2, tensor=2), (1000, 64), (None, ("tensor", "fsdp"))),
+    (MeshShape(fsdp=8), (1000, 60), ("fsdp", None)),  # 8 does not divide 60
+    (MeshShape(data=8), (1000, 64), (None, None)),
+]
+
+
+@pytest.mark.parametrize(("mesh", "shape", "axes"), EMBEDDINGS)
 def test_embedding_table_is_split_by_features(mesh: MeshShape, shape: tuple[int, int], axes: PartitionSpec) -> None:
     plan = Plan(mesh, {"embed": "embedding_rowwise"}, embeddings={"embed.weight"})
     assert plan.place("embed.weight", shape).axes == plan.place("embed.base_layer.weight", shape).axes == axes
@@ -245,24 +245,24 @@ def test_sharding_plan_uses_names_of_the_bare_model(tmp_path: Path) -> None:
     assert plan.place(adapter, (8, 64)).axes == (None, "fsdp")
 
 
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        # a parameter without a pattern, and a pattern without a parameter
-        ("model.*: auto", "score.weight"),
-        ("q_proj: auto\n'*': auto", "q_proj"),
-        # rules that do not fit the shape
-        ("score.weight: [fsdp, null]\n'*': auto", "'score.weight': [fsdp, null]"),
-        ("score.weight: [fsdp]\n'*': auto", "'score.weight': [fsdp]"),
-        # not a plan
-        ("", "patterns"),
-        ("score.weight: [fsdp", "YAML"),
-        ("score.weight: fsdp", "'score.weight': 'fsdp'"),
-        ("score.weight: [null, expert]", "'score.weight': [None, 'expert']"),
-        ("score.weight: [fsdp, [tensor, fsdp]]", "'score.weight'"),
-        ("score.weight: [1, null]", "'score.weight': [1, None]"),
-    ],
-)
+WRONG_PLANS = [
+    # a parameter without a pattern, and a pattern without a parameter
+    ("model.*: auto", "score.weight"),
+    ("q_proj: auto\n'*': auto", "q_proj"),
+    # rules that do not fit the shape
+    ("score.weight: [fsdp, null]\n'*': auto", "'score.weight': [fsdp, null]"),
+    ("score.weight: [fsdp]\n'*': auto", "'score.weight': [fsdp]"),
+    # not a plan
+    ("", "patterns"),
+    ("score.weight: [fsdp", "YAML"),
+    ("score.weight: fsdp", "'score.weight': 'fsdp'"),
+    ("score.weight: [null, expert]", "'score.weight': [None, 'expert']"),
+    ("score.weight: [fsdp, [tensor, fsdp]]", "'score.weight'"),
+    ("score.weight: [1, null]", "'score.weight': [1, None]"),
+]
+
+
+@pytest.mark.parametrize(("text", "said"), WRONG_PLANS)
 def test_wrong_sharding_plan_is_rejected_by_pattern_and_parameter(tmp_path: Path, text: str, said: str) -> None:
     with pytest.raises(UserError, match=re.escape(said)) as caught:
         given = rules(tmp_path, text)
@@ -278,9 +278,7 @@ counts = st.integers(1, 16)
 
 
 @given(counts, counts, counts, st.integers(1, 4))
-def test_mesh_sizes_multiply_to_the_devices_and_minus_one_is_inferred(
-    within: int, fsdp: int, tensor: int, slices: int
-) -> None:
+def test_mesh_sizes_multiply_to_the_devices_or_are_inferred(within: int, fsdp: int, tensor: int, slices: int) -> None:
     """Slices are the outer part of the data axis."""
     data = slices * within
     devices = data * fsdp * tensor
@@ -301,20 +299,20 @@ def test_mesh_sizes_multiply_to_the_devices_and_minus_one_is_inferred(
     assert parse_mesh(str(shape), devices) == shape
 
 
-@pytest.mark.parametrize(
-    ("spec", "devices", "rule"),
-    [
-        # sizes that do not multiply to the number of devices: the message shows the equation
-        ("data=2,fsdp=3", 8, "8, but are data=2 x fsdp=3 x tensor=1"),
-        ("fsdp=-1,tensor=3", 8, "8, but are data=1 x fsdp=-1 x tensor=3"),
-        ("slices=2,fsdp=-1", 9, "9, but are data=2 x fsdp=-1 x tensor=1"),
-        ("slices=2,data=3,fsdp=2", 6, "data=3 / slices=2"),
-        ("slices=3,data=-1", 8, "data=8 / slices=3"),
-        ("data=-1,fsdp=-1", 8, "8, but are data=-1 x fsdp=-1"),
-        *((spec, 8, "AXIS=SIZE") for spec in ("", "fsdp:8", "fdsp=8", "fsdp=2,fsdp=4", "fsdp=0", "fsdp=2.5")),
-        *((spec, 8, "AXIS=SIZE") for spec in ("fsdp=²", "slices=-1")),
-    ],
-)
+WRONG_MESHES = [
+    # sizes that do not multiply to the number of devices: the message shows the equation
+    ("data=2,fsdp=3", 8, "8, but are data=2 x fsdp=3 x tensor=1"),
+    ("fsdp=-1,tensor=3", 8, "8, but are data=1 x fsdp=-1 x tensor=3"),
+    ("slices=2,fsdp=-1", 9, "9, but are data=2 x fsdp=-1 x tensor=1"),
+    ("slices=2,data=3,fsdp=2", 6, "data=3 / slices=2"),
+    ("slices=3,data=-1", 8, "data=8 / slices=3"),
+    ("data=-1,fsdp=-1", 8, "8, but are data=-1 x fsdp=-1"),
+    *((spec, 8, "AXIS=SIZE") for spec in ("", "fsdp:8", "fdsp=8", "fsdp=2,fsdp=4", "fsdp=0", "fsdp=2.5")),
+    *((spec, 8, "AXIS=SIZE") for spec in ("fsdp=²", "slices=-1")),
+]
+
+
+@pytest.mark.parametrize(("spec", "devices", "rule"), WRONG_MESHES)
 def test_wrong_mesh_is_rejected_with_its_text(spec: str, devices: int, rule: str) -> None:
     with pytest.raises(UserError, match=re.escape(rule)) as caught:
         parse_mesh(spec, devices)

@@ -92,14 +92,14 @@ def test_stacked_model_holds_weights_once_and_names_them_by_layer() -> None:
     assert all(torch.equal(found[name], tensor) for name, tensor in before.items())
 
 
-@pytest.mark.parametrize(
-    ("make_optimizer", "named"),
-    [
-        (lambda model: torch.optim.SGD([{"params": layer.parameters()} for layer in model.model.layers]), "group"),
-        (lambda model: torch.optim.SGD(model.model.layers[-1].parameters()), "not at all"),
-        (lambda model: Adafactor(model.parameters()), "Adafactor"),
-    ],
-)
+OPTIMIZERS = [
+    (lambda model: torch.optim.SGD([{"params": layer.parameters()} for layer in model.model.layers]), "group"),
+    (lambda model: torch.optim.SGD(model.model.layers[-1].parameters()), "not at all"),
+    (lambda model: Adafactor(model.parameters()), "Adafactor"),
+]
+
+
+@pytest.mark.parametrize(("make_optimizer", "named"), OPTIMIZERS)
 def test_optimizer_with_different_results_on_stacked_layers_is_rejected(make_optimizer: Any, named: str) -> None:
     model = make_model()
     before = {name: parameter.clone() for name, parameter in model.named_parameters()}

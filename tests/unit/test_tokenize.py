@@ -133,9 +133,7 @@ LONG = [  # pair, kept start and kept end of each sequence; None if the truncate
 
 @pytest.mark.parametrize("are_old", [False, True])
 @pytest.mark.parametrize(("mode", "which"), [("keep_start", 1), ("keep_end", 2)])
-def test_long_pairs_are_truncated_together(
-    mode: str, which: int, are_old: bool, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_pairs_are_truncated_together(mode: str, which: int, are_old: bool, caplog: pytest.LogCaptureFixture) -> None:
     """Shared tokens stay shared, and margins stay with their pairs."""
     rows: list[Any] = [dict(zip(Pairs.columns, case[0], strict=True)) | {"margin": at} for at, case in enumerate(LONG)]
     dataset = Dataset.from_list(list(map(old_columns, rows)) if are_old else rows)

@@ -166,22 +166,22 @@ def chunks(size: int) -> Any:
     return lambda row, head, query, key: (key <= query) & (key // size == query // size)
 
 
-@pytest.mark.parametrize(
-    ("rule", "window"),
-    [
-        (causal_mask_function, None),
-        (sliding_window_causal_mask_function(5), 5),
-        (sliding_window_causal_mask_function(1), 1),
-        (sliding_window_causal_mask_function(12), None),  # as wide as the rows: no window
-        (sliding_window_causal_mask_function(11), 11),
-        (sliding_window_causal_mask_function(4000), None),
-        (bidirectional_mask_function, ExpansionImpossible),
-        (or_masks(causal_mask_function, prefix_rule), ExpansionImpossible),
-        (lambda row, head, query, key: key < query, ExpansionImpossible),  # a token does not attend to itself
-        (chunked_causal_mask_function(5, torch.zeros(2)), ExpansionImpossible),  # chunks begin with the text
-        *[(chunks(size), ExpansionImpossible) for size in range(2, 12)],
-    ],
-)
+MASKS = [
+    (causal_mask_function, None),
+    (sliding_window_causal_mask_function(5), 5),
+    (sliding_window_causal_mask_function(1), 1),
+    (sliding_window_causal_mask_function(12), None),  # as wide as the rows: no window
+    (sliding_window_causal_mask_function(11), 11),
+    (sliding_window_causal_mask_function(4000), None),
+    (bidirectional_mask_function, ExpansionImpossible),
+    (or_masks(causal_mask_function, prefix_rule), ExpansionImpossible),
+    (lambda row, head, query, key: key < query, ExpansionImpossible),  # a token does not attend to itself
+    (chunked_causal_mask_function(5, torch.zeros(2)), ExpansionImpossible),  # chunks begin with the text
+    *[(chunks(size), ExpansionImpossible) for size in range(2, 12)],
+]
+
+
+@pytest.mark.parametrize(("rule", "window"), MASKS)
 def test_only_causal_mask_functions_are_expanded(rule: Any, window: Any) -> None:
     if window is ExpansionImpossible:
         with pytest.raises(window):

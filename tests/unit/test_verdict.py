@@ -47,17 +47,17 @@ def test_confidence_interval_equals_scipys(case: tuple[int, int]) -> None:
     assert 0 <= ours.low <= ours.value <= ours.high <= 1
 
 
-@pytest.mark.parametrize(
-    ("right_by_prompt", "items"),
-    [
-        ([[1] * 50, [0] * 50] * 10, 20 * 19 / 20 * 1000 / 999),  # each prompt is one item
-        ([[1], [0], [1], [1]], 4),
-        ([[1, 0]] * 9, 18),  # pairs of a prompt differ more than others: they count as independent
-        ([[1] * 3, [1] * 3, [1] * 3, [1] * 3], 4),  # nothing is known about dependence
-        ([[1, 1, 0, 1]], 1),
-        ([[1, 1, 0], [1], [0, 0], [1, 0, 1, 1, 1]], None),
-    ],
-)
+BY_PROMPT = [
+    ([[1] * 50, [0] * 50] * 10, 20 * 19 / 20 * 1000 / 999),  # each prompt is one item
+    ([[1], [0], [1], [1]], 4),
+    ([[1, 0]] * 9, 18),  # pairs of a prompt differ more than others: they count as independent
+    ([[1] * 3, [1] * 3, [1] * 3, [1] * 3], 4),  # nothing is known about dependence
+    ([[1, 1, 0, 1]], 1),
+    ([[1, 1, 0], [1], [0, 0], [1, 0, 1, 1, 1]], None),
+]
+
+
+@pytest.mark.parametrize(("right_by_prompt", "items"), BY_PROMPT)
 def test_interval_counts_dependent_pairs_of_a_prompt_less(right_by_prompt: list[list[int]], items: Any) -> None:
     """Compare with the sums of the formulas in `share_of`."""
     flat = [right for prompt in right_by_prompt for right in prompt]
@@ -166,15 +166,15 @@ def test_rows_added_in_parts_have_the_verdict_of_all(monkeypatch: pytest.MonkeyP
     assert 0 < sum(sampled.margins.counts) <= 1000
 
 
-@pytest.mark.parametrize(
-    ("margins_N", "longer", "said"),
-    [
-        ([6.0] * 90 + [-6.0] * 10, [1, -1] * 50, ["90.0% (82.6% to 94.5% at 95 %) of 100 pairs"]),
-        ([2.0] * 88 + [-2.0] * 12, [1] * 88 + [-1] * 12, ["88.0%", "favors longer"]),
-        ([0.1, -0.1] * 20, [1, -1, -1, 1] * 10, ["from chance", "calibration error"]),
-        ([0.1] * 8 + [-0.1] * 32, [1, -1] * 20, ["worse than chance"]),
-    ],
-)
+DESCRIBED = [
+    ([6.0] * 90 + [-6.0] * 10, [1, -1] * 50, ["90.0% (82.6% to 94.5% at 95 %) of 100 pairs"]),
+    ([2.0] * 88 + [-2.0] * 12, [1] * 88 + [-1] * 12, ["88.0%", "favors longer"]),
+    ([0.1, -0.1] * 20, [1, -1, -1, 1] * 10, ["from chance", "calibration error"]),
+    ([0.1] * 8 + [-0.1] * 32, [1, -1] * 20, ["worse than chance"]),
+]
+
+
+@pytest.mark.parametrize(("margins_N", "longer", "said"), DESCRIBED)
 def test_sentences_describe_the_numbers(margins_N: list[float], longer: list[int], said: list[str]) -> None:
     lengths_N2 = [(10 + more, 10) for more in longer]
     words = " ".join(sentences_of(evaluate_pairs([(margin, 0) for margin in margins_N], np.array(lengths_N2))))
@@ -256,9 +256,7 @@ def ties_score(rows: list[Answers]) -> float:
         max_size=5,
     )
 )
-def test_ties_score_follows_the_published_rule(
-    questions: list[tuple[float, list[float], list[float], float]],
-) -> None:
+def test_ties_score_follows_the_published_rule(questions: list[tuple[float, list[float], list[float], float]]) -> None:
     """Compare with a second implementation of the paper's rule. The last question has no ref, and is wrong."""
     rows: list[Answers] = [([4.0, 2.0], [3.0], "tied:alone")]
     ref_right, tied_right, soft, hard, beyond = 0, 0, 0, 0, 0.0
@@ -350,17 +348,17 @@ RANKED = {"prompt": "q", "completions": ["a", "b"], "scores": [1, 0], "rewards":
 STEPS = RANKED | {"labels": [1, 0], "step_rewards": [0.3, -0.2]}
 
 
-@pytest.mark.parametrize(
-    ("windows", "of", "count"),
-    [
-        ([[single(0), single(1)]], None, 0),  # without labels
-        ([[single(n, scores=[n]) for n in range(3)]], "scores", 3),
-        ([[single(n, scores=[5.0]) for n in range(3)], [RANKED] * 2], "pairs", 2),
-        ([[RANKED] * 2, [single(n, scores=[5.0]) for n in range(3)]], "pairs", 2),
-        ([[single(n, scores=[0.4 * n]) for n in range(3)] + [single(4, completions=["a", "b"])]], "answers", 3),
-        ([[STEPS]], "steps", 2),
-    ],
-)
+KINDS_OF_ROWS = [
+    ([[single(0), single(1)]], None, 0),  # without labels
+    ([[single(n, scores=[n]) for n in range(3)]], "scores", 3),
+    ([[single(n, scores=[5.0]) for n in range(3)], [RANKED] * 2], "pairs", 2),
+    ([[RANKED] * 2, [single(n, scores=[5.0]) for n in range(3)]], "pairs", 2),
+    ([[single(n, scores=[0.4 * n]) for n in range(3)] + [single(4, completions=["a", "b"])]], "answers", 3),
+    ([[STEPS]], "steps", 2),
+]
+
+
+@pytest.mark.parametrize(("windows", "of", "count"), KINDS_OF_ROWS)
 def test_windows_of_scored_rows_of_several_kinds(windows: list[Any], of: str | None, count: int) -> None:
     evaluation = Evaluation()
     for rows in windows:
@@ -391,18 +389,18 @@ def test_rows_are_grouped_by_subset_or_any_column(tmp_path: Path) -> None:
     assert {name: each.count for name, each in groups.items()} == {"3": 1, "none": 1, "web": 2}
 
 
-@pytest.mark.parametrize(
-    ("file", "text", "name"),
-    [
-        ("scored.jsonl", "", "scored.jsonl"),
-        ("scored.jsonl", '{"reward": 1}\n{\n', "line 2:"),
-        ("scored.jsonl", "[1]\n", "line 1:"),
-        ("scored.jsonl", '{"reward": 1.5, "text": "a"}\n', "reward, text"),
-        ("scored.jsonl", '{"reward_chosen": "high", "reward_rejected": 1}\n', "scored.jsonl .*'high'"),
-        ("scored.jsonl", '{"reward_chosen": 1, "reward_rejected": 2}\n', "'by'"),
-        ("x.parquet", "reward\n1\n", "x.parquet"),
-    ],
-)
+INVALID_ROWS = [
+    ("scored.jsonl", "", "scored.jsonl"),
+    ("scored.jsonl", '{"reward": 1}\n{\n', "line 2:"),
+    ("scored.jsonl", "[1]\n", "line 1:"),
+    ("scored.jsonl", '{"reward": 1.5, "text": "a"}\n', "reward, text"),
+    ("scored.jsonl", '{"reward_chosen": "high", "reward_rejected": 1}\n', "scored.jsonl .*'high'"),
+    ("scored.jsonl", '{"reward_chosen": 1, "reward_rejected": 2}\n', "'by'"),
+    ("x.parquet", "reward\n1\n", "x.parquet"),
+]
+
+
+@pytest.mark.parametrize(("file", "text", "name"), INVALID_ROWS)
 def test_invalid_scored_row_is_named(tmp_path: Path, file: str, text: str, name: str) -> None:
     (tmp_path / file).write_text(text)
     with pytest.raises(UserError, match=name):

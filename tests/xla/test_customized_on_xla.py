@@ -18,18 +18,17 @@ from training import logged, trained
 
 import trl_tpu
 
+MODELS = [
+    "prompt_tuning",  # reads the last column, also if it is padding
+    "dynamic_rope",
+    *(
+        pytest.param(name, marks=pytest.mark.long)
+        for name in ("averaging", "normalized_head", "prefix_tuning", "longrope")
+    ),
+]
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "prompt_tuning",  # reads the last column, also if it is padding
-        "dynamic_rope",
-        *(
-            pytest.param(name, marks=pytest.mark.long)
-            for name in ("averaging", "normalized_head", "prefix_tuning", "longrope")
-        ),
-    ],
-)
+
+@pytest.mark.parametrize("name", MODELS)
 def test_losses_of_customized_models_equal_trls(name: str, tmp_path: Path) -> None:
     process = subprocesses.run("customized_models.py", name, USE_TORCH_XLA="0")
     make = getattr(customized, name)
@@ -67,7 +66,7 @@ def test_optimizer_and_schedule_of_a_subclass_need_no_super(tmp_path: Path) -> N
     assert [each for each in own.optimizer.param_groups if each["capturable"]] == own.optimizer.param_groups
 
 
-def test_hyperparameter_search_trains_trials_as_separate_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_search_trains_trials_as_separate_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found, alone = hyperparameter_search.losses(tmp_path, monkeypatch, afterwards=True)
     assert found == pytest.approx(alone, abs=1e-6)
 

@@ -52,17 +52,15 @@ class PreparedLoader(RewardTrainer):
 
 
 @pytest.mark.eight
-@pytest.mark.parametrize("trainer_class", [RewardTrainer, OwnLoader, PreparedLoader])
-def test_resume_within_an_epoch_has_the_same_losses(
-    trainer_class: type[RewardTrainer], config: Any, model_folder: str, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("kind", [RewardTrainer, OwnLoader, PreparedLoader])
+def test_resume_within_an_epoch_has_the_same_losses(kind: Any, config: Any, model_folder: str, tmp_path: Path) -> None:
     theirs = transformers.trainer.skip_first_batches
     settings: dict[str, Any] = {"num_train_epochs": 1, "logging_steps": 1, "save_strategy": "steps", "save_steps": 2}
-    if trainer_class is not RewardTrainer:  # their loaders plan no shapes: pad to one length for a single program
+    if kind is not RewardTrainer:  # their loaders plan no shapes: pad to one length for a single program
         settings |= {"packing": False, "pad_to_multiple_of": 64}
 
     def of_epoch(resume: str | None = None) -> list[float]:
-        trainer = trainer_class(model_folder, config(**settings), train_dataset=tiny.made_up_pairs(32))
+        trainer = kind(model_folder, config(**settings), train_dataset=tiny.made_up_pairs(32))
         trainer.train(resume_from_checkpoint=resume)
         return losses(trainer)
 

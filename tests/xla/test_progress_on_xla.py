@@ -10,9 +10,7 @@ from trl_tpu import RewardTrainer
 from trl_tpu.data.trl_dict import DataCollatorForPreference
 
 
-def test_progress_bar_names_each_shape_before_its_compilation(
-    config: Any, model_folder: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_progress_bar_names_each_shape_before_its_compilation(config: Any, model_folder: str, capsys: Any) -> None:
     pairs = tiny.made_up_pairs(64)
     args = config(max_steps=4, logging_steps=1, disable_tqdm=False, packing=False, max_shapes=2, eval_strategy="steps")
     args.eval_steps = 3
@@ -29,9 +27,7 @@ def test_progress_bar_names_each_shape_before_its_compilation(
 
 
 @pytest.mark.parametrize("logging_steps", [10, 1])
-def test_unplanned_shapes_draw_a_warning(
-    logging_steps: int, config: Any, model_folder: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_unplanned_shapes_draw_a_warning(logging_steps: int, config: Any, model_folder: str, caplog: Any) -> None:
     """Also if every step is logged, which executes its recorded operations at once."""
     lengths = iter(range(40 + logging_steps, 90, 8))  # shapes that no other test has compiled
 

@@ -34,9 +34,7 @@ class SavingCallback(TrainerCallback):
 
 
 @pytest.fixture(scope="module", params=[None, LORA], ids=["full", "lora"])
-def run(
-    request: pytest.FixtureRequest, model_folder: str, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[RewardTrainer, Path]:
+def run(request: Any, model_folder: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[RewardTrainer, Path]:
     from trl_tpu import RewardConfig, runtime
 
     folder = tmp_path_factory.mktemp("trained")
@@ -97,9 +95,7 @@ def test_trl_checkpoint_is_resumed(model_folder: str, config: Any, tmp_path: Pat
 
 
 @pytest.mark.parametrize("peft", [None, LORA], ids=["model", "adapter"])
-def test_saved_model_gives_the_same_rewards_and_keeps_frozen_weights(
-    config: Any, model_folder: str, tmp_path: Path, peft: Any
-) -> None:
+def test_saved_model_gives_the_same_rewards(config: Any, model_folder: str, tmp_path: Path, peft: Any) -> None:
     args, pairs = config(max_steps=3, logging_steps=3), tiny.made_up_pairs(40)
     trainer = RewardTrainer(model_folder, args, train_dataset=pairs, peft_config=peft)
     runtime = trainer.trl_tpu.runtime

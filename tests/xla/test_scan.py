@@ -89,9 +89,7 @@ def test_later_steps_and_evaluations_compile_nothing(config: Any, model_folder: 
     assert all(isinstance(group["lr"], float) for group in optimizer.param_groups)
 
 
-def test_offloaded_layer_inputs_change_no_loss(
-    config: Any, model_folder: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_offloaded_inputs_change_no_loss(config: Any, model_folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """XLA's CPU devices support no placement in host memory, so the test replaces it with copies."""
     placed: list[int] = []
 

@@ -27,9 +27,7 @@ def rows(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     return pairs
 
 
-def test_rewards_equal_single_conversations_with_one_program_per_length(
-    model_folder: str, rows: list[dict[str, Any]]
-) -> None:
+def test_rewards_equal_single_ones_with_one_program_per_length(model_folder: str, rows: list[dict[str, Any]]) -> None:
     scorer = Scorer(model_folder, tokens_per_pass=256)
     assert scorer.device.type == "xla"
     before = count()

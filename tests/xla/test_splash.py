@@ -27,17 +27,17 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> Any:
     return splash
 
 
-@pytest.mark.parametrize(
-    ("length", "size", "window", "softcap"),
-    [
-        (512, 128, None, None),
-        (200, 64, 7, None),
-        (130, 16, 40, 2.0),
-        (640, 16, None, None),
-        (640, 16, 200, None),
-        (640, 80, 200, 2.0),
-    ],
-)
+SHAPES = [
+    (512, 128, None, None),
+    (200, 64, 7, None),
+    (130, 16, 40, 2.0),
+    (640, 16, None, None),
+    (640, 16, 200, None),
+    (640, 80, 200, 2.0),
+]
+
+
+@pytest.mark.parametrize(("length", "size", "window", "softcap"), SHAPES)
 def test_splash_attention_equals_plain_attention(
     length: int, size: int, window: int | None, softcap: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

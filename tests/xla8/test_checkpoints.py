@@ -25,7 +25,7 @@ SETTINGS |= {"learning_rate": 1e-3, "lr_scheduler_type": "constant", "bf16": Fal
 
 
 @pytest.fixture(scope="module")
-def uninterrupted_run(model_folder: str, tmp_path_factory: pytest.TempPathFactory) -> CountSaves:
+def whole(model_folder: str, tmp_path_factory: pytest.TempPathFactory) -> CountSaves:
     """Return an uninterrupted run on data=2,fsdp=2,tensor=2."""
     from trl_tpu import RewardConfig
 
@@ -38,19 +38,19 @@ def uninterrupted_run(model_folder: str, tmp_path_factory: pytest.TempPathFactor
     return trainer
 
 
-def test_save_compiles_nothing(uninterrupted_run: CountSaves) -> None:
-    assert uninterrupted_run.compiles_of_saves == [0, 0, 0, 0]
+def test_save_compiles_nothing(whole: CountSaves) -> None:
+    assert whole.compiles_of_saves == [0, 0, 0, 0]
 
 
-def test_every_shard_is_written_once(uninterrupted_run: CountSaves) -> None:
+def test_every_shard_is_written_once(whole: CountSaves) -> None:
     """Files hold shards of split weights, and every element exactly once."""
     elements: dict[str, int] = {}
-    files = sorted((Path(uninterrupted_run.args.output_dir) / "checkpoint-2" / "state").iterdir())
+    files = sorted((Path(whole.args.output_dir) / "checkpoint-2" / "state").iterdir())
     for file in files:
         with safe_open(file, framework="pt") as parts:
             for name in parts.keys():  # noqa: SIM118  # not a mapping
                 elements[name] = elements.get(name, 0) + parts.get_tensor(name).numel()
-    parameters = dict(uninterrupted_run.model.named_parameters())
+    parameters = dict(whole.model.named_parameters())
     assert len(files) == 4  # fsdp x tensor; the other half of `data` has copies
     for name, parameter in parameters.items():
         assert elements[f"optimizer.{name}.exp_avg"] == parameter.numel(), name
@@ -60,31 +60,27 @@ def test_every_shard_is_written_once(uninterrupted_run: CountSaves) -> None:
         assert parts.get_tensor(f"optimizer.{largest}.exp_avg").numel() == parameters[largest].numel() // 4
 
 
-def test_same_mesh_resumes_bitwise_in_the_same_layout(
-    uninterrupted_run: CountSaves, model_folder: str, config: Any
-) -> None:
+def test_same_mesh_resumes_bitwise_in_the_same_layout(whole: CountSaves, model_folder: str, config: Any) -> None:
     args = config(mesh=MESH, **SETTINGS | {"per_device_train_batch_size": 2})
     trainer = RewardTrainer(model_folder, args, train_dataset=tiny.made_up_pairs(39))
-    trainer.train(resume_from_checkpoint=f"{uninterrupted_run.args.output_dir}/checkpoint-4")
-    assert differing(uninterrupted_run, trainer) == []
-    assert logged(trainer) == logged(uninterrupted_run)
-    layouts = [_layouts(each) for each in (uninterrupted_run, trainer)]
+    trainer.train(resume_from_checkpoint=f"{whole.args.output_dir}/checkpoint-4")
+    assert differing(whole, trainer) == []
+    assert logged(trainer) == logged(whole)
+    layouts = [_layouts(each) for each in (whole, trainer)]
     assert layouts[0] == layouts[1]
 
 
 @pytest.mark.parametrize("mesh", [pytest.param("fsdp=4", marks=pytest.mark.long), "fsdp=2,tensor=2", None], ids=str)
-def test_other_meshes_and_plain_torch_resume_up_to_rounding(
-    uninterrupted_run: CountSaves, model_folder: str, tmp_path: Path, mesh: str | None
-) -> None:
+def test_other_meshes_resume_up_to_rounding(whole: CountSaves, model_folder: str, tmp_path: Path, mesh: Any) -> None:
     """Losses of about 0.5 differ by at most 1e-5: sums have another order over four steps of Adam."""
-    resume = {"output_dir": str(tmp_path), "resume": f"{uninterrupted_run.args.output_dir}/checkpoint-4"}
+    resume = {"output_dir": str(tmp_path), "resume": f"{whole.args.output_dir}/checkpoint-4"}
     environment = {"CPU_NUM_DEVICES": "4"} if mesh else {"USE_TORCH_XLA": "0"}
     settings = json.dumps(SETTINGS | resume | {"mesh": mesh})
     subprocesses.run("saved_ranks.py", model_folder, settings, **environment)
     logs = json.loads((tmp_path / "checkpoint-8" / "trainer_state.json").read_text())["log_history"]
-    for ours, theirs in zip(logged(uninterrupted_run), map(untimed, logs), strict=True):
+    for ours, theirs in zip(logged(whole), map(untimed, logs), strict=True):
         assert theirs == pytest.approx(ours, abs=1e-5, rel=1e-4), ours["step"]
-    weights = to_host(dict(uninterrupted_run.model.named_parameters()), uninterrupted_run.trl_tpu.runtime)
+    weights = to_host(dict(whole.model.named_parameters()), whole.trl_tpu.runtime)
     for name, weight in load_file(tmp_path / "model.safetensors").items():
         expected = weights[name].double().abs().sum().item()
         assert weight.double().abs().sum().item() == pytest.approx(expected, rel=1e-4), name
@@ -99,11 +95,11 @@ sys.exit(main(["export", *sys.argv[1:]]))
 """
 
 
-def test_saves_from_the_devices_and_from_shards_equal_the_model(uninterrupted_run: CountSaves, tmp_path: Path) -> None:
+def test_saves_from_the_devices_and_from_shards_equal_the_model(whole: CountSaves, tmp_path: Path) -> None:
     """The second is an export without torch_xla of a state as several hosts write it."""
-    model, runtime = uninterrupted_run.model, uninterrupted_run.trl_tpu.runtime
+    model, runtime = whole.model, whole.trl_tpu.runtime
     before = runtime.compile_count()
-    uninterrupted_run.save_model(str(tmp_path / "live"))
+    whole.save_model(str(tmp_path / "live"))
     assert runtime.compile_count() == before
     expected = gather_full_weights(model, runtime, keeps=True)
     found = AutoModelForSequenceClassification.from_pretrained(tmp_path / "live", num_labels=1).state_dict()

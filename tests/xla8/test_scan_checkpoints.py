@@ -54,9 +54,7 @@ def test_save_compiles_nothing(runs: dict[bool, CountSaves]) -> None:
 
 
 @pytest.mark.parametrize("scan", [True, False])
-def test_scanned_and_unscanned_runs_resume_each_other(
-    runs: dict[bool, CountSaves], config: Any, model_folder: str, scan: bool
-) -> None:
+def test_scanned_and_unscanned_runs_resume_each_other(runs: Any, config: Any, model_folder: str, scan: bool) -> None:
     """Resumes are bitwise from the same kind of run.
 
     From the other kind, weights of about 1 differ by at most 1e-5: sums have another order over two steps of Adam.

@@ -108,8 +108,8 @@ def test_streamed_weights_equal_transformers(checkpoint: str, config: Any, caplo
         assert [shard.data.numel() for shard in shards] == [parameter.numel() // parts] * 8, name
 
 
-def test_enlarged_embeddings_equal_those_of_an_unstreamed_model(
-    checkpoint: str, tokenizer: PreTrainedTokenizerFast, config: Any, tmp_path: Path
+def test_enlarged_embeddings_equal_unstreamed_ones(
+    checkpoint: str, tokenizer: Any, config: Any, tmp_path: Any
 ) -> None:
     source = copy.deepcopy(tokenizer)
     source.add_tokens(["<|turn|>", "<|over|>"], special_tokens=True)
