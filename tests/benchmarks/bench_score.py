@@ -77,17 +77,13 @@ def tokens_ratio(scorer: Scorer, rows: list[dict[str, Any]]) -> float:
     """Return our number of computed tokens, padding included, relative to that of the plain loop."""
     ids = [scorer.tokenizer(batch)["input_ids"] for batch in dialogues(scorer.tokenizer, rows)]
     plain = sum(len(batch) * max(map(len, batch)) for batch in ids)
-    parts = (
-        part for _, batch in scorer.batches([np.array(each) for batch in ids for each in batch]) for part in batch
-    )
+    parts = (part for _, batch in scorer.batches([np.array(row) for batch in ids for row in batch]) for part in batch)
     return sum(part.input_ids_RL.numel() for part in parts) / plain
 
 
 def ours(scorer: Scorer, rows: list[dict[str, Any]]) -> list[float]:
     scored = trl_tpu.score(scorer, rows)
-    return [
-        reward for row in scored for reward in row.get("rewards") or (row["reward_chosen"], row["reward_rejected"])
-    ]
+    return [each for row in scored for each in row.get("rewards") or (row["reward_chosen"], row["reward_rejected"])]
 
 
 def compare(size: str, data: str) -> None:

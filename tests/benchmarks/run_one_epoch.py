@@ -111,10 +111,7 @@ def main(options: argparse.Namespace) -> None:
     name = Path(options.model).name if options.model else harness.SMOLLM2
     _, held_out = split(options)
     scored = list(trl_tpu.score(model, held_out))
-    rows = [
-        row("-", SHORTER, map(shorter_wins, scored), options, {}),
-        row(name, "untrained", scored, options, {}),
-    ]
+    rows = [row("-", SHORTER, map(shorter_wins, scored), options, {}), row(name, "untrained", scored, options, {})]
     rate = f"{options.learning_rate:g}, batches of {options.batch}, seed {options.seed}"
     for system, folder in FOLDERS.items():
         file = output / folder / MEASURED

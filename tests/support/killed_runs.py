@@ -183,12 +183,10 @@ def main(folder: Path, wanted: int, settings: dict[str, Any]) -> None:
     print(json.dumps(counts | {"seconds_of_a_run": before + steps}))
 
 
-def report(folder: Path, kills: int, environment: dict[str, str], **settings: Any) -> dict[str, int]:
-    """Run this script in an environment and return the counts it prints."""
-    process = subprocesses.run(
-        "killed_runs.py", str(folder), str(kills), json.dumps(settings), timeout=3000, **environment
-    )
-    return json.loads(process.stdout.splitlines()[-1])
+def report(folder: Path, kills: int, variables: dict[str, str], **settings: Any) -> dict[str, int]:
+    """Run this script with variables of the environment, and return the counts it prints."""
+    done = subprocesses.run("killed_runs.py", str(folder), str(kills), json.dumps(settings), timeout=3000, **variables)
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 if __name__ == "__main__":

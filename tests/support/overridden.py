@@ -70,9 +70,8 @@ def run(package: Any, folder: Path, **settings: Any) -> dict[str, Any]:
 
     def trainer() -> Any:
         args = package.RewardConfig(str(folder), **SETTINGS | settings)
-        return trainer_class(
-            tiny.tiny_model(TOKENIZER), args, train_dataset=PAIRS, eval_dataset=PAIRS, processing_class=TOKENIZER
-        )
+        data = {"train_dataset": PAIRS, "eval_dataset": PAIRS, "processing_class": TOKENIZER}
+        return trainer_class(tiny.tiny_model(TOKENIZER), args, **data)
 
     first, resumed = trainer(), trainer()
     acts: dict[str, Callable[[], Any]] = {
@@ -92,9 +91,7 @@ def run(package: Any, folder: Path, **settings: Any) -> dict[str, Any]:
 
 def not_called(theirs: dict[str, Any], ours: dict[str, Any]) -> set[str]:
     """Return the methods called in a phase with TRL's trainer, but not in that phase with this package's."""
-    return {
-        name for part, names in theirs["called"].items() for name in set(names) - set(ours["called"].get(part, ()))
-    }
+    return {name for part, names in theirs["called"].items() for name in {*names} - {*ours["called"].get(part, ())}}
 
 
 def listed() -> set[str]:

@@ -46,9 +46,8 @@ def tiny_tokenizer(**kwargs: Any) -> PreTrainedTokenizerFast:
 
 def tiny_config(**kwargs: Any) -> Qwen2Config:
     size = {"hidden_size": 8, "num_attention_heads": 2, "num_key_value_heads": 2, "num_hidden_layers": 1}
-    return Qwen2Config(
-        **{"vocab_size": 260, **size, "intermediate_size": 16, "num_labels": 1, "pad_token_id": 0, **kwargs}
-    )
+    size |= {"vocab_size": 260, "intermediate_size": 16, "num_labels": 1, "pad_token_id": 0}
+    return Qwen2Config(**size | kwargs)
 
 
 def tiny_model(**kwargs: Any) -> Qwen2ForSequenceClassification:
@@ -71,9 +70,7 @@ def rows_of_every_format() -> dict[str, list[dict[str, Any]]]:
         ("Sun?", "", "In the sea<|im_end|>"),
     ]
     standard = [{"prompt": q + " ", "chosen": good, "rejected": bad} for q, good, bad in answers]
-    chat = [
-        {"prompt": [user(q)], "chosen": [assistant(good)], "rejected": [assistant(bad)]} for q, good, bad in answers
-    ]
+    chat = [{"prompt": [user(q)], "chosen": [assistant(yes)], "rejected": [assistant(no)]} for q, yes, no in answers]
 
     def implicit(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         return [{key: row["prompt"] + row[key] for key in ("chosen", "rejected")} for row in rows]
@@ -86,9 +83,7 @@ def rows_of_every_format() -> dict[str, list[dict[str, Any]]]:
         "tools as a list": [{**row, "tools": TOOLS} for row in chat],
         "tools as JSON": [{**row, "tools": json.dumps(TOOLS)} for row in implicit(chat)],
         "no tools in one row": [{**row, "tools": TOOLS if i else None} for i, row in enumerate(chat)],
-        "chat_template_kwargs": [
-            {**row, "chat_template_kwargs": {"shout": "AB"[i % 2]}} for i, row in enumerate(chat)
-        ],
+        "chat_template_kwargs": [row | {"chat_template_kwargs": {"shout": "AB"[i % 2]}} for i, row in enumerate(chat)],
     }
     return {name: [{**row, "margin": i / 2} for i, row in enumerate(rows)] for name, rows in formats.items()}
 

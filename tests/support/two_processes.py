@@ -108,12 +108,10 @@ def after_a_time_limit(model: str, out: Path, told: bool) -> str:
     return "stopped by " + str(trainer.stopped_by)
 
 
-def make_trainer(model: str, folder: Path | str, *callbacks: TrainerCallback, **settings: Any) -> RewardTrainer:
+def make_trainer(model: str, folder: Path | str, *added: TrainerCallback, **settings: Any) -> RewardTrainer:
     pairs = tiny.made_up_pairs(64)
     args = RewardConfig(str(folder), **SETTINGS | settings)
-    return RewardTrainer(
-        model, args, train_dataset=pairs, eval_dataset=pairs.select(range(16)), callbacks=list(callbacks)
-    )
+    return RewardTrainer(model, args, train_dataset=pairs, eval_dataset=pairs.select(range(16)), callbacks=[*added])
 
 
 def check_a_stop_where_nothing_is_due(model: str, folder: Path, told: bool) -> None:

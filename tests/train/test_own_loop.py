@@ -123,9 +123,8 @@ def test_every_setting_is_read_rejected_or_left_to_the_loop(tmp_path: Path) -> N
         with pytest.raises(UserError, match=f"^{name}=.* impossible without RewardTrainer's loop"):
             TrainState("no model is loaded", args, pairs)
     with pytest.raises(ImportError, match="liger"):  # not installed, but asked for
-        TrainState(
-            tiny.tiny_model(tokenizer), RewardConfig(str(tmp_path), use_liger_kernel=True), pairs, pairs, tokenizer
-        )
+        args = RewardConfig(str(tmp_path), use_liger_kernel=True)
+        TrainState(tiny.tiny_model(tokenizer), args, pairs, pairs, tokenizer)
     every_setting.Recording.read.clear()
     settings = QUIET | {"max_steps": 1, "per_device_train_batch_size": 4, "per_device_eval_batch_size": 4}
     args = every_setting.Recording(str(tmp_path), **settings)

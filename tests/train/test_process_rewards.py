@@ -139,9 +139,7 @@ def test_solutions_without_labels_are_ignored(make: Make, model: str) -> None:
         trainer = trained(make(rows, packing=packing, max_steps=3))
         assert losses(trainer) == pytest.approx(expected, abs=1e-6)
         logits, labels, _ = trainer.predict(rows)  # a row for each solution, in order
-        assert logits.shape[:2] == labels.shape and [*(labels != -100).any(1)] == [
-            place % 3 != 1 for place in range(12)
-        ]
+        assert logits.shape[:2] == labels.shape and [*(labels != -100).any(1)] == [at % 3 != 1 for at in range(12)]
 
 
 @pytest.mark.parametrize("case", [("Llama", "\n"), ("GPT2", "\n"), ("Llama", " => ")])

@@ -48,15 +48,12 @@ def run_of(
 @pytest.mark.parametrize(("form", "loss"), CASES)
 def test_packed_training_equals_padded(model_folder: str, tmp_path: Path, form: str, loss: dict[str, Any]) -> None:
     kinds = {"padded": RewardTrainer, "tight": RewardTrainer, "micro-batches": FixedRows}
-    runs = [
-        run_of(model_folder, tmp_path, form, kind, packing=name != "padded", **loss) for name, kind in kinds.items()
-    ]
+    runs = [run_of(model_folder, tmp_path, form, kind, packing=way != "padded", **loss) for way, kind in kinds.items()]
     padded, *others = (
         [*(untimed(log) for log in run.state.log_history if "loss" in log), untimed(run.evaluate())] for run in runs
     )
-    of_padded, *predicted = (
-        run.predict(LABEL_FORMATS[form].rows(34).select(range(30, 34))).predictions for run in runs
-    )
+    rows = LABEL_FORMATS[form].rows(34).select(range(30, 34))
+    of_padded, *predicted = (run.predict(rows).predictions for run in runs)
     for logs, rewards in zip(others, predicted, strict=True):
         for one, two in zip(padded, logs, strict=True):
             assert two == pytest.approx(one, abs=2e-5)

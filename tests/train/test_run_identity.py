@@ -109,14 +109,13 @@ def test_auto_goes_on_with_other_logs_saves_and_workers(
     assert torch.equal(whole.model.score.weight, resumed.model.score.weight)
 
 
+IA3 = IA3Config(task_type="SEQ_CLS", target_modules=["q_proj"], feedforward_modules=[])
 #: Changes of adapters after which the saved weights would mean something else.
 OTHER_ADAPTERS: dict[str, Callable[[], dict[str, Any]]] = {
     "lora_alpha": lambda: lora(lora_alpha=64),
     "use_rslora": lambda: lora(use_rslora=True),
     "adapters default.r ": lambda: lora(r=8, lora_alpha=32),
-    "peft_type": lambda: {
-        "peft_config": IA3Config(task_type="SEQ_CLS", target_modules=["q_proj"], feedforward_modules=[])
-    },
+    "peft_type": lambda: {"peft_config": IA3},
     "alpha_pattern": lambda: lora(alpha_pattern={"q_proj": 2}),
 }
 

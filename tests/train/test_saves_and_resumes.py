@@ -266,16 +266,14 @@ def test_damaged_best_model_is_not_loaded(how: str, runs: Runs) -> None:
 def test_best_adapters_of_model_only_saves_are_loaded(runs: Runs, caplog: pytest.LogCaptureFixture) -> None:
     """Resuming from such a checkpoint logs what is missing."""
     lora = LoraConfig(task_type="SEQ_CLS", r=2, target_modules="all-linear")
-    without: Any = {"peft_config": lora, "save_only_model": True}
-    trainer, last = runs.train(**without, **BEST | {"save_total_limit": None}), runs.folder / "checkpoint-6"
+    bare: Any = {"peft_config": lora, "save_only_model": True}
+    trainer, last = runs.train(**bare, **BEST | {"save_total_limit": None}), runs.folder / "checkpoint-6"
     assert trainer.trl_tpu.best_model_lost is None
     best = load_file(runs.folder / "checkpoint-2" / "adapter_model.safetensors")
     own = {name: weight for name, weight in trainer.model.state_dict().items() if "lora_B" in name}
     assert own and all(torch.equal(best[name.replace(".default", "")], weight.cpu()) for name, weight in own.items())
     assert (last / "adapter_model.safetensors").is_file() and not (last / "state").exists() and find_faults(last) == []
-    assert (
-        runs.train(**without, max_steps=8, resume=str(last)).state.global_step == 8 and "checkpoint-6" in caplog.text
-    )
+    assert runs.train(**bare, max_steps=8, resume=str(last)).state.global_step == 8 and "checkpoint-6" in caplog.text
 
 
 def test_best_model_of_the_resumed_run_is_preferred(run: RewardTrainer, runs: Runs) -> None:

@@ -33,9 +33,8 @@ def test_losses_equal_the_formula(model_folder: str, tmp_path: Path, loss: str) 
     rows = answers(24).to_list()
     if loss == "regression":  # labels of any range
         rows = [{"prompt": row["prompt"], "completion": row["completion"], "score": 3 * row["label"]} for row in rows]
-    runs = [
-        run_of(model_folder, tmp_path, Dataset.from_list(rows), loss_type=loss, packing=each) for each in (True, False)
-    ]
+    data = Dataset.from_list(rows)
+    runs = [run_of(model_folder, tmp_path, data, loss_type=loss, packing=each) for each in (True, False)]
     for one, two in zip(*(run.state.log_history[:-1] for run in runs), strict=True):
         assert untimed(one) == pytest.approx(untimed(two), abs=1e-5)
     model = AutoModelForSequenceClassification.from_pretrained(model_folder, num_labels=1)
@@ -45,9 +44,8 @@ def test_losses_equal_the_formula(model_folder: str, tmp_path: Path, loss: str) 
         expected = (first - labels).square().mean()
     else:
         expected = torch.nn.functional.binary_cross_entropy_with_logits(first, labels)
-        assert runs[0].state.log_history[0]["accuracy"] == pytest.approx(
-            ((first > 0) == (labels > 0.5)).float().mean()
-        )
+        right = ((first > 0) == (labels > 0.5)).float().mean()
+        assert runs[0].state.log_history[0]["accuracy"] == pytest.approx(right)
     assert losses(runs[0])[0] == pytest.approx(expected.item(), abs=1e-6)
 
 

@@ -86,10 +86,8 @@ def test_last_checkpoint_is_kept_with_the_best(model: str, tmp_path: Path, monke
     settings: dict[str, Any] = {"load_best_model_at_end": True, "metric_for_best_model": "mean_reward"}
     settings |= {"eval_strategy": "steps", "save_strategy": "steps", "eval_steps": 1, "save_steps": 1}
     settings |= {"greater_is_better": False, "learning_rate": 0.0}  # the first checkpoint stays the best
-    limits = {"training_time_limit": "1h", "save_total_limit": 1}
-    trainer = make_trainer(
-        model, tmp_path, At("on_step_begin", 4, advance_clock(monkeypatch, 3601)), **settings, **limits
-    )
+    settings |= {"training_time_limit": "1h", "save_total_limit": 1}
+    trainer = make_trainer(model, tmp_path, At("on_step_begin", 4, advance_clock(monkeypatch, 3601)), **settings)
     trainer.train()
     assert trainer.state.best_model_checkpoint == str(tmp_path / "checkpoint-1")
     assert sorted(folder.name for folder in tmp_path.glob("checkpoint-*")) == ["checkpoint-1", "checkpoint-5"]

@@ -48,16 +48,12 @@ DIFFERENCES: dict[str, dict[str, str]] = {
         "ModelConfig's ours alone: torch_dtype": "the name of `dtype` up to TRL 0.23",
         f"DatasetMixtureConfig's {_DATASETS}": "each package has its own class",
     },
-    "RewardTrainer's parameters": {
-        "default of model: <class 'inspect._empty'>, ours None": "model_init can be given instead",
-    },
+    "RewardTrainer's parameters": {"default of model: <class 'inspect._empty'>, ours None": "model_init instead"},
     "RewardTrainer's methods": {
         "parameters of training_step: (self, *args, **kwargs), "
-        "ours (self, model, inputs, num_items_in_batch=None)": "as in transformers",
+        "ours (self, model, inputs, num_items_in_batch=None)": "as in transformers"
     },
-    "parameters of the functions": {
-        "get_dataset_column_names ours alone: name": "name of the dataset in error messages"
-    },
+    "parameters of the functions": {"get_dataset_column_names ours alone: name": "the dataset's name in errors"},
 }
 # area -> reason -> names that only this package has
 ADDED: dict[str, dict[str, str]] = {
@@ -141,9 +137,7 @@ def _dataclass_fields(theirs: Any, ours: Any) -> Iterator[str]:
 def _parameters(theirs: Callable[..., Any], ours: Callable[..., Any]) -> Iterator[str]:
     def parameters(function: Callable[..., Any]) -> dict[str, dict[str, str]]:
         found = inspect.signature(function).parameters
-        return {
-            name: {"default": _format_default(each.default), "kind": str(each.kind)} for name, each in found.items()
-        }
+        return {name: {"default": _format_default(one.default), "kind": str(one.kind)} for name, one in found.items()}
 
     return _differences(parameters(theirs), parameters(ours))
 
@@ -161,10 +155,8 @@ def other_config_fields() -> Iterator[str]:
 
 def trainer_methods() -> Iterator[str]:
     def methods(trainer: type) -> dict[str, dict[str, str]]:
-        found = {name: getattr(trainer, name) for name in dir(trainer) if not name.startswith("_")}
-        return {
-            name: {"parameters": _without_annotations(each)} if callable(each) else {} for name, each in found.items()
-        }
+        own = {name: getattr(trainer, name) for name in dir(trainer) if not name.startswith("_")}
+        return {name: {"parameters": _without_annotations(one)} if callable(one) else {} for name, one in own.items()}
 
     return _differences(methods(trl.RewardTrainer), methods(trl_tpu.RewardTrainer))
 
@@ -202,14 +194,12 @@ AREAS: dict[str, Callable[[], Iterator[str]]] = {
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 @pytest.mark.parametrize("area", AREAS)
 def test_differences_from_trl_equal_the_listed_ones(area: str) -> None:
-    alone = ADDED.get(area, {}).items()
-    intended = DIFFERENCES.get(area, {}) | {
-        f"ours alone: {name}": why for why, names in alone for name in names.split()
-    }
+    own = ADDED.get(area, {}).items()
+    listed = DIFFERENCES.get(area, {}) | {f"ours alone: {name}": why for why, names in own for name in names.split()}
     found = set(AREAS[area]())
-    assert found - intended.keys() == set(), "differences without a reason"
-    assert intended.keys() - found == set(), "listed, but no longer different"
-    assert all(intended.values())
+    assert found - listed.keys() == set(), "differences without a reason"
+    assert listed.keys() - found == set(), "listed, but no longer different"
+    assert all(listed.values())
 
 
 def test_positional_arguments_have_trls_order() -> None:
@@ -260,9 +250,7 @@ def public_names(module: ModuleType) -> set[str]:
         return {name for name in names if not inspect.ismodule(getattr(module, name))}
     assigned = [node.targets[0] for node in ast.parse(inspect.getsource(module)).body if isinstance(node, ast.Assign)]
     names = {node.id for node in assigned if isinstance(node, ast.Name)} - {"logger"}
-    return names | {
-        name for name, each in vars(module).items() if getattr(each, "__module__", None) == module.__name__
-    }
+    return names | {name for name, one in vars(module).items() if getattr(one, "__module__", None) == module.__name__}
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -286,7 +274,7 @@ def test_every_public_trl_name_exists_or_is_listed_in_the_guide() -> None:
             continue
         names = public_names(importlib.import_module(path)) if path in paths else {"RewardConfig"}
         missing += [
-            f"{path}.{name}" for name in names if name[0] != "_" and not (hasattr(own, name) or is_listed(name))
+            f"{path}.{name}" for name in names if not (name[0] == "_" or hasattr(own, name) or is_listed(name))
         ]
     assert missing == []
     assert set(listed) - used == set(), "listed, but not missing"

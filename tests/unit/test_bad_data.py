@@ -33,7 +33,7 @@ TWO = {"prompt": "a", "completions": ["b", "c"]}
 TWO_IDS = {"answer_ids": [[1], [2]]}
 OLD = old_columns(IDS)
 IN_OLD_API, WORDS = {"kinds": [OldPairs(tiny_tokenizer())]}, "chat_template_kwargs"
-ATTRIBUTES = {"kinds": [Rankings(attributes=("helpful", "brief"))]}
+OF_TWO = {"kinds": [Rankings(attributes=("helpful", "brief"))]}
 
 
 class BadRows(NamedTuple):
@@ -98,18 +98,14 @@ RANKINGS = [  # rankings are not read as streams
     BadRows([GOOD], "ranking_top_k=2", settings={"unused_settings": {"pairs": ["ranking_top_k=2"]}.get}),
     BadRows([{**TWO, "scores": {"helpful": [1, 2], "brief": [2, 1]}}], "Row 0 .*`scores`"),
     BadRows([{**TWO_IDS, "grades": [[1.0, 2.0], None]}], "Row 0 .*`grades` "),
-    BadRows([{**TWO, "scores": [1.0, 2.0]}], "Row 0 .*`scores` of 'helpful'", settings=ATTRIBUTES),
-    BadRows(
-        [{**TWO, "scores": {"helpful": [1, 2]}}], r"Row 0 .*`scores` .*attributes=\('helpful'", settings=ATTRIBUTES
-    ),
-    BadRows(
-        [{**TWO, "scores": {"helpful": [1, 2], "brief": [1]}}], "Row 0 .*`scores` of 'brief'", settings=ATTRIBUTES
-    ),
-    BadRows([{**TWO, "scores": {"helpful": [1, math.inf], "brief": None}}], "'helpful' .*inf", settings=ATTRIBUTES),
-    BadRows([{**TWO, "scores": {"helpful": [1, 1], "brief": None}}], "Row 0 .*`scores`", settings=ATTRIBUTES),
-    BadRows([{**TWO_IDS, "grades": [1.0, 2.0]}], "Row 0 .*`grades` of 'helpful'", settings=ATTRIBUTES),
-    BadRows([{**TWO_IDS, "grades": [[1.0, 2.0]]}], "Row 0 .*`grades` .*attributes", settings=ATTRIBUTES),
-    BadRows([GOOD], "Row 0 .*`completions` .*None", TypeError, settings=ATTRIBUTES),
+    BadRows([{**TWO, "scores": [1.0, 2.0]}], "Row 0 .*`scores` of 'helpful'", settings=OF_TWO),
+    BadRows([{**TWO, "scores": {"helpful": [1, 2]}}], r"Row 0 .*`scores` .*attributes=\('helpful'", settings=OF_TWO),
+    BadRows([{**TWO, "scores": {"helpful": [1, 2], "brief": [1]}}], "Row 0 .*`scores` of 'brief'", settings=OF_TWO),
+    BadRows([{**TWO, "scores": {"helpful": [1, math.inf], "brief": None}}], "'helpful' .*inf", settings=OF_TWO),
+    BadRows([{**TWO, "scores": {"helpful": [1, 1], "brief": None}}], "Row 0 .*`scores`", settings=OF_TWO),
+    BadRows([{**TWO_IDS, "grades": [1.0, 2.0]}], "Row 0 .*`grades` of 'helpful'", settings=OF_TWO),
+    BadRows([{**TWO_IDS, "grades": [[1.0, 2.0]]}], "Row 0 .*`grades` .*attributes", settings=OF_TWO),
+    BadRows([GOOD], "Row 0 .*`completions` .*None", TypeError, settings=OF_TWO),
     BadRows(
         [GOOD | {"chosen": "a" * 30}, GOOD | {"rejected": "b" * 20}], "max_length=8 .*21", settings={"max_length": 8}
     ),

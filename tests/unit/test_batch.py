@@ -271,12 +271,9 @@ def test_batch_keys_return_trls_tensors(kind: str) -> None:
         batch["labels"]
 
 
-@pytest.mark.parametrize("layout", ["unpadded", "planned"])
-def test_process_without_rows_gets_an_empty_batch(layout: str) -> None:
-    collate = BatchCollator(
-        unpadded if layout == "unpadded" else partial(pack, plan=PLAN), UNUSED, part=Part(MOST, 1, 2)
-    )
-    batch = collate(EXAMPLES)
+@pytest.mark.parametrize("pack_rows", [unpadded, partial(pack, plan=PLAN)], ids=["unpadded", "planned"])
+def test_process_without_rows_gets_an_empty_batch(pack_rows: Any) -> None:
+    batch = BatchCollator(pack_rows, UNUSED, part=Part(MOST, 1, 2))(EXAMPLES)
     assert batch["input_ids"].shape == batch["attention_mask"].shape == (0, 0)
     assert not batch.table.weight_C.any() and not batch.present_P().any()
     with pytest.raises(KeyError, match="Its keys are input_ids and attention_mask"):

@@ -34,10 +34,8 @@ def rewards_of(folder: Path | str, dialogues: Sequence[Any]) -> list[float | Non
 def test_help_names_the_commands_and_imports_nothing_heavy() -> None:
     heavy = {"torch", "torch_xla", "transformers", "datasets", "jax", "trl"}
     code = f"import sys; from trl_tpu.cli import main; main([]); print({heavy} & set(sys.modules))"
-    shown = subprocesses.run_without_server("-c", code)
-    assert shown.splitlines()[-1] == "set()" and all(
-        re.search(rf"^    {name}\s", shown, re.M) for name in cli.COMMANDS
-    )
+    said = subprocesses.run_without_server("-c", code)
+    assert said.splitlines()[-1] == "set()" and all(re.search(rf"^    {name}\s", said, re.M) for name in cli.COMMANDS)
 
 
 def test_help_shows_main_flags_and_help_all_shows_every_flag(capsys: pytest.CaptureFixture[str]) -> None:

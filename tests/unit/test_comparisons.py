@@ -115,9 +115,7 @@ def test_each_step_is_compared_with_zero_and_counts_once(some: list[Ranking]) ->
 def instruct_gpt(each: Ranking, scale: float = 0, smoothing: float = 0, center: float = 0) -> Any:
     """https://arxiv.org/abs/2203.02155, eq. 1, with Llama 2's margins: the mean over the comparisons of a prompt."""
     compared = [(r, s, a - b) for (r, a), (s, b) in permutations(each, 2) if a > b]
-    return mean(
-        [cross_entropy(1 - smoothing, r - s - scale * better) + center * (r + s) ** 2 for r, s, better in compared]
-    )
+    return mean([cross_entropy(1 - smoothing, r - s - scale * by) + center * (r + s) ** 2 for r, s, by in compared])
 
 
 def plackett_luce(each: Ranking, top_k: int) -> Any:

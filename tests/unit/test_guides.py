@@ -136,9 +136,7 @@ def texts_in_source(package: Path) -> list[str]:
             if isinstance(node, ast.Constant) and isinstance(node.value, str):
                 texts.append(re.sub(r"%[sd]|%\.\d+f", "...", node.value))
             elif isinstance(node, ast.JoinedStr):
-                texts.append(
-                    "".join(str(part.value) if isinstance(part, ast.Constant) else "..." for part in node.values)
-                )
+                texts += ["".join(str(one.value) if isinstance(one, ast.Constant) else "..." for one in node.values)]
     return texts
 
 

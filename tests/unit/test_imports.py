@@ -32,9 +32,7 @@ def imports_of(module: str, *, when_imported: bool = False) -> set[str]:
         elif isinstance(node, ast.ImportFrom):
             parents = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
             source = ".".join([*parents, *([node.module] if node.module else [])])
-            names |= {
-                f"{source}.{alias.name}" if f"{source}.{alias.name}" in MODULES else source for alias in node.names
-            }
+            names |= {f"{source}.{each.name}" if f"{source}.{each.name}" in MODULES else source for each in node.names}
     return names
 
 
@@ -119,9 +117,7 @@ BELOW = {
     "training": {
         "checkpoint", "compat", "config", "data", "evaluation", "modeling", "packing", "parallel", "report", "runtime",
     },
-    "trainer": {
-        "compat", "config", "data", "evaluation", "modeling", "packing", "report", "runtime", "training",
-    },
+    "trainer": {"compat", "config", "data", "evaluation", "modeling", "packing", "report", "runtime", "training"},
     "experimental": {"config", "data", "modeling", "runtime", "trainer"},
     "plan": {"config", "data", "experimental", "modeling", "packing", "parallel", "runtime", "trainer", "training"},
     "scripts": {

@@ -391,9 +391,8 @@ def test_cloning_a_chat_template_equals_trls(source_tokenizer: str, multiple: in
     assert len(tokenizer.get_vocab()) == model.get_input_embeddings().num_embeddings
     assert same_weights(model.state_dict(), their_model.state_dict())
     # planned models have no weights, so new embeddings are not set to the mean of the old ones
-    bare = load.clone_chat_template(
-        model_without_weights(tiny_config(), "float32"), tiny_tokenizer(), source_tokenizer, multiple
-    )[0]
+    planned = model_without_weights(tiny_config(), "float32")
+    bare, *_ = load.clone_chat_template(planned, tiny_tokenizer(), source_tokenizer, multiple)
     shapes = {name: ("meta", parameter.shape) for name, parameter in model.named_parameters()}
     assert {name: (each.device.type, each.shape) for name, each in bare.named_parameters()} == shapes
     assert bare.config.vocab_size == model.config.vocab_size

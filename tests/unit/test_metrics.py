@@ -26,9 +26,8 @@ CPU = torch.device("cpu")
 # multiples of 1/4 sum exactly in float32, so any difference is a bug
 reward = st.integers(-40, 40).map(lambda number: number / 4)
 ONE_PAIR = compare(pairs_of(1), ComparisonRule()).map_tensors(torch.from_numpy)
-batches = st.lists(
-    st.lists(st.tuples(reward, reward, st.booleans()), min_size=1, max_size=6), min_size=1, max_size=4
-)  # pairs of batches
+pairs = st.lists(st.tuples(reward, reward, st.booleans()), min_size=1, max_size=6)
+batches = st.lists(pairs, min_size=1, max_size=4)
 
 
 def new_metrics(index: int = 0, count: int = 1, **settings: Any) -> StepStatistics:

@@ -42,9 +42,8 @@ def test_notebook_trains_an_accurate_model_with_the_stored_outputs(stored: Noteb
     pairs = re.findall(r"([-\d.]+) with trl_tpu, ([-\d.]+) with transformers", texts(cells["transformers"])[0])
     assert len(pairs) == 2
     assert all(float(ours) == pytest.approx(float(theirs), abs=2e-4) for ours, theirs in pairs)
-    assert {cell.id: kinds(cell) for cell in guide_notebook.code_cells(stored)} == {
-        name: kinds(cell) for name, cell in cells.items()
-    }
+    new = {name: kinds(cell) for name, cell in cells.items()}
+    assert {cell.id: kinds(cell) for cell in guide_notebook.code_cells(stored)} == new
 
 
 def test_stored_outputs_are_clean(stored: NotebookNode) -> None:

@@ -133,12 +133,9 @@ def test_yaml_and_remaining_words_are_read_as_by_trl_or_named(tmp_path: Path) ->
     words = config_file(tmp_path, yaml)
     assert len(TrlParser(Arguments).parse_args_and_config(words, fail_with_unknown_args=False)) == 1
     for separate in (False, True):
-        ours, theirs = (
-            kind(Arguments).parse_args_and_config(
-                [*words, "--more", "3"], return_remaining_strings=True, separate_remaining_strings=separate
-            )
-            for kind in (TrlParser, ReferenceParser)
-        )
+        how = {"return_remaining_strings": True, "separate_remaining_strings": separate}
+        kinds = (TrlParser, ReferenceParser)
+        ours, theirs = (kind(Arguments).parse_args_and_config([*words, "--more", "3"], **how) for kind in kinds)
         assert ours == theirs
 
 

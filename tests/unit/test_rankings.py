@@ -121,13 +121,8 @@ def test_grades_are_ordered_in_float64(graded: dict[str, Any]) -> None:
     (prepared,) = prepare([row], kinds=[Rankings(may_tie=True)])
     assert prepared["grades"] == grade_K.tolist()
     table = ComparisonRule(answers=len(values), margin_scale=0.1, kind=Rankings()).table([prepared])
-    compared = {
-        (better, worse): margin
-        for better, worse, margin, weight in zip(
-            table.better_C.tolist(), table.worse_C.tolist(), table.margin_C, table.weight_C, strict=True
-        )
-        if weight
-    }
+    columns = (table.better_C.tolist(), table.worse_C.tolist(), table.margin_C, table.weight_C)
+    compared = {(better, worse): margin for better, worse, margin, weight in zip(*columns, strict=True) if weight}
     margins = {(a, b): 0.1 * (x - y) for (a, x), (b, y) in permutations(enumerate(grade_K), 2) if x > y}
     assert compared == {key: np.float32(margin) for key, margin in margins.items()}
     rounded_K = table.grade_SA[:, 0]  # of listwise losses and evaluations: on the device, so float32

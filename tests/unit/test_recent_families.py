@@ -49,9 +49,7 @@ def exact_model(family: str, way: str = "plain") -> Any:
     for parameter in model.parameters():
         parameter.data.add_(torch.randn_like(parameter) * 0.1)
     if "LoRA" in way:
-        layers = [
-            name for name, module in model.named_modules() if isinstance(module, nn.Linear) and "layers.0" in name
-        ]
+        layers = [name for name, each in model.named_modules() if isinstance(each, nn.Linear) and "layers.0" in name]
         config = peft.LoraConfig(task_type="SEQ_CLS", r=2, target_modules=layers, init_lora_weights=False)
         model = peft.get_peft_model(model, config).double()
         model.enable_input_require_grads()

@@ -225,9 +225,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 def save(folder: Path, family: str = "llama") -> Path:
     sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_labels": 1, "initializer_range": 0.3}
-    config = AutoConfig.for_model(
-        family, vocab_size=len(TOKENIZER), pad_token_id=TOKENIZER.pad_token_id, **sizes | FAMILIES[family]
-    )
+    sizes |= {"vocab_size": len(TOKENIZER), "pad_token_id": TOKENIZER.pad_token_id}
+    config = AutoConfig.for_model(family, **sizes | FAMILIES[family])
     torch.manual_seed(0)
     AutoModelForSequenceClassification.from_config(config).save_pretrained(folder)
     TOKENIZER.save_pretrained(folder)
@@ -399,9 +398,8 @@ def test_nan_reward_does_not_spread_to_other_rows(tmp_path: Path) -> None:
 
 def test_bfloat16_scores_are_close_and_stored_in_float32(model: Path) -> None:
     texts = [row["prompt"] + row["chosen"] for row in PAIRS]
-    exact, near = (
-        np.array([row["reward"] for row in trl_tpu.score(str(model), texts, bf16=bf16)]) for bf16 in (False, True)
-    )
+    scored = (trl_tpu.score(str(model), texts, bf16=bf16) for bf16 in (False, True))
+    exact, near = (np.array([row["reward"] for row in rows]) for rows in scored)
     assert 1e-5 < np.abs(exact - near).max() < 0.1 * np.abs(exact).max()
     assert (near != torch.tensor(near).bfloat16().double().numpy()).any()
 

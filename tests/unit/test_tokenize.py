@@ -173,11 +173,9 @@ def trl_0_23(dataset: Dataset, tokenizer: Any) -> list[list[list[int]]]:
 )
 def test_old_columns_equal_those_of_trl_0_23(form: str, caplog: pytest.LogCaptureFixture) -> None:
     rows = [{**row, "margin": [row["margin"]]} for row in FORMS[form][:2]]
-    dataset, tokenizer = Dataset.from_list(rows), tiny_tokenizer()
-    prepared, streamed = (
-        prepare(each, kinds=[OldPairs(tokenizer)]) for each in (dataset, dataset.to_iterable_dataset())
-    )
-    assert pairs_in(prepared) == trl_0_23(dataset, tokenizer)
+    data, tokenizer = Dataset.from_list(rows), tiny_tokenizer()
+    prepared, streamed = (prepare(each, kinds=[OldPairs(tokenizer)]) for each in (data, data.to_iterable_dataset()))
+    assert pairs_in(prepared) == trl_0_23(data, tokenizer)
     assert prepared["margin"][:] == [row["margin"] for row in FORMS[form][:2]]
     assert list(streamed) == list(prepared)
     assert ("`prompt`" in caplog.text) == ("implicit" not in form)  # an explicit prompt is dropped with a warning

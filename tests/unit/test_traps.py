@@ -223,10 +223,7 @@ def test_arrow_nulls_in_tools_and_calls_are_not_rendered() -> None:
     calls = [function("f", arguments={"x": 1}), function("g", arguments={"y": {"deep": "s"}}), function("h")]
     tool_message = {"role": "tool", "name": "f", "content": "1"}
     rows = [
-        {
-            "chosen": [user("q"), assistant("") | {"tool_calls": [call]}, tool_message, YES],
-            "rejected": [user("q"), NO],
-        }
+        {"chosen": [user("q"), assistant("") | {"tool_calls": [call]}, tool_message, YES], "rejected": [user("q"), NO]}
         | {"tools": tools[place:]}
         for place, call in enumerate(calls)
     ]

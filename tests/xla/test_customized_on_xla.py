@@ -18,6 +18,7 @@ from training import logged, trained
 
 import trl_tpu
 
+DATA = {"train_dataset": customized.PAIRS, "processing_class": customized.TOKENIZER}
 MODELS = [
     "prompt_tuning",  # reads the last column, also if it is padding
     "dynamic_rope",
@@ -42,8 +43,7 @@ def test_loss_copied_from_trl_trains(tmp_path: Path) -> None:
         compute_loss: Any = trl.RewardTrainer.compute_loss
 
     args = trl_tpu.RewardConfig(str(tmp_path), **customized.SETTINGS | {"max_steps": 2, "max_shapes": 1})
-    data = {"train_dataset": customized.PAIRS, "processing_class": customized.TOKENIZER}
-    theirs, ours = (trained(each(customized.plain(), args, **data)) for each in (Pasted, trl_tpu.RewardTrainer))
+    theirs, ours = (trained(each(customized.plain(), args, **DATA)) for each in (Pasted, trl_tpu.RewardTrainer))
     for pasted, own in zip(logged(theirs), logged(ours), strict=True):
         for name in ("loss", "num_tokens", "accuracy", "margin", "max_reward"):
             assert pasted[name] == pytest.approx(own[name], abs=1e-5), name
@@ -60,8 +60,7 @@ def test_optimizer_and_schedule_of_a_subclass_need_no_super(tmp_path: Path) -> N
             return self.lr_scheduler
 
     args = trl_tpu.RewardConfig(str(tmp_path), **customized.SETTINGS | {"max_steps": 4, "max_shapes": 1})
-    data = {"train_dataset": customized.PAIRS, "processing_class": customized.TOKENIZER}
-    own, ours = (trained(each(customized.plain(), args, **data)) for each in (Own, trl_tpu.RewardTrainer))
+    own, ours = (trained(each(customized.plain(), args, **DATA)) for each in (Own, trl_tpu.RewardTrainer))
     assert logged(own) == logged(ours)
     assert [each for each in own.optimizer.param_groups if each["capturable"]] == own.optimizer.param_groups
 
@@ -73,9 +72,7 @@ def test_search_trains_trials_as_separate_runs(tmp_path: Path, monkeypatch: pyte
 
 def test_first_process_of_each_host_prints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     args = trl_tpu.RewardConfig(str(tmp_path), report_to="none")
-    trainer = trl_tpu.RewardTrainer(
-        customized.plain(), args, train_dataset=customized.PAIRS, processing_class=customized.TOKENIZER
-    )
+    trainer = trl_tpu.RewardTrainer(customized.plain(), args, **DATA)
     trainer.accelerator.print("said")
     assert "said" in capsys.readouterr().out and trainer.accelerator.is_local_main_process
 

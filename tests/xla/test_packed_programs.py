@@ -76,10 +76,8 @@ def test_packed_streams_equal_padded_ones_in_few_programs(config: Any, model_fol
     evaluated, logged = [], []
     for packing in (True, False):
         counter = CountAtSteps()
-        given = config(
-            packing=packing, max_length=128, max_shapes=2, max_steps=11, logging_steps=1, learning_rate=1e-4
-        )
-        trainer = RewardTrainer(model_folder, given, collate, train, callbacks=[counter])
+        args = config(packing=packing, max_length=128, max_shapes=2, max_steps=11, logging_steps=1, learning_rate=1e-4)
+        trainer = RewardTrainer(model_folder, args, collate, train, callbacks=[counter])
         trained(trainer)
         assert packing == (trainer.batch_plan.padding_reason is None)
         assert counter.between(0, 10).compiles <= (trainer.batch_plan.layout.shapes or 0)

@@ -21,13 +21,11 @@ SETTINGS: dict[str, Any] = QUIET | {"max_steps": 6, "logging_steps": 1, "learnin
 SETTINGS |= {"per_device_train_batch_size": 4, "save_strategy": "no"}
 
 
-def run(model_folder: str, folder: str, **given: Any) -> RewardTrainer:
+def run(model_folder: str, folder: str, **own: Any) -> RewardTrainer:
     tokenizer = AutoTokenizer.from_pretrained(model_folder)
     model = tiny_classifier("qwen3_5_text", vocab_size=len(tokenizer), num_hidden_layers=4)
     args = RewardConfig(folder, **SETTINGS)
-    return trained(
-        RewardTrainer(model, args, train_dataset=tiny.made_up_pairs(40), processing_class=tokenizer, **given)
-    )
+    return trained(RewardTrainer(model, args, train_dataset=tiny.made_up_pairs(40), processing_class=tokenizer, **own))
 
 
 PLAIN = """

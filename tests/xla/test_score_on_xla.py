@@ -50,11 +50,9 @@ def test_rewards_equal_single_ones_with_one_program_per_length(model_folder: str
 def test_unpackable_model_is_scored_in_padded_rows_of_few_lengths(model_folder: str, tmp_path: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(model_folder)
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
-    config = BertConfig(
-        vocab_size=len(tokenizer) + -len(tokenizer) % 8, pad_token_id=tokenizer.pad_token_id, num_labels=1, **sizes
-    )
+    sizes |= {"vocab_size": len(tokenizer) + -len(tokenizer) % 8, "pad_token_id": tokenizer.pad_token_id}
     torch.manual_seed(0)
-    BertForSequenceClassification(config).save_pretrained(tmp_path)
+    BertForSequenceClassification(BertConfig(**sizes, num_labels=1)).save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
     texts = [row["chosen"] for row in tiny.made_up_pairs(30).to_list()]
     scorer = Scorer(str(tmp_path), tokens_per_pass=256)
