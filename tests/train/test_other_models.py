@@ -17,6 +17,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from trl_tpu import RewardConfig, RewardTrainer
+from trl_tpu.checkpoint.export import export_checkpoint
 from trl_tpu.modeling.forward import OURS
 
 REGISTRIES = ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS
@@ -102,7 +103,10 @@ def test_adapters_on_a_generic_head_load_by_the_code_of_their_card(tokenizer: An
     code = (out / "README.md").read_text().partition("```python\n")[2].partition("model = ")
     code_to_load = f"{code[0]}model = {code[2].partition(chr(10))[0]}"
     asks = f"print(model.eval()(**tokenizer({text!r}, return_tensors='pt')).logits.item())"
-    printed = subprocesses.run_without_server("-c", f"{code_to_load}\n{asks}")
+    export_checkpoint(out, merged := f"{out}-merged", merge=True)
+    card, code_of_merged = Path(merged, "README.md").read_text(), code_to_load.replace(str(out), merged)
+    assert code_of_merged != code_to_load and code_to_load in card and f"`{base}`" in card
+    printed = subprocesses.run_without_server("-c", f"{code_to_load}\n{asks}\n{code_of_merged}\n{asks}")
     with torch.no_grad():
         expected = trainer.model.eval()(**tokenizer(text, return_tensors="pt")).logits.item()
-    assert float(printed.split()[-1]) == pytest.approx(expected, abs=1e-6)
+    assert [float(reward) for reward in printed.split()[-2:]] == pytest.approx([expected] * 2, abs=1e-6)

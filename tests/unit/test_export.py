@@ -20,6 +20,7 @@ import subprocesses
 import tiny
 import torch
 from checkpoints import reseal
+from huggingface_hub import ModelCard
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoConfig,
@@ -30,7 +31,7 @@ from transformers import (
 )
 
 from trl_tpu import cli
-from trl_tpu.checkpoint.export import export_checkpoint
+from trl_tpu.checkpoint.export import _name_base_in_card, export_checkpoint
 from trl_tpu.checkpoint.state_dict import trained_weights
 from trl_tpu.compat.transformers4 import add_transformers4_names
 from trl_tpu.errors import UserError
@@ -393,6 +394,14 @@ def test_adapters_are_written_and_merged_as_by_peft(kind: str, tmp_path: Path) -
     for out in (tmp_path / "merged_state", tmp_path / "merged_files"):
         # peft does the same float32 operations
         assert checkpoints.same_weights(loaded(out), reference.state_dict())
+
+
+def test_card_of_a_merged_model_names_its_base_model(tmp_path: Path) -> None:
+    for card in ("---\nlicense: mit\n---\n# Mine\n", "# Without metadata\n", None):
+        path = tmp_path / "README.md"
+        path.unlink(missing_ok=True) if card is None else path.write_text(card)
+        _name_base_in_card(path, "org/base")
+        assert ModelCard.load(path).data.base_model == "org/base" and "`org/base`" in path.read_text()
 
 
 def test_bfloat16_base_is_merged_in_float32_and_rounded_once(tmp_path: Path) -> None:

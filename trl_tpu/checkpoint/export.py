@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import ModelCard
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from transformers import AutoConfig, PreTrainedModel
@@ -30,6 +31,7 @@ from ..modeling.head_spec import (
     BASE_CONFIG,
     HeadSpec,
     fold_attributes,
+    may_be_on_the_hub,
     saved_scale,
     set_inference_metadata,
     set_reward_normalization,
@@ -108,6 +110,8 @@ def export_checkpoint(
                 model = _merged_model(folder, base, *settings) if merge else _full_model(folder, *settings)
                 set_inference_metadata(model.config)  # another trainer's config may lack fields that servers read
                 model.save_pretrained(staging, max_shard_size=max_shard_size)
+            if merge:
+                _name_base_in_card(staging / "README.md", _base_name(folder, base))
             add_transformers4_names(staging)
 
 
@@ -158,6 +162,16 @@ def _files_to_copy(folder: Path) -> set[str]:
             names.add(f"{module}.py")
             modules += get_relative_imports(folder / f"{module}.py")
     return names
+
+
+def _name_base_in_card(path: Path, base: str) -> None:
+    """Name the base model of merged adapters in the model card, and in its metadata if it may be on the Hub."""
+    with explaining(f"{path.name} has broken metadata", "Correct it."):
+        card = ModelCard(path.read_text(encoding="utf-8") if path.is_file() else "---\n{}\n---\n# Reward model\n")
+    if may_be_on_the_hub(base):
+        card.data["base_model"] = base
+    card.text += f"\n## Base model\n\nThe trained adapters are merged into the weights of `{base}`.\n"
+    card.save(path)
 
 
 def _read_config(path: Path) -> dict[str, Any]:

@@ -1,6 +1,8 @@
 """The head of a reward model, and the config fields that give its outputs a meaning, for training and servers."""
 
 import json
+import os
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial, reduce
@@ -271,6 +273,11 @@ _HUB_ARGUMENTS = {"cache_dir", "force_download", "local_files_only", "proxies", 
 def hub_settings(kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments of ``from_pretrained`` that locate files; they apply to model and tokenizer."""
     return {name: kwargs[name] for name in _HUB_ARGUMENTS & kwargs.keys()}
+
+
+def may_be_on_the_hub(name: str) -> bool:
+    """Return whether a name has the form of a Hub id, and its first part is not a local file or folder."""
+    return re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", name) is not None and not os.path.exists(name.partition("/")[0])
 
 
 def find_file(model: str | Path, name: str, **where: Any) -> str | None:

@@ -1,8 +1,6 @@
 """Evaluation: losses, rewards and predictions of all batches, metrics, the verdict and the model card."""
 
 import logging
-import os
-import re
 from collections.abc import Mapping
 from dataclasses import replace
 from importlib.metadata import version
@@ -26,7 +24,7 @@ from ..data.trl_dict import TABLE, batch_of_pairs
 from ..evaluation.evaluate import RewardSums, evaluate_rewards, sums_of, sums_on_host
 from ..modeling.adapters import complete_config, is_peft_model
 from ..modeling.forward import read_scores
-from ..modeling.head_spec import BASE_CONFIG, HeadSpec, set_reward_normalization
+from ..modeling.head_spec import BASE_CONFIG, HeadSpec, may_be_on_the_hub, set_reward_normalization
 from ..modeling.losses import StepResult
 from ..packing.batch import Batch, micro_batches_of, tensors_in
 from ..report.pages import is_generated, make_model_card, write_verdicts
@@ -383,8 +381,8 @@ class EvaluatingTrainer(DeviceTrainer):
         card = make_model_card(
             model_name or Path(self.args.hub_model_id or folder).name,
             location=self.hub_model_id or folder,
-            base_model=base if base and _may_be_on_the_hub(base) else None,
-            dataset_name=dataset_name if dataset_name and _may_be_on_the_hub(dataset_name) else None,
+            base_model=base if base and may_be_on_the_hub(base) else None,
+            dataset_name=dataset_name if dataset_name and may_be_on_the_hub(dataset_name) else None,
             tags=[*user_tags, *self._tag_names],
             versions={library: version(library) for library in ("torch", "transformers", "datasets", "tokenizers")},
             tokenizer=self.processing_class,
@@ -414,11 +412,6 @@ class EvaluatingTrainer(DeviceTrainer):
             verdict = [path.name for path in sorted(folder.glob("verdict*"))]  # files that the card shows
             config = BASE_CONFIG if is_peft_model(self.model) else CONFIG_NAME
             remote.put(folder, [config, *verdict, *(["README.md"] if (folder / "README.md").is_file() else [])])
-
-
-def _may_be_on_the_hub(name: str) -> bool:
-    """Return whether a name has the form of a Hub id, and its first part is not a local file or folder."""
-    return re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", name) is not None and not os.path.exists(name.partition("/")[0])
 
 
 def rewards_in(outputs: Any, batch: Batch[torch.Tensor] | None) -> torch.Tensor | None:
