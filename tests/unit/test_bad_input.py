@@ -129,13 +129,13 @@ SECOND, INDEX = "model-00002-of-00002.safetensors", "model.safetensors.index.jso
 #: Name of a case: a function that spoils a good job, and a pattern for the error.
 CASES: dict[str, tuple[Any, ...]] = {
     # flags
-    "a misspelled flag": (flags(lerning_rate=1), "--lerning_rate 1"),
+    "a misspelled flag": (flags(lerning_rate=1), "did you mean --learning_rate"),
     "a mixture without a path": (mixture_without_a_path, "DatasetConfig", "'pth'"),
     "no such sharding plan": (flags(sharding_plan="{folder}/p.yaml"), "sharding plan", "DIR/p.yaml"),
     "a stream without an end": (flags(dataset_streaming="true", max_steps=-1), "max_steps", "-1"),
     "no model": (lambda job: job.flags.pop("model_name_or_path"), "`--model_name_or_path`"),
     "no dataset": (lambda job: job.flags.pop("dataset_name"), "`datasets`", "`dataset_name`"),
-    "evaluation without a split": (flags(do_eval="true"), "split 'test'", "'train'"),
+    "evaluation without a split": (flags(do_eval="true"), "split 'test'", "'train'", "test_split_size"),
     "adapters for nothing": (flags(use_peft="true", lora_target_modules="x"), "No modules", "--lo"),
     # flags that only transformers, accelerate or torch reject
     "FSDP in one process": (flags(fsdp="full_shard"), "fsdp", "distributed"),
@@ -147,10 +147,10 @@ CASES: dict[str, tuple[Any, ...]] = {
     "a best model by no metric": (flags(save_strategy="best"), "metric_for_best_model"),
     "an optimizer that is not installed, in training": (flags(optim="galore_adamw"), "galore_torch"),
     # data
-    "an empty file": (file("e.jsonl", b""), "DIR/e.jsonl", "must have rows"),
-    "an empty table": (file("e.csv", b"chosen,rejected\n"), "DIR/e.csv", "must have rows"),
-    "an empty list": (file("e.json", b"[]"), "DIR/e.json", "must have rows"),
-    "an empty file of a binary format": (file("e.parquet", b""), "DIR/e.parquet", "must have rows"),
+    "an empty file": (file("e.jsonl", b""), "DIR/e.jsonl is empty"),
+    "an empty table": (file("e.csv", b"chosen,rejected\n"), "DIR/e.csv is empty"),
+    "an empty list": (file("e.json", b"[]"), "DIR/e.json is empty"),
+    "an empty file of a binary format": (file("e.parquet", b""), "DIR/e.parquet is empty"),
     "no such file": (flags(dataset_name="{folder}/no.jsonl"), "DIR/no.jsonl"),
     "an empty folder of data": (empty_folder("dataset_name"), "DIR/empty", ".jsonl"),
     "a file of another kind": (file("d.xyz", b"a"), "DIR/d.xyz", ".jsonl"),

@@ -107,8 +107,9 @@ def test_mixture_has_trls_rows_in_trls_order(fractions: tuple[float | None, ...]
 
 @pytest.mark.parametrize(("size", "rows"), [(2, 2), (2.0, 2), (0.25, 3)])
 def test_held_out_rows_are_the_same_in_every_run(size: float, rows: int, tmp_path: Path) -> None:
-    mixture = DatasetMixtureConfig([DatasetConfig(str(write_jsonl(tmp_path / "d.jsonl", ROWS)))], test_split_size=size)
-    first, second = get_dataset(mixture), get_dataset(mixture)
+    path = str(write_jsonl(tmp_path / "d.jsonl", ROWS))
+    first = get_dataset(DatasetMixtureConfig([DatasetConfig(path)], test_split_size=size))
+    second, _ = load_splits(ScriptArguments(path), DatasetMixtureConfig(test_split_size=size))
     assert (len(first["train"]), len(first["test"])) == (10 - rows, rows)
     assert first["test"].to_list() == second["test"].to_list()
     together = first["train"].to_list() + first["test"].to_list()

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from difflib import get_close_matches
 from types import NoneType
 from typing import Any, NoReturn, TypeVar, cast, get_args, get_origin
 
@@ -92,12 +93,21 @@ class TrlParser(HfArgumentParser):
             left = [unknown_keys, unknown_words] if separate_remaining_strings else [unknown_keys + unknown_words]
             return (*parsed, *left)
         if unknown_words:
-            fix = advice_on_old_names(word for word in unknown_words if word.startswith("--")) or "Correct them"
+            fix = self._advice_on(word for word in unknown_words if word.startswith("--"))
             raise UserError(f"Unknown arguments on the command line: {' '.join(unknown_words)}. {fix}.")
         if unknown_keys and fail_with_unknown_args:
-            fix = advice_on_old_names(key.removeprefix("--") for key in unknown_keys[::2]) or "Correct them"
+            fix = self._advice_on(key.removeprefix("--") for key in unknown_keys[::2])
             raise UserError(f"Unknown arguments in the config file: {' '.join(unknown_keys)}. {fix}.")
         return tuple(parsed)
+
+    def _advice_on(self, unknown: Iterable[str]) -> str:
+        """Return advice on unknown flags or keys: the current names of old ones, or similar names."""
+        names = [name.partition("=")[0] for name in unknown]
+        dashes = "--" if any(name.startswith("--") for name in names) else ""
+        known = [f"{dashes}{action.dest}" for action in self._actions]
+        similar = {match: name for name in names for match in get_close_matches(name, known, n=1, cutoff=0.8)}
+        guesses = "; ".join(f"{name}: did you mean {match}" for match, name in similar.items())
+        return advice_on_old_names(names) or guesses or "Correct them"
 
     def set_defaults_with_config(self, **kwargs: Any) -> list[str]:
         """Set the defaults of flags by name, here and in subparsers; a flag with a default is optional.

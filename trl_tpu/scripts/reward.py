@@ -130,6 +130,7 @@ def make_trainer(
     """Load the data and make the trainer. Raises UserError as described in `main`."""
     model = resolve_model(model_args.model_name_or_path, str(args.output_dir))
     dataset, what = load_splits(script_args, dataset_args)
+    fix = " Set test_split_size, such as 0.1, to hold out rows."
     args.do_eval |= args.eval_on_start  # `eval_strategy` has also set `do_eval`
     of_evaluation = ("eval_by", "max_eval_steps", "per_device_eval_batch_size")
     warn_of_unmet_needs(args, dict.fromkeys(of_evaluation, "do_eval=True"))
@@ -137,7 +138,7 @@ def make_trainer(
         model=model,
         args=args,
         train_dataset=pick_split(dataset, script_args.dataset_train_split, what),
-        eval_dataset=pick_split(dataset, script_args.dataset_test_split, what) if args.do_eval else None,
+        eval_dataset=pick_split(dataset, script_args.dataset_test_split, what, fix) if args.do_eval else None,
         quantization_config=get_quantization_config(model_args),
         peft_config=get_peft_config(model_args),
     )

@@ -4,7 +4,7 @@ import logging
 import math
 import sys
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from glob import escape, has_magic
 from pathlib import Path
 from typing import Any
@@ -63,8 +63,8 @@ class DatasetMixtureConfig:
     Args:
         datasets: Datasets of the mixture, in the YAML file of `--config`; mappings become [`DatasetConfig`].
         streaming: Whether to stream the datasets of the mixture.
-        test_split_size: Rows of the mixture to hold out as the split `test`: a count, or a share below 1. By default
-            no rows are held out.
+        test_split_size: Rows of the mixture, or of the training split of `dataset_name`, to hold out as the split to
+            evaluate on: a count, or a share below 1. By default no rows are held out.
     """
 
     datasets: list[DatasetConfig] = field(default_factory=list)
@@ -125,6 +125,11 @@ def load_splits(script_args: ScriptArguments, mixture: DatasetMixtureConfig) -> 
         UserError: The arguments contain neither a mixture nor a dataset name, or `load` fails.
     """
     name = script_args.dataset_name
+    if not mixture.datasets and name and mixture.test_split_size is not None:
+        train, test = script_args.dataset_train_split, script_args.dataset_test_split
+        part = DatasetConfig(name, script_args.dataset_config, split=train)
+        splits = get_dataset(replace(mixture, datasets=[part], streaming=script_args.dataset_streaming))
+        return {train: splits["train"], test: splits["test"]}, name
     if not mixture.datasets:
         return load_named_dataset(script_args), str(name)
     if name:
@@ -219,10 +224,12 @@ def load(path: str, *, split: str | None = None, streaming: bool = False, **kwar
     except Exception as error:  # each format's library raises other errors, and none names the file
         cause = error.__cause__ if isinstance(error, datasets.exceptions.DatasetGenerationError) else error
         kind = UserFileError if isinstance(cause, OSError) else UserError
+        reason = " ".join(str(cause).split()) or type(cause).__name__
+        if "corresponds to no data" in reason or (local.is_file() and not local.stat().st_size):
+            raise UserError(f"{path} is empty: it has no rows.") from error
         raise broken_line([path]) or kind(
-            f"{path} cannot be loaded as a dataset: {' '.join(str(cause).split()) or type(cause).__name__}. Correct "
-            f"the name, or the file: its format must match its suffix ({', '.join(BUILDERS)}, compressed or not), and "
-            "it must have rows, all with the same columns."
+            f"{path} cannot be loaded as a dataset: {reason}. Correct the name, or the file: its format must match its "
+            f"suffix ({', '.join(BUILDERS)}, compressed or not), and all rows must have the same columns."
         ) from error
 
 
@@ -239,19 +246,20 @@ def _files(folder: Path, data_dir: str | None = None, data_files: Any = None, **
     return data_files and {split: list(map(pattern, names)) for split, names in sanitize_patterns(data_files).items()}
 
 
-def pick_split(splits: dict[str, Any], split: str, what: str) -> Any:
+def pick_split(splits: dict[str, Any], split: str, what: str, fix: str = "") -> Any:
     """Return ``splits[split]``, or raise an error that lists the existing splits.
 
     Args:
         splits: The splits of a dataset.
         split: Name of the split to return.
         what: Name of the dataset in the error.
+        fix: Advice at the end of the error.
 
     Raises:
         UserKeyError: The split does not exist.
     """
     if split not in splits:
-        raise UserKeyError(f"{what} has no split {split!r}; its splits are: {', '.join(map(repr, splits))}.")
+        raise UserKeyError(f"{what} has no split {split!r}; its splits are: {', '.join(map(repr, splits))}.{fix}")
     return splits[split]
 
 
