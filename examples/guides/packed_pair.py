@@ -80,7 +80,7 @@ def picture() -> str:
         [*((word, "prompt") for word in PROMPT), *((word, "rejected") for word in REJECTED)]
         + [("pad", "padding")] * missing,
     ]
-    read_there = ["reward" if column in packed.score_column_S else "" for column in range(len(tokens))]
+    read_there = ["reward" if column in packed.token_column_S else "" for column in range(len(tokens))]
     below = 332
     side = LEFT + 9 * SQUARE + 40
     shapes = [

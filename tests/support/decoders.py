@@ -18,7 +18,7 @@ from trl_tpu.data.trl_dict import DataCollatorForPreference
 from trl_tpu.modeling.forward import rewards_of
 from trl_tpu.packing.batch import Batch
 from trl_tpu.packing.pack import Sequences, pack
-from trl_tpu.packing.shapes import RowPlan, RowShape
+from trl_tpu.packing.shapes import BatchShape, ShapePlan
 
 PAD = 0
 VOCAB = 32
@@ -97,9 +97,9 @@ def rows_of(pairs: Pairs, most: int | None = None) -> Sequences:
     return sequences_of(rows, PAD, ComparisonRule().table(rows, most))
 
 
-def in_rows(pairs: Pairs, *shapes: RowShape) -> Batch[torch.Tensor]:
+def in_rows(pairs: Pairs, *shapes: BatchShape) -> Batch[torch.Tensor]:
     """Pack pairs into one micro-batch of the first shape that holds them, with their expansion."""
-    (rows,) = pack(rows_of(pairs), RowPlan(shapes), expands=True)
+    (rows,) = pack(rows_of(pairs), ShapePlan(shapes), expands=True)
     return rows.map_tensors(torch.from_numpy)
 
 

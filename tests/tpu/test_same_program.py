@@ -149,4 +149,4 @@ def donors_of(module: bytes) -> list[int]:
 
 def test_plan_rejects_what_the_trainer_rejects() -> None:
     with pytest.raises(RuntimeError, match="fsdp=3"):
-        trace_step(StepRequest(LlamaConfig(**CONFIG), CHIPS, length=128, rows=4, arguments={"mesh": "fsdp=3"}))
+        trace_step(StepRequest(LlamaConfig(**CONFIG), CHIPS, length=128, token_rows=4, arguments={"mesh": "fsdp=3"}))

@@ -68,7 +68,7 @@ def test_subclass_that_skips_the_constructor_is_rejected(tmp_path: Path) -> None
         Own(model=model(), args=arguments(trl_tpu, tmp_path), train_dataset=PAIRS).train()
 
 
-OVERRIDABLE = {"reads_padded_rows", "fixed_rows", "use_reward_data_collator"}  # the last one is from TRL up to 0.23
+OVERRIDABLE = {"reads_padded_rows", "fixed_shapes", "use_reward_data_collator"}  # the last one is from TRL up to 0.23
 
 
 def test_subclass_may_use_any_attribute_name(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from trl_tpu.evaluation.verdict import ScoreFit, proportion
 from trl_tpu.experimental.prm import PRMConfig, PRMTrainer
 from trl_tpu.report.pages import read_run
 from trl_tpu.scripts.report import write_report
-from trl_tpu.trainer.evaluation import EvaluatedPairs
+from trl_tpu.trainer.evaluation import EvaluatedRows
 
 HALVES = ("chosen", "rejected")
 
@@ -135,8 +135,8 @@ def test_eval_accumulation_steps_sets_moves_to_the_host(model_folder: str, tmp_p
     found = []
     for steps in (None, 2):
         trainer = make_trainer(model_folder, tmp_path, eval_accumulation_steps=steps)
-        moves = {"autospec": True, "side_effect": EvaluatedPairs._move_to_host}
-        with patch.object(EvaluatedPairs, "_move_to_host", **moves) as move:
+        moves = {"autospec": True, "side_effect": EvaluatedRows._move_to_host}
+        with patch.object(EvaluatedRows, "_move_to_host", **moves) as move:
             found.append((trainer.evaluate(tiny.made_up_pairs(19))["eval_loss"], move.call_count))
     assert found == [(found[0][0], 1), (found[0][0], 3)]  # moves to the host for 5 batches
 

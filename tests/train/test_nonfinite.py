@@ -83,7 +83,7 @@ def test_three_nonfinite_steps_in_a_row_stop_the_run(make: Make, logging_steps: 
         trainer.train()
     assert trainer.state.global_step == {1: 6, 4: 8, 20: 8}[logging_steps]
     bad_rows = rows[3 * runs.BATCH : 4 * runs.BATCH]
-    assert f"step 4 are rows {bad_rows}" in str(error.value)
+    assert f"rows of step 4 are {bad_rows}" in str(error.value)
 
 
 def test_resumed_run_continues_the_count_except_after_a_stop(make: Make, tmp_path: Path) -> None:

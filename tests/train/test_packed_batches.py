@@ -16,7 +16,7 @@ from training import QUIET, differing, losses, trained
 from trl_tpu import RewardConfig, RewardTrainer
 from trl_tpu.data.trl_dict import batches_in
 from trl_tpu.modeling.losses import Loss, batch_loss
-from trl_tpu.packing.shapes import RowPlan, RowShape
+from trl_tpu.packing.shapes import BatchShape, ShapePlan
 
 
 class Recorder(RewardTrainer):
@@ -31,7 +31,9 @@ class Recorder(RewardTrainer):
 
 
 class FixedRows(Recorder):
-    fixed_rows = RowPlan((RowShape(1, 48),), (RowShape(1, 64),))  # short: most batches need several micro-batches
+    fixed_shapes = ShapePlan(
+        (BatchShape(1, 48),), (BatchShape(1, 64),)
+    )  # short: most batches need several micro-batches
 
 
 def make_trainer(tokenizer: Any, out: Path, layout: str = "tight", **settings: Any) -> Recorder:

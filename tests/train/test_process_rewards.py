@@ -21,7 +21,7 @@ from trl_tpu import RewardConfig
 from trl_tpu.errors import UserError
 from trl_tpu.experimental.prm import PRMTrainer
 from trl_tpu.modeling.head_spec import BASE_CONFIG
-from trl_tpu.packing.shapes import RowPlan, RowShape
+from trl_tpu.packing.shapes import BatchShape, ShapePlan
 from trl_tpu.scoring.stream import REASON, score
 from trl_tpu.scripts import export, report, reward
 from trl_tpu.scripts.score import run as score_run
@@ -31,7 +31,7 @@ HEAD = "base_model.model.score.modules_to_save.default.weight"
 
 
 class FixedRows(PRMTrainer):
-    fixed_rows = RowPlan((RowShape(1, 96),), (RowShape(1, 128),))  # most batches need several
+    fixed_shapes = ShapePlan((BatchShape(1, 96),), (BatchShape(1, 128),))  # most batches need several
 
 
 class OwnLoss(PRMTrainer):

@@ -17,7 +17,7 @@ from transformers import AutoTokenizer
 from trl_tpu import RewardConfig, RewardTrainer
 from trl_tpu.compat.old_columns import RewardDataCollatorWithPadding
 from trl_tpu.errors import UserError
-from trl_tpu.packing.shapes import RowPlan, RowShape
+from trl_tpu.packing.shapes import BatchShape, ShapePlan
 
 LISTWISE_LOSSES: list[dict[str, Any]] = [
     {"margin_scale": 0.3, "label_smoothing": 0.1, "center_rewards_coefficient": 0.1},
@@ -30,7 +30,7 @@ CASES = [*(("ranked", each) for each in LISTWISE_LOSSES), *(("attributes", each)
 
 
 class FixedRows(RewardTrainer):
-    fixed_rows = RowPlan((RowShape(1, 96),), (RowShape(1, 128),))  # most batches need several
+    fixed_shapes = ShapePlan((BatchShape(1, 96),), (BatchShape(1, 128),))  # most batches need several
 
 
 def run_of(

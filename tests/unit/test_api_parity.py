@@ -78,7 +78,7 @@ ADDED: dict[str, dict[str, str]] = {
     "RewardTrainer's methods": {
         "description of the run and of its end": "describe stopped_by stop_checkpoint save_description",
         "TRL's name up to 0.23, for data in old columns": "use_reward_data_collator",
-        "hooks and reports of this package": "fixed_rows shard_report",
+        "hooks and reports of this package": "fixed_shapes shard_report",
         "transformers sets it on the instance": "is_distributed_loading_by_transformers",
         "hook of subclasses that read packed rows": "reads_padded_rows",
     },

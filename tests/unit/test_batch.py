@@ -27,7 +27,7 @@ from trl_tpu.modeling.packability import use_tree_masks
 from trl_tpu.modeling.static_shapes import use_expanded_attention
 from trl_tpu.packing.batch import Batch, micro_batches_of
 from trl_tpu.packing.pack import pack, pack_unpadded, pad
-from trl_tpu.packing.shapes import RowPlan, RowShape
+from trl_tpu.packing.shapes import BatchShape, ShapePlan
 from trl_tpu.parallel.sharding_plan import Placement
 from trl_tpu.runtime.native import Runtime
 from trl_tpu.training.optimizer import StepState
@@ -110,8 +110,8 @@ def model_of(outputs: int, has_steps: bool, expands: bool) -> PreTrainedModel:
 TOKENIZER = tiny_tokenizer(["text"], vocab_size=258)
 assert TOKENIZER.pad_token_id == PAD
 MOST = 6  # P of one process, more than the data's rows; two processes have 3 each
-PLAN = RowPlan((RowShape(2, 16), RowShape(2, 64)), (RowShape(2, 32), RowShape(2, 64)))
-WHOLE = RowPlan((RowShape(1, 160),))
+PLAN = ShapePlan((BatchShape(2, 16), BatchShape(2, 64)), (BatchShape(2, 32), BatchShape(2, 64)))
+WHOLE = ShapePlan((BatchShape(1, 160),))
 
 
 def parts_of(count: int) -> list[Any]:
@@ -119,15 +119,15 @@ def parts_of(count: int) -> list[Any]:
     return [Part(-(-MOST // count), index, count) for index in range(count)] if count > 1 else [None]
 
 
-def packed_collators(pack_rows: Callable[..., Any], count: int = 1) -> Callable[[Form], list[Any]]:
+def packed_collators(pack_sequences: Callable[..., Any], count: int = 1) -> Callable[[Form], list[Any]]:
     """Return collators that pack the rows of one process: of all examples, or of its part of them."""
-    return lambda form: [BatchCollator(pack_rows, PAD, form.rule, part) for part in parts_of(count)]
+    return lambda form: [BatchCollator(pack_sequences, PAD, form.rule, part) for part in parts_of(count)]
 
 
-def planned_collators(plan: RowPlan, count: int = 1, expands: bool = False) -> Callable[[Form], list[Any]]:
-    part = Part(MOST, 0, count, shares_pairs=True)
+def planned_collators(plan: ShapePlan, count: int = 1, expands: bool = False) -> Callable[[Form], list[Any]]:
+    part = Part(MOST, 0, count, shares_rows=True)
     lay_outs = [partial(pack, plan=plan, expands=expands, part=(index, count)) for index in range(count)]
-    return lambda form: [BatchCollator(pack_rows, PAD, form.rule, part) for pack_rows in lay_outs]
+    return lambda form: [BatchCollator(pack_sequences, PAD, form.rule, part) for pack_sequences in lay_outs]
 
 
 def trl_collators(count: int = 1, **settings: Any) -> Callable[[Form], list[Any]]:
@@ -271,9 +271,9 @@ def test_batch_keys_return_trls_tensors(kind: str) -> None:
         batch["labels"]
 
 
-@pytest.mark.parametrize("pack_rows", [unpadded, partial(pack, plan=PLAN)], ids=["unpadded", "planned"])
-def test_process_without_rows_gets_an_empty_batch(pack_rows: Any) -> None:
-    batch = BatchCollator(pack_rows, UNUSED, part=Part(MOST, 1, 2))(EXAMPLES)
+@pytest.mark.parametrize("pack_sequences", [unpadded, partial(pack, plan=PLAN)], ids=["unpadded", "planned"])
+def test_process_without_rows_gets_an_empty_batch(pack_sequences: Any) -> None:
+    batch = BatchCollator(pack_sequences, UNUSED, part=Part(MOST, 1, 2))(EXAMPLES)
     assert batch["input_ids"].shape == batch["attention_mask"].shape == (0, 0)
     assert not batch.table.weight_C.any() and not batch.present_P().any()
     with pytest.raises(KeyError, match="Its keys are input_ids and attention_mask"):

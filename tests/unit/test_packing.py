@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from trl_tpu.packing.batch import Batch
 from trl_tpu.packing.pack import expand_rows, pack, pack_unpadded
-from trl_tpu.packing.shapes import RowPlan, RowShape, plan_rows
+from trl_tpu.packing.shapes import BatchShape, ShapePlan, plan_shapes
 
 batches = st.lists(drawn_pair, min_size=1, max_size=7)
 Rows = Batch[np.ndarray]
@@ -26,15 +26,15 @@ def present_pairs(rows: Rows) -> np.ndarray:
     return rows.tokens_S.reshape(-1, 2)[:, 0] > 0
 
 
-def micro_batches(pairs: list[Any], plan: RowPlan, size: int | None = None, **kwargs: Any) -> list[Rows]:
+def micro_batches(pairs: list[Any], plan: ShapePlan, size: int | None = None, **kwargs: Any) -> list[Rows]:
     return pack(rows_of(pairs, size), plan, **kwargs)
 
 
 def packed(pairs: list[Any], shapes: Any = None, size: int | None = None, **kwargs: Any) -> Rows:
     """Pack into one micro-batch; without ``shapes``, into three rows that each hold half of the tokens."""
     sizes = [pair_size(*pair) for pair in pairs]
-    shapes = shapes or [RowShape(3, max(*sizes, -(-sum(sizes) // 2)))]
-    (batch,) = micro_batches(pairs, RowPlan(tuple(shapes)), size, **kwargs)
+    shapes = shapes or [BatchShape(3, max(*sizes, -(-sum(sizes) // 2)))]
+    (batch,) = micro_batches(pairs, ShapePlan(tuple(shapes)), size, **kwargs)
     return batch
 
 
@@ -48,7 +48,7 @@ def seen_by(batch: Rows, row: int, column: int) -> np.ndarray:
 
 
 def read_back(batch: Rows, pair: int, half: int) -> list[int]:
-    row, column = batch.score_row_S[2 * pair + half], batch.score_column_S[2 * pair + half]
+    row, column = batch.token_row_S[2 * pair + half], batch.token_column_S[2 * pair + half]
     return batch.input_ids_RL[row, seen_by(batch, row, column)].tolist()
 
 
@@ -59,7 +59,7 @@ def test_tokens_attend_to_their_prefix_at_positions_from_zero(layout: Any, pairs
     assert layout is packed or (len(batch.input_ids_RL) == 1 and (batch.input_ids_RL != PAD).all())
     for index, sequences in enumerate(pairs):
         assert [read_back(batch, index, half) for half in (0, 1)] == list(map(list, sequences))
-        assert batch.score_row_S[2 * index] == batch.score_row_S[2 * index + 1]
+        assert batch.token_row_S[2 * index] == batch.token_row_S[2 * index + 1]
     found = set()
     for row, column in zip(*np.nonzero(batch.input_ids_RL != PAD), strict=True):
         path = seen_by(batch, row, column)
@@ -73,7 +73,7 @@ def test_tokens_attend_to_their_prefix_at_positions_from_zero(layout: Any, pairs
 def test_rows_hold_each_prefix_once_followed_by_padding(pairs: list[Any]) -> None:
     batch = packed(pairs)
     for row, ids in enumerate(batch.input_ids_RL):
-        held = [pair for index, pair in enumerate(pairs) if batch.score_row_S[2 * index] == row]
+        held = [pair for index, pair in enumerate(pairs) if batch.token_row_S[2 * index] == row]
         beginnings = {tuple(ids[: end + 1]) for pair in held for ids in pair for end in range(len(ids))}
         used = len(beginnings)
         assert (ids[:used] != PAD).all() and (ids[used:] == PAD).all()
@@ -87,7 +87,7 @@ def test_rows_hold_each_prefix_once_followed_by_padding(pairs: list[Any]) -> Non
     ("ids", "scored"), [([5, 6, PAD], 2), ([5, PAD, 6, PAD, PAD], 3), ([PAD, PAD], 1), ([PAD], 1), ([5, 6], 2)]
 )
 def test_sequences_are_scored_at_their_last_non_padding_token(ids: list[int], scored: int) -> None:
-    batch = packed([(ids, [7, 8, 9])], [RowShape(2, 16)])
+    batch = packed([(ids, [7, 8, 9])], [BatchShape(2, 16)])
     assert read_back(batch, 0, 0) == ids[:scored]
     assert batch.tokens_S.tolist() == [len(ids), 3]
 
@@ -96,16 +96,16 @@ def test_sequences_are_scored_at_their_last_non_padding_token(ids: list[int], sc
 def test_short_batch_has_the_shapes_of_a_full_batch(pairs: list[Any], missing: int) -> None:
     count, size = len(pairs), len(pairs) + missing
     batch = packed(pairs, size=size)
-    assert {getattr(batch, name).shape for name in ("score_row_S", "score_column_S", "tokens_S")} == {(2 * size,)}
+    assert {getattr(batch, name).shape for name in ("token_row_S", "token_column_S", "tokens_S")} == {(2 * size,)}
     assert present_pairs(batch).tolist() == [True] * count + [False] * missing
     assert batch.tokens_S.tolist() == [len(ids) for pair in pairs for ids in pair] + [0, 0] * missing
-    assert not batch.score_row_S[2 * count :].any() and not batch.score_column_S[2 * count :].any()
-    integers = ("input_ids_RL", "position_ids_RL", "subtree_end_RL", "score_row_S", "score_column_S", "tokens_S")
+    assert not batch.token_row_S[2 * count :].any() and not batch.token_column_S[2 * count :].any()
+    integers = ("input_ids_RL", "position_ids_RL", "subtree_end_RL", "token_row_S", "token_column_S", "tokens_S")
     assert {getattr(batch, name).dtype for name in integers} == {np.dtype(np.int32)}
 
 
 def test_batch_gets_the_first_shape_that_holds_it() -> None:
-    shapes = (RowShape(1, 8), RowShape(2, 8), RowShape(2, 16))
+    shapes = (BatchShape(1, 8), BatchShape(2, 8), BatchShape(2, 16))
     long, short = ([1] * 8, [1] * 8), ([2, 3], [2, 4])
     assert packed([short, short], shapes, 3).input_ids_RL.shape == (1, 8)
     assert packed([short, long], shapes, 3).input_ids_RL.shape == (2, 8)
@@ -113,21 +113,21 @@ def test_batch_gets_the_first_shape_that_holds_it() -> None:
 
 
 def test_oversized_pairs_raise_and_are_never_truncated() -> None:
-    shapes = (RowShape(2, 8),)
-    with pytest.raises(ValueError, match="Pair 1 .*9 tokens.* 8"):
+    shapes = (BatchShape(2, 8),)
+    with pytest.raises(ValueError, match="Row 1 .*9 tokens.* 8"):
         packed([([1], [2]), ([3] * 5, [4] * 4)], shapes)
-    with pytest.raises(ValueError, match="3 pairs .*24 tokens.*2 x 8"):
+    with pytest.raises(ValueError, match="3 rows .*24 tokens.*2 x 8"):
         packed([([1 + index] * 4, [11 + index] * 4) for index in range(3)], shapes)
     prompt = list(range(10, 20))
     pairs = [([*prompt, 1], [*prompt, 2, 3]), ([*prompt, 4], [*prompt, 5])]
     with pytest.raises(ValueError, match="23 tokens.* 22"):
-        expand_rows(packed(pairs, [RowShape(1, 22)]))
-    assert (expand_rows(packed(pairs, [RowShape(1, 23)])).segment_R2L[0] > 0).sum(axis=-1).tolist() == [22, 23]
+        expand_rows(packed(pairs, [BatchShape(1, 22)]))
+    assert (expand_rows(packed(pairs, [BatchShape(1, 23)])).segment_R2L[0] > 0).sum(axis=-1).tolist() == [22, 23]
 
 
 def test_prompt_shared_by_all_data_is_planned_once_per_row() -> None:
     sizes = np.full(100, 120)  # 100 tokens of a system prompt and 20 more
-    apart, shared = (plan_rows(sizes, 8, max_shapes=1, shared_prefix=common).update[0] for common in (0, 100))
+    apart, shared = (plan_shapes(sizes, 8, max_shapes=1, shared_prefix=common).update[0] for common in (0, 100))
     assert apart.rows * apart.length >= 8 * 120
     assert shared.rows * shared.length <= 100 + 8 * 20 + 32
     prompt = [1] * 100
@@ -147,10 +147,12 @@ def test_trees_grow_if_sharing_saves_more_than_attention_costs() -> None:
 @given(batches, st.integers(1, 3), st.integers(0, 2))
 def test_micro_batches_hold_each_pair_once(pairs: list[Any], rows: int, missing: int) -> None:
     longest = max(pair_size(*pair) for pair in pairs)
-    plan = RowPlan((RowShape(rows, longest), RowShape(rows + 1, 8)), (RowShape(rows, longest), RowShape(1, 6)))
+    plan = ShapePlan(
+        (BatchShape(rows, longest), BatchShape(rows + 1, 8)), (BatchShape(rows, longest), BatchShape(1, 6))
+    )
     some = micro_batches(pairs, plan, len(pairs) + missing)
-    assert [RowShape(*rows.input_ids_RL.shape) in plan.accumulate for rows in some[:-1]] == [True] * (len(some) - 1)
-    assert RowShape(*some[-1].input_ids_RL.shape) in plan.update
+    assert [BatchShape(*rows.input_ids_RL.shape) in plan.accumulate for rows in some[:-1]] == [True] * (len(some) - 1)
+    assert BatchShape(*some[-1].input_ids_RL.shape) in plan.update
     assert sum(present_pairs(rows).astype(int) for rows in some).tolist() == [1] * len(pairs) + [0] * missing
 
 
@@ -158,7 +160,7 @@ def test_micro_batches_hold_each_pair_once(pairs: list[Any], rows: int, missing:
 def test_parts_of_processes_concatenate_to_the_whole_batch(pairs: list[Any], parts: int, expands: bool) -> None:
     """All parts have the same shapes, and each pair is in one part. Rows without room for the expansion raise."""
     longest = max(pair_size(*pair) for pair in pairs)
-    plan = RowPlan((RowShape(parts, longest), RowShape(2 * parts, 8)), (RowShape(parts, longest),))
+    plan = ShapePlan((BatchShape(parts, longest), BatchShape(2 * parts, 8)), (BatchShape(parts, longest),))
     whole = micro_batches(pairs, plan, expands=expands)
     of_parts = [micro_batches(pairs, plan, expands=expands, part=(index, parts)) for index in range(parts)]
     for rows, *own in zip(whole, *of_parts, strict=True):

@@ -16,7 +16,7 @@ from trl_tpu.config.reward_config import RewardConfig
 from trl_tpu.errors import UserError
 from trl_tpu.modeling.head_spec import HeadSpec
 from trl_tpu.modeling.heads import model_without_weights
-from trl_tpu.packing.shapes import PairLengths
+from trl_tpu.packing.shapes import RowLengths
 from trl_tpu.parallel.mesh import GiB, MeshShape, parse_topology
 from trl_tpu.plan import layouts
 from trl_tpu.plan.compile import CompiledProgram, TracedProgram, call_in_child, received
@@ -43,12 +43,12 @@ def planned(model: str, more: str = "") -> list[Layout]:
 def test_config_without_data_is_planned_and_printed(model: str, capsys: pytest.CaptureFixture) -> None:
     words = "--per_device_train_batch_size 4 --row_length 512 --pairs_in_dataset 1000 --remat dots"
     (layout,) = planned(model, words)
-    assert (layout.pairs, layout.shape, layout.remat) == (4, (4, 512), "dots")
+    assert (layout.batch_size, layout.shape, layout.remat) == (4, (4, 512), "dots")
     printed = capsys.readouterr().out
-    assert "IT FITS" in printed and "1 pairs of 512 unique tokens" in printed
-    assert "3,000 pairs" in printed  # transformers trains 3 epochs by default
+    assert "IT FITS" in printed and "1 rows of 512 unique tokens" in printed
+    assert "3,000 rows" in printed  # transformers trains 3 epochs by default
     planned(model, f"{words} --max_steps 10 --gradient_accumulation_steps 2")
-    assert "80 pairs" in capsys.readouterr().out  # `max_steps` decides, not the size of the dataset
+    assert "80 rows" in capsys.readouterr().out  # `max_steps` decides, not the size of the dataset
     (layout,) = planned(model, f"{words} --packing false")
     assert layout.shape == (8, 512)  # one sequence per row
 
@@ -57,8 +57,8 @@ def test_plan_that_does_not_fit_suggests_alternatives(model: str, capsys: pytest
     seen: list[tuple[str, str, int]] = []
 
     def compile_one(layout: Layout) -> CompiledProgram:
-        seen.append((str(layout.mesh), layout.remat, layout.pairs_per_device))
-        if layout.pairs_per_device > 2:
+        seen.append((str(layout.mesh), layout.remat, layout.device_batch_size))
+        if layout.device_batch_size > 2:
             raise RuntimeError(OOM_ERROR)
         return compiled(layout)
 
@@ -81,11 +81,11 @@ def test_plan_that_does_not_fit_suggests_alternatives(model: str, capsys: pytest
 
 
 def test_search_compiles_the_layouts_in_its_flags(model: str, capsys: pytest.CaptureFixture) -> None:
-    choices = [(each.pairs, each.remat) for each in planned(model, "--search true --compiles 5")]
+    choices = [(each.batch_size, each.remat) for each in planned(model, "--search true --compiles 5")]
     assert choices == [(8, "none"), (8, "full"), (8, "dots"), (4, "none"), (4, "full")]
     assert capsys.readouterr().out.count("--mesh data=1,fsdp=1 --remat") == 5
     named = planned(model, "--meshes fsdp=1 tensor=1 --batch_sizes 2")
-    assert [each.pairs for each in named] == [2] * 6
+    assert [each.batch_size for each in named] == [2] * 6
     for words in ("--batch_sizes 0", "--compiles 0"):
         with pytest.raises(UserError, match=words.split()[-2].lstrip("-")):
             planned(model, words)
@@ -111,7 +111,7 @@ def trace_requests(monkeypatch: pytest.MonkeyPatch) -> list[StepRequest]:
 def test_rankings_are_planned_with_all_answers(packing: str, rows: Any, length: int, trace_requests: Any) -> None:
     words = ["--model_name_or_path", "synthetic:tiny", "--dataset_name", "synthetic:rankings", "--packing", packing]
     assert plan.main([*words, *WORDS]) == 0
-    assert [(each.rows, each.length, each.answers) for each in trace_requests] == [(rows, length, 4)]
+    assert [(each.token_rows, each.length, each.answers) for each in trace_requests] == [(rows, length, 4)]
     (layout,) = planned(words[1], " ".join(words[2:]))
     assert layout.shape == (rows or 8 * 4, length)  # 8 prompts
 
@@ -130,7 +130,7 @@ def test_process_rewards_and_attributes_are_planned_as_trained(
     wanted = [HeadSpec({"helpful": 0.5, "brief": 0.5}), HeadSpec({}, " "), HeadSpec({}, " ")]
     assert [HeadSpec.of(each.model) for each in trace_requests] == wanted
     assert [each.answers for each in trace_requests] == [2, 2, 5]  # without data, the fewest that can be compared
-    rows = re.findall(r"4 pairs in (\d+) rows of", capsys.readouterr().err)
+    rows = re.findall(r"4 rows of the data in (\d+) token rows of", capsys.readouterr().err)
     assert rows == (["8", "4", "4"] if packing == "false" else ANY)  # one solution per row
 
 
@@ -143,7 +143,7 @@ def test_training_yaml_is_traced_unchanged(model: str, tmp_path: Path, trace_req
     assert plan.main(["--config", str(config), *WORDS, "--remat", "none"]) == 0
     (request,) = trace_requests
     # two sequences of 200 tokens that share 100, in a row length that is a multiple of 128
-    assert (request.rows, request.length, request.dtype) == (2, 384, "float32")
+    assert (request.token_rows, request.length, request.dtype) == (2, 384, "float32")
     given = request.arguments
     assert (given["learning_rate"], given["remat"], given["gradient_accumulation_steps"]) == (2e-3, "none", 2)
     assert not {"gradient_checkpointing", "topology", "model_name_or_path"} & set(given)
@@ -153,7 +153,7 @@ def test_dataset_and_adapters_are_planned_without_weights(model: str, capsys: py
     (layout,) = planned("synthetic:tiny", "--dataset_name synthetic:numbers --max_length 16 --bf16 false")
     # a sequence has 13 tokens, and answers differ in the last two
     assert set(layout.lengths.sizes_P.tolist()) == {15}
-    assert "6,144 pairs" in capsys.readouterr().out
+    assert "6,144 rows" in capsys.readouterr().out
     (layout,) = planned(model, "--use_peft true --lora_r 4 --lora_target_modules q_proj v_proj")
     adapters = 2 * 2 * (256 * 4 + 4 * 256)
     assert layout.model.trained_parameters == adapters + 256  # and the score head
@@ -183,7 +183,7 @@ def layout() -> Layout:
     sizes = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "vocab_size": 128256}
     config = AutoConfig.for_model("llama", num_attention_heads=32, num_key_value_heads=8, **sizes)
     args = RewardConfig("unused", report_to="none", use_cpu=True, bf16=True)
-    model, lengths = model_without_weights(config, "float32"), PairLengths.of_size(2048)
+    model, lengths = model_without_weights(config, "float32"), RowLengths.of_size(2048)
     return Layout(model, args, lengths, None, parse_topology("v6e:4x4"), MeshShape(fsdp=16), Remat.FULL, 2)
 
 
@@ -193,7 +193,7 @@ def test_times_follow_from_operations_and_bytes_at_published_speeds(layout: Layo
     # the compiler ignores operations of kernels and counts loops once: a step needs at least the model's operations
     least = layout.training_flops / 16
     assert Attempt(layout, compiled(layout, flops=0.0)).seconds["arithmetic"] == least / 918e12
-    assert Attempt(layout, compiled(layout)).most_pairs_per_second == 32 / max(4e9 / 400e9, least / 918e12)
+    assert Attempt(layout, compiled(layout)).most_rows_per_second == 32 / max(4e9 / 400e9, least / 918e12)
 
 
 def test_received_bytes_count_each_channel_once() -> None:

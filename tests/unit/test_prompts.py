@@ -15,8 +15,8 @@ from trl_tpu.data.collate import ComparisonRule, sequences_of
 from trl_tpu.data.length_stats import group_prompts, prompt_groups, prompt_of, prompts_of
 from trl_tpu.data.loader import PromptGroupSampler, prompts_in_training, sizes_by_prompt
 from trl_tpu.packing.pack import pack
-from trl_tpu.packing.shapes import RowPlan
-from trl_tpu.training.batch_plan import plan_rows_of
+from trl_tpu.packing.shapes import ShapePlan
+from trl_tpu.training.batch_plan import plan_shapes_of
 
 SYSTEM = [9, 8, 7]
 
@@ -134,9 +134,9 @@ def test_planned_rows_hold_any_batch_and_fit_grouped_batches(pairs: int, shards:
         list(PromptGroupSampler(prompt_groups(dataset), pairs)),
     )
     grouped_sizes = sizes_by_prompt(dataset, pairs)
-    plans = [plan_rows_of(dataset, 512, pairs, shards, args, sizes_N=sizes) for sizes in (None, grouped_sizes)]
+    plans = [plan_shapes_of(dataset, 512, pairs, shards, args, sizes_N=sizes) for sizes in (None, grouped_sizes)]
 
-    def columns(plan: RowPlan, order: Any) -> int:
+    def columns(plan: ShapePlan, order: Any) -> int:
         packed = 0
         for first in range(0, len(order), pairs):
             batch = list(dataset.select(order[first : first + pairs]))

@@ -17,7 +17,7 @@ from trl_tpu.modeling.packability import make_packable
 from trl_tpu.modeling.recurrent_layers import nodes_of, recompute_in_same_batch, use_tree_states
 from trl_tpu.packing.batch import Tail, Tree
 from trl_tpu.packing.pack import pack, pack_unpadded
-from trl_tpu.packing.shapes import CHUNK, RowPlan, RowShape
+from trl_tpu.packing.shapes import CHUNK, BatchShape, ShapePlan
 
 _IDS = torch.randint(1, 64, (400,), generator=torch.Generator().manual_seed(5)).tolist()
 
@@ -76,8 +76,10 @@ WAYS = [
 def test_rewards_and_gradients_equal_the_padded_ones(family: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(forward, "few_kernels", lambda _: "together" in way)  # as on a GPU
     model = exact_model(family, way)
-    pack_rows = partial(pack, plan=RowPlan((RowShape(2, 1600),), chunk=CHUNK)) if "planned" in way else pack_unpadded
-    (rows,) = pack_rows(rows_of(PAIRS))
+    pack_sequences = (
+        partial(pack, plan=ShapePlan((BatchShape(2, 1600),), chunk=CHUNK)) if "planned" in way else pack_unpadded
+    )
+    (rows,) = pack_sequences(rows_of(PAIRS))
     batch = rows.map_tensors(torch.from_numpy)
     assert "planned" in way or batch.input_ids_RL.shape[1] < 0.7 * sum(len(ids) for pair in PAIRS for ids in pair)
     # recomputation runs outside the mode, with norms in float32

@@ -45,7 +45,7 @@ def test_recipe_is_parsed_planned_and_listed_as_its_header_states(recipe: Path, 
     (layout,) = layouts_of(*words, "--model_name_or_path", str(tmp_path))
     planned = {name: getattr(layout.args, name) for name in OF_THE_TRAINING}
     assert planned == {name: settings[name] for name in OF_THE_TRAINING}
-    assert layout.args.gradient_accumulation_steps * layout.pairs == settings["total_batch_size"]
+    assert layout.args.gradient_accumulation_steps * layout.batch_size == settings["total_batch_size"]
 
 
 def test_llama3_template_has_no_date() -> None:

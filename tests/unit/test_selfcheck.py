@@ -15,11 +15,11 @@ from trl_tpu.scripts import selfcheck
 #: A sitecustomize module: it makes attention in packed rows wrong, before anything else is imported.
 WRONG_KERNEL = """
 import trl_tpu.modeling.forward as forward
-attend = forward.attend_in_rows
+attend = forward.attend_packed
 def wrong(*args, **kwargs):
     output, weights = attend(*args, **kwargs)
     return output * 1.1, weights
-forward.attend_in_rows = wrong
+forward.attend_packed = wrong
 """
 
 

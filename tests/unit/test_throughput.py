@@ -25,8 +25,8 @@ from trl_tpu import RewardConfig, RewardTrainer
 from trl_tpu.data.collate import ComparisonRule, compare, pairs_of
 from trl_tpu.evaluation.evaluate import RewardSums
 from trl_tpu.modeling.heads import model_without_weights
-from trl_tpu.modeling.model_shape import flops_per_pair, model_shape_of, training_flops
-from trl_tpu.packing.shapes import PairLengths
+from trl_tpu.modeling.model_shape import flops_per_row, model_shape_of, training_flops
+from trl_tpu.packing.shapes import RowLengths
 from trl_tpu.parallel.mesh import peak_flops_of
 from trl_tpu.runtime import current
 from trl_tpu.runtime.native import Runtime, peak_resident_bytes
@@ -41,7 +41,7 @@ def test_logs_have_rates_and_memory(model_folder: str, config: Callable[..., Rew
     args = config(max_steps=2, logging_steps=1, per_device_train_batch_size=4)
     trainer = trained(RewardTrainer(model_folder, args, train_dataset=tiny.made_up_pairs(16)))
     first, second, _ = trainer.state.log_history
-    expected = flops_per_pair(trainer.model, trainer.train_dataset)
+    expected = flops_per_row(trainer.model, trainer.train_dataset)
     assert expected is not None
     seconds = 4 / second["pairs_per_second"]
     assert second["tokens_per_second"] * seconds == pytest.approx(second["num_tokens"] - first["num_tokens"])
@@ -64,7 +64,7 @@ def test_rates_exclude_pauses_and_steps_before_a_resume(monkeypatch: pytest.Monk
     peak = peak_flops_of("v5litepod")
     assert peak is not None
     statistics = StepStatistics(runtime, torch.device("cpu"))
-    statistics.flops_per_pair = peak / 4
+    statistics.flops_per_row = peak / 4
 
     def rates(pairs: int, tokens: int, step: int) -> dict[str, float]:
         table = compare(pairs_of(pairs), ComparisonRule()).map_tensors(torch.from_numpy)
@@ -95,14 +95,14 @@ def test_rates_exclude_pauses_and_steps_before_a_resume(monkeypatch: pytest.Monk
 def test_operations_per_pair_count_shared_tokens_once() -> None:
     """The count is unknown for streams, encoders, recurrent layers and other columns."""
     model, dataset = model_of("llama"), dataset_of([([1, 2, 3, 4], [1, 2, 5]), ([1], [2, 3])])
-    expected = training_flops(model_shape_of(model), PairLengths.of([(2, 2, 1), (0, 1, 2)])) / 2
-    assert flops_per_pair(model, dataset) == expected > 0
+    expected = training_flops(model_shape_of(model), RowLengths.of([(2, 2, 1), (0, 1, 2)])) / 2
+    assert flops_per_row(model, dataset) == expected > 0
     for model_type in ("gpt2", "qwen3", "gemma2", "phi3"):
-        assert flops_per_pair(model_of(model_type), dataset), model_type
-    assert flops_per_pair(model, dataset.to_iterable_dataset()) is None
-    assert flops_per_pair(model, dataset.rename_column("chosen_ids", "other")) is None
+        assert flops_per_row(model_of(model_type), dataset), model_type
+    assert flops_per_row(model, dataset.to_iterable_dataset()) is None
+    assert flops_per_row(model, dataset.rename_column("chosen_ids", "other")) is None
     for unknown in (model_of("bert"), model_of("jamba", num_hidden_layers=8)):
-        assert flops_per_pair(unknown, dataset) is None
+        assert flops_per_row(unknown, dataset) is None
 
 
 def test_peak_memory_excludes_the_parent_process() -> None:
@@ -144,7 +144,7 @@ def counted_by_torch(model: Any) -> float:
 
 def by_formula(model: Any) -> float:
     """Return the count by formula for eager attention: every query is multiplied with every key."""
-    shape, pairs = model_shape_of(model), PairLengths.of([(0, LENGTH, LENGTH)] * (DIALOGUES // 2))
+    shape, pairs = model_shape_of(model), RowLengths.of([(0, LENGTH, LENGTH)] * (DIALOGUES // 2))
     attended = sum(DIALOGUES * LENGTH**2 - pairs.attended(window) for window in shape.windows)
     return training_flops(shape, pairs) + 3 * 2 * shape.attention * attended
 
@@ -169,7 +169,7 @@ def test_frozen_weights_pass_gradients_to_adapters() -> None:
     st.none() | st.integers(1, 9),
 )
 def test_common_prefix_is_counted_once(sizes: list[tuple[int, int, int]], window: int | None) -> None:
-    pairs = PairLengths.of(sizes)
+    pairs = RowLengths.of(sizes)
     seen = 0
     for prefix, chosen, rejected in sizes:
         for tail in (chosen, rejected):

@@ -38,7 +38,7 @@ from trl_tpu.modeling import forward
 from trl_tpu.modeling.packability import PROVEN_TYPES, check_packing_is_exact, use_tree_masks
 from trl_tpu.modeling.static_shapes import ExpansionImpossible, use_expanded_attention, window_of
 from trl_tpu.packing.pack import pack, pack_unpadded
-from trl_tpu.packing.shapes import RowPlan, RowShape
+from trl_tpu.packing.shapes import BatchShape, ShapePlan
 
 EAGER = {"Llama, eager": "Llama", "Mistral, sliding window, eager": "Mistral, sliding window"}
 ALL = [*FAMILIES, *EAGER]
@@ -64,13 +64,13 @@ model_of = cache(tiny_model)
 
 LONG = 32  # tokens of the largest pair in these tests
 PLANS = {
-    "one micro-batch": RowPlan((RowShape(2, 160),)),
-    "micro-batches": RowPlan((RowShape(1, 12), RowShape(2, LONG)), (RowShape(1, LONG), RowShape(2, 8))),
+    "one micro-batch": ShapePlan((BatchShape(2, 160),)),
+    "micro-batches": ShapePlan((BatchShape(1, 12), BatchShape(2, LONG)), (BatchShape(1, LONG), BatchShape(2, 8))),
     "tight": None,
     "tight, trees together": None,
-    "expanded": RowPlan((RowShape(2, 40), RowShape(2, 64), RowShape(1, 180))),
-    "expanded, one row": RowPlan((RowShape(1, 180),)),
-    "expanded, micro-batches": RowPlan((RowShape(1, LONG),), (RowShape(2, LONG),)),
+    "expanded": ShapePlan((BatchShape(2, 40), BatchShape(2, 64), BatchShape(1, 180))),
+    "expanded, one row": ShapePlan((BatchShape(1, 180),)),
+    "expanded, micro-batches": ShapePlan((BatchShape(1, LONG),), (BatchShape(2, LONG),)),
 }
 
 
@@ -127,7 +127,7 @@ def test_proven_types_equal_the_families_tested_here() -> None:
 @pytest.mark.parametrize("family", ["Llama", "Mistral, sliding window", "Gemma2, soft cap, mixed windows"])
 def test_expanding_model_reads_other_batches_unchanged(family: str) -> None:
     """Other batches are padded ones and packed rows without an expansion."""
-    expanded, rows = model_of(family, True), in_rows(KNOWN_PAIRS, RowShape(2, 64))
+    expanded, rows = model_of(family, True), in_rows(KNOWN_PAIRS, BatchShape(2, 64))
     with StayInFloat64():
         expected = padded(model_of(family), KNOWN_PAIRS)
         theirs = gradients(model_of(family), expected)
@@ -149,7 +149,7 @@ def test_no_tensor_outside_the_kernel_is_quadratic_in_row_length(monkeypatch: py
         return q * k.mean() + v.mean()
 
     monkeypatch.setattr("trl_tpu.runtime.native.Runtime.segment_attention", staticmethod(kernel))
-    rows = in_rows([(PROMPT * 8 + [1], PROMPT * 8 + [2])], RowShape(1, 512))
+    rows = in_rows([(PROMPT * 8 + [1], PROMPT * 8 + [2])], BatchShape(1, 512))
     with Watch():
         packed(model_of("Mistral, sliding window", True), rows, expand=True).sum().backward()
     assert 512 * 32 <= max(sizes) < 512 * 512 / 2
@@ -203,11 +203,11 @@ def test_models_with_other_attention_are_rejected_with_the_reason() -> None:
     model = random_decoder("GPT-2, learned positions", attn_pdrop=0.5).train()
     use_expanded_attention(model)
     with pytest.raises(ExpansionImpossible, match="dropout"):
-        packed(model, in_rows(KNOWN_PAIRS, RowShape(2, 64)), expand=True)
+        packed(model, in_rows(KNOWN_PAIRS, BatchShape(2, 64)), expand=True)
     flash = tiny_model("Llama")
     flash.config._attn_implementation = "flash_attention_2"
     with pytest.raises(ValueError, match="flash_attention_2"):
         use_tree_masks(flash)
     causal = transformers.LlamaForCausalLM(transformers.LlamaConfig(**TINY))
     with pytest.raises(ValueError, match="LlamaForCausalLM"):
-        packed(causal, in_rows(KNOWN_PAIRS, RowShape(2, 64)))
+        packed(causal, in_rows(KNOWN_PAIRS, BatchShape(2, 64)))

@@ -9,7 +9,7 @@ from decoders import KNOWN_PAIRS, gradients, in_rows, packed, random_decoder
 
 from trl_tpu import runtime
 from trl_tpu.modeling.static_shapes import ExpandedAttention, ExpandedRows, use_expanded_attention
-from trl_tpu.packing.shapes import RowShape
+from trl_tpu.packing.shapes import BatchShape
 from trl_tpu.parallel.mesh import MeshShape
 
 
@@ -21,7 +21,7 @@ def devices() -> int:
 
 
 def test_rewards_and_gradients_equal_plain_torchs(devices: int) -> None:
-    rows = in_rows(KNOWN_PAIRS, RowShape(8, 64))
+    rows = in_rows(KNOWN_PAIRS, BatchShape(8, 64))
     model = random_decoder("Mistral, sliding window")
     use_expanded_attention(model)
     expected = packed(model, rows, expand=True)

@@ -12,7 +12,7 @@ from training import trained
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from trl_tpu import RewardTrainer
-from trl_tpu.packing.shapes import RowPlan, RowShape
+from trl_tpu.packing.shapes import BatchShape, ShapePlan
 
 
 @pytest.mark.parametrize(
@@ -75,9 +75,9 @@ def test_unused_parameters_do_not_decay(config: Any, model_folder: str, settings
     for module in (model, *model.model.layers):
         module.register_parameter("spare", torch.nn.Parameter(torch.ones(8, 8)))
     args = config(weight_decay=0.5, learning_rate=1e-2, max_steps=4, **settings)
-    shape = RowShape(1, 192)
-    fixed = RowPlan((shape,), (shape,)) if settings["packing"] else None
-    trainer_class = type("ShortRows", (RewardTrainer,), {"fixed_rows": fixed})
+    shape = BatchShape(1, 192)
+    fixed = ShapePlan((shape,), (shape,)) if settings["packing"] else None
+    trainer_class = type("ShortRows", (RewardTrainer,), {"fixed_shapes": fixed})
     counter = CountAtSteps()
     tokenizer = AutoTokenizer.from_pretrained(model_folder)
     data = tiny.uneven_pairs(64)

@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 
 from trl_tpu import RewardDataCollatorWithPadding, RewardTrainer, runtime
 from trl_tpu.compat.old_columns import _tokenize
-from trl_tpu.packing.shapes import RowPlan, RowShape
+from trl_tpu.packing.shapes import BatchShape, ShapePlan
 
 
 @pytest.mark.parametrize(
@@ -32,8 +32,8 @@ def test_packed_training_compiles_one_program_per_planned_shape(
     counter = CountAtSteps()
     args = config(packing=True, packed_attention=attention, **settings)
     # short rows, so that more batches need several micro-batches than with the trainer's own plan
-    shape = RowShape(devices, 192)
-    trainer_class = type("ShortRows", (RewardTrainer,), {"fixed_rows": RowPlan((shape,), (shape,))})
+    shape = BatchShape(devices, 192)
+    trainer_class = type("ShortRows", (RewardTrainer,), {"fixed_shapes": ShapePlan((shape,), (shape,))})
     trainer = trainer_class(model_folder, args, train_dataset=pairs, callbacks=[counter])
     counts = [len(batch.parts) for batch in trainer.get_train_dataloader().batches]
     assert trainer.batch_plan.layout.shapes == 2

@@ -114,7 +114,7 @@ def _margin_of(row: Row, where: str) -> dict[str, float]:
 class RewardDataCollatorWithPadding:
     """Collator of TRL up to 0.23: pads the chosen and the rejected sequences separately, on the tokenizer's side.
 
-    Each example has `input_ids_chosen`, `attention_mask_chosen`, `input_ids_rejected` and `attention_mask_rejected`,
+    Each row has `input_ids_chosen`, `attention_mask_chosen`, `input_ids_rejected` and `attention_mask_rejected`,
     and may have a `margin`, a float or a list of one float. The batch has the same keys, [P, longest of that half],
     `margin`, [P], and ``return_loss=True``.
 
@@ -126,7 +126,7 @@ class RewardDataCollatorWithPadding:
         return_tensors: Only ``"pt"``.
 
     Raises:
-        UserError: An example lacks one of the four columns.
+        UserError: A row lacks one of the four columns.
     """
 
     tokenizer: PreTrainedTokenizerBase

@@ -136,13 +136,13 @@ class RewardConfig(RemovedArguments, TrainingArguments):
         eos_token (`str`, *optional*):
             End-of-sequence token. By default the tokenizer's own.
         max_length (`int`, *optional*, defaults to `1024`):
-            Maximum length of a sequence in tokens. Pairs with a longer sequence are dropped, and counted in the log,
-            unless `truncation_mode` is set. `None` keeps all pairs.
+            Maximum length of a sequence in tokens. Rows with a longer sequence are dropped, and counted in the log,
+            unless `truncation_mode` is set. `None` keeps all rows.
         truncation_mode (`str`, *optional*):
             How to truncate sequences to `max_length` tokens, with the names of `trl.DPOConfig`. `"keep_start"` removes
             tokens at the end, including the end-of-sequence token. `"keep_end"` removes tokens at the start, the same
-            number from both sequences of a pair. A pair is dropped if truncation would empty a sequence, or make both
-            equal. The log counts truncated and dropped pairs. By default nothing is truncated. `trl-tpu score` never
+            number from all sequences of a row. A row is dropped if truncation would empty a sequence, or make all
+            equal. The log counts truncated and dropped rows. By default nothing is truncated. `trl-tpu score` never
             truncates: sequences above its `--max_length` get no reward.
         own_pad_token (`bool`, *optional*, defaults to `False`):
             Whether to choose a separate pad token if the pad token would be the end-of-sequence token. The choice is a
@@ -155,9 +155,9 @@ class RewardConfig(RemovedArguments, TrainingArguments):
             the data.
 
         per_device_train_batch_size (`int`, *optional*, defaults to `8`):
-            Number of pairs in a training batch per device of the mesh.
+            Number of rows in a training batch per device of the mesh.
         total_batch_size (`int`, *optional*):
-            Number of pairs per update, over all devices, processes and accumulated batches: the same on any number of
+            Number of rows per update, over all devices, processes and accumulated batches: the same on any number of
             chips. It sets `per_device_train_batch_size`, or `gradient_accumulation_steps` if
             `per_device_train_batch_size` is given. By default these two settings determine it.
         learning_rate_end (`float`, *optional*):
@@ -208,7 +208,7 @@ class RewardConfig(RemovedArguments, TrainingArguments):
             rows are not grouped.
         max_eval_steps (`int`, *optional*):
             Maximum number of batches per evaluation, taken from the start of the data. By default no limit. With a
-            limit, the metric `eval_pairs` gives the number of evaluated pairs. `predict` always takes all pairs.
+            limit, the metric `eval_pairs` gives the number of evaluated rows. `predict` always takes all rows.
         training_time_limit (`str`, *optional*):
             Maximum duration of `train()`, such as "2h30m", "1d" or "90m". At the end of the step that exceeds it,
             training saves a checkpoint, whatever `save_strategy` says, and stops. `trainer.stopped_by` is then
@@ -227,7 +227,7 @@ class RewardConfig(RemovedArguments, TrainingArguments):
             `save_strategy` says. By default time does not trigger saves.
         nonfinite_limit (`int`, *optional*, defaults to `3`):
             Number of consecutive steps with a NaN or infinite loss or gradient after which the run stops. It stops at
-            the next log, with an error that names the first of these steps and its pairs. Such a step does not update
+            the next log, with an error that names the first of these steps and its rows. Such a step does not update
             the weights, is counted as `nonfinite` in the logs, and is excluded from the logged loss. 0 trains on, as
             TRL does. With the loss scaling of `fp16`, only losses are checked: it causes infinite gradients and skips
             them itself.
@@ -244,30 +244,30 @@ class RewardConfig(RemovedArguments, TrainingArguments):
             On a CPU activations are in host memory anyway.
 
         packing (`str` or `bool`, *optional*, defaults to `"auto"`):
-            Whether to compute shared tokens only once: tokens that the two sequences of a pair share, and tokens that
-            pairs of a batch share. Losses stay the same at a fraction of the work. `"auto"` packs where this is exact
+            Whether to compute shared tokens only once: tokens that the sequences of a row share, and tokens that
+            rows of a batch share. Losses stay the same at a fraction of the work. `"auto"` packs where this is exact
             and possible, and otherwise logs the reason why not. It requires a causal decoder with a `score` head, and
             TRL's own columns, collator and loss. `True` raises an error where packing is impossible. `False` pads.
         row_length (`int`, *optional*):
-            Length of packed rows in tokens, on XLA and TorchTPU. It must be at least the number of tokens in the
-            largest pair, or for a stream twice `max_length`. By default lengths are chosen from the data. Plain torch
-            does not need it.
+            Length of packed rows in tokens, on XLA and TorchTPU. It must be at least the number of tokens of the
+            largest row of the data, or for a stream twice `max_length`. By default lengths are chosen from the data.
+            Plain torch does not need it.
         packed_attention (`str`, *optional*, defaults to `"auto"`):
             How packed rows attend on XLA. `"masks"` builds a mask with an entry for each query and key. `"expanded"`
-            copies queries, keys and values to rows of whole sequences and runs a fused kernel there. Long rows need
-            it. `"auto"` selects `"expanded"` on a TPU if rows have 2,048 tokens or more and the model supports it, and
-            otherwise `"masks"`.
+            copies queries, keys and values to rows of whole sequences and runs a fused kernel there. Long packed rows
+            need it. `"auto"` selects `"expanded"` on a TPU if packed rows have 2,048 tokens or more and the model
+            supports it, and otherwise `"masks"`.
         max_shapes (`int`, *optional*, defaults to `4`):
             Maximum number of batch shapes on XLA and TorchTPU, packed or padded. Each shape is compiled once.
         group_by_prompt (`bool`, *optional*, defaults to `False`):
-            Whether to put pairs with the same prompt into one batch. A packed row then holds the prompt once, and an
-            answer that several pairs share once. The log reports how many tokens this saves. Prompts come in random
+            Whether to put rows with the same prompt into one batch. A packed row then holds the prompt once, and an
+            answer that several rows share once. The log reports how many tokens this saves. Prompts come in random
             order, a new one in each epoch.
 
         mesh (`str`, *optional*):
             Arrangement of the devices: axis sizes separated by commas, such as `"data=2,fsdp=4"`. A size of -1 takes
             all remaining devices. `fsdp` shards weights and batch. `data` shards only the batch. `tensor` shards
-            weights and the work on each row. TPU slices that are connected by a slower network form the outer part of
+            weights and their work. TPU slices that are connected by a slower network form the outer part of
             `data`; their number is detected, and can be stated as `slices=2`. On XLA the default is `"fsdp=-1"`.
             Elsewhere `mesh` arranges the processes that torchrun starts, one per device, and transformers shards the
             model (FSDP2 and tensor parallelism); by default each process has the full model (DDP).
@@ -536,23 +536,23 @@ class RewardConfig(RemovedArguments, TrainingArguments):
 
     @property
     def train_batch_size(self) -> int:
-        """Number of pairs in a training batch over all devices of the mesh."""
+        """Number of rows in a training batch over all devices of the mesh."""
         return self._batch_size_over_mesh(self.per_device_train_batch_size, super().train_batch_size)
 
     @property
     def eval_batch_size(self) -> int:
-        """Number of pairs in an evaluation batch over all devices of the mesh."""
+        """Number of rows in an evaluation batch over all devices of the mesh."""
         return self._batch_size_over_mesh(self.per_device_eval_batch_size, super().eval_batch_size)
 
     def _divide_total_batch(self, total: int, is_batch_given: bool) -> None:
-        """Set `per_device_train_batch_size` or `gradient_accumulation_steps` for updates of ``total`` pairs.
+        """Set `per_device_train_batch_size` or `gradient_accumulation_steps` for updates of ``total`` rows.
 
         Args:
-            total: Number of pairs per update over all devices.
+            total: Number of rows per update over all devices.
             is_batch_given: Whether the user set `per_device_train_batch_size`; it is then kept.
 
         Raises:
-            UserError: If no whole number gives exactly ``total`` pairs.
+            UserError: If no whole number gives exactly ``total`` rows.
         """
         shards = 1  # with split_batches the per-device batch size is the size of the whole batch
         if not cast(AcceleratorConfig, self.accelerator_config).split_batches:
@@ -581,8 +581,8 @@ class RewardConfig(RemovedArguments, TrainingArguments):
             return per_device * shards
         if per_device % shards:
             raise UserError(
-                f"With split_batches the batch of {per_device} pairs is split into {shards} shards over the mesh "
+                f"With split_batches the batch of {per_device} rows is split into {shards} shards over the mesh "
                 f"{self.mesh_shape}, but {per_device} / {shards} is not a whole number. Choose a batch of "
-                f"{per_device + -per_device % shards} pairs."
+                f"{per_device + -per_device % shards} rows."
             )
         return per_device

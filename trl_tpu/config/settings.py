@@ -103,7 +103,7 @@ _add("max_length", valid=_at_least(1))
 _add("truncation_mode", No("solutions"), valid=_one_of("keep_start", "keep_end", None), needs="max_length=^[0-9]")
 _add(
     "train_sampling_strategy",
-    No("xla", "leave it out: every batch has the same number of pairs", "batch_rebalance"),
+    No("xla", "leave it out: every batch has the same number of rows", "batch_rebalance"),
     No("ranks", "leave it out: all processes must use the same order", "group_by_length|batch_rebalance"),
     No("group_by_prompt=True", value="sequential|group_by_length|batch_rebalance"),
 )
@@ -230,7 +230,7 @@ _add("eval_delay", needs="eval_strategy=steps|epoch")
 _add("eval_on_start", _NO_LOOP)
 _add("eval_by", No("solutions"))
 _add("max_eval_steps per_device_eval_batch_size", valid=_at_least(1))
-_add("eval_do_concat_batches", No("always", "leave it out: compute_metrics receives one array of all pairs", "False"))
+_add("eval_do_concat_batches", No("always", "leave it out: compute_metrics receives one array of all rows", "False"))
 _add("include_for_metrics", No("always", "take inputs from the evaluation data: predictions have its order", "inputs"))
 _add(
     "bf16_full_eval", No("xla ranks", "leave it out: with bf16=True evaluation computes in bfloat16 already"), _NO_LOOP
@@ -244,7 +244,7 @@ _add("dataloader_persistent_workers dataloader_pin_memory dataloader_prefetch_fa
 _add("dataloader_multiprocessing_context")
 _add("chat_template_path pad_token trust_remote_code")  # recorded as the tokenizer
 
-_add = partial(_declare, "Batches", False)  # a checkpoint records the global batch, and whether rows are packed
+_add = partial(_declare, "Batches", False)  # a checkpoint records the global batch, and whether it is packed
 _add("per_device_train_batch_size total_batch_size max_shapes pad_to_multiple_of", valid=_at_least(1))
 _add("packing", valid=_one_of("auto", "true", "false"))
 _add("row_length", valid=_at_least(1), needs="packing=auto|true")

@@ -48,7 +48,7 @@ def column_names(dataset: Dataset | IterableDataset, name: str = "given") -> lis
     if columns is None:
         columns = list(next(iter(dataset), ()))
     if not columns or (isinstance(dataset, Dataset) and not len(dataset)):
-        raise UserError(f"The {name} dataset is empty: it needs at least one pair. Check its split, file and filters.")
+        raise UserError(f"The {name} dataset is empty: it needs at least one row. Check its split, file and filters.")
     return columns
 
 

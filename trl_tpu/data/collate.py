@@ -30,7 +30,7 @@ from .checks import Row
 from .kinds import TIE_MODELS, Pairs, RowKind
 from .kinds.solutions import STEP_ENDS
 
-PackRows = Callable[[Sequences], list[Batch[np.ndarray]]]
+PackSequences = Callable[[Sequences], list[Batch[np.ndarray]]]
 
 
 @dataclass(frozen=True)
@@ -195,58 +195,61 @@ def sequences_of(rows: Sequence[Row], pad_token_id: int, table: Comparisons[np.n
         table: Comparison table of the rows, perhaps padded to more rows. By default the rows are pairs, as in TRL.
     """
     table = table or ComparisonRule().table(rows)
-    ids, at, pair_D = list[np.ndarray](), list[np.ndarray](), list[int]()
-    for pair, row in enumerate(rows):
+    ids, at, row_D = list[np.ndarray](), list[np.ndarray](), list[int]()
+    for number, row in enumerate(rows):
         answers = [np.asarray(answer, np.int32) for answer in table.kind.answers(row)]
         ids += answers
-        pair_D += [pair] * len(answers)
+        row_D += [number] * len(answers)
         if (ends := table.kind.labels(row).get(STEP_ENDS)) is None:
             at += [np.array([last_scored(answer, pad_token_id)]) for answer in answers]
         else:  # a solution without labeled steps has a reward without a grade, so that its row is present
             at.append(np.array(ends or [0], np.int64))
-    return Sequences(ids, at, np.array(pair_D), pad_token_id, table)
+    return Sequences(ids, at, np.array(row_D), pad_token_id, table)
 
 
 @dataclass(frozen=True)
 class Part:
-    """One process's part of the examples of a batch.
+    """One process's part of the rows of a batch.
 
     Args:
-        pairs: P, the pairs per process; the table of a process with fewer examples is padded.
+        rows: P, the rows per process; the table of a process with fewer rows is padded.
         index: Index of this process.
         count: Number of processes that share the batch.
-        shares_pairs: Whether P counts the pairs of all processes. Each process then has all pairs in its table, and a
-            part of the rows of tokens.
+        shares_rows: Whether P counts the rows of all processes. Each process then has all data rows in its table, and
+            a part of the token rows.
     """
 
-    pairs: int
+    rows: int
     index: int = 0
     count: int = 1
-    shares_pairs: bool = False
+    shares_rows: bool = False
 
-    def of(self, examples: Sequence[Any]) -> list[Any]:
-        """Return this process's examples in batch order; the list may be empty.
+    def of(self, every: Sequence[Any]) -> list[Any]:
+        """Return this process's rows in batch order; the list may be empty.
+
+        Args:
+            every: Rows of all processes; may be empty.
 
         Raises:
-            UserError: The batch has more examples than fit into the planned shapes of all processes.
+            UserError: The batch has more rows than fit into the planned shapes of all processes.
         """
-        limit = self.pairs if self.shares_pairs else self.pairs * self.count
-        if len(examples) > limit:
-            raise UserError(f"A batch has at most {limit} rows, as its shapes were planned; got {len(examples)}.")
-        return list(examples if self.shares_pairs else examples[self.index * self.pairs :][: self.pairs])
+        limit = self.rows if self.shares_rows else self.rows * self.count
+        if len(every) > limit:
+            raise UserError(f"A batch has at most {limit} rows, as its shapes were planned; got {len(every)}.")
+        return list(every if self.shares_rows else every[self.index * self.rows :][: self.rows])
 
-    def table(self, every: Sequence[Row], example: Row, rule: ComparisonRule) -> Comparisons[np.ndarray]:
+    def table(self, every: Sequence[Row], placeholder: Row, rule: ComparisonRule) -> Comparisons[np.ndarray]:
         """Return the comparison table of this process's rows, weighted by their share of the weights of all rows.
 
         Args:
             every: Rows of all processes; may be empty.
-            example: Placeholder row for a process without rows; it has no weight.
+            placeholder: Row for a process without rows; it has no weight.
             rule: Settings that define the comparisons.
         """
         rows = self.of(every)
-        table = rule.table(rows or [example], self.pairs)
+        table = rule.table(rows or [placeholder], self.rows)
         total = table if len(rows) == len(every) else rule.table(every)
-        table = table if rows else table.among(np.zeros(self.pairs, bool))
+        table = table if rows else table.among(np.zeros(self.rows, bool))
         return replace(table, weight_sum_1=total.weight_sum_1 / np.float32(self.count))
 
 
@@ -255,22 +258,22 @@ class BatchCollator:
     """Collator for this package's own batches, packed or padded.
 
     Args:
-        pack_rows: Arranges sequences in rows of tokens: `pack`, `pack_unpadded` or `pad`, with their settings.
+        pack_sequences: Arranges sequences in token rows: `pack`, `pack_unpadded` or `pad`, with their settings.
         pad_token_id: Id of padding tokens. A sequence is scored at its last token with another id.
         rule: Settings that define the comparisons.
-        part: This process's part of the examples; None means all examples.
+        part: This process's part of the rows; None means all rows.
     """
 
-    pack_rows: PackRows
+    pack_sequences: PackSequences
     pad_token_id: int
     rule: ComparisonRule = ComparisonRule()
     part: Part | None = None
 
-    def __call__(self, examples: Sequence[Row], real: int | None = None) -> Batch[torch.Tensor]:
-        """Make the batch from the first ``real`` examples; the remaining examples are padding."""
-        part, every = self.part or Part(len(examples)), examples[:real]
-        rows, table = part.of(every), part.table(every, examples[0], self.rule)
-        batches = self.pack_rows(sequences_of(rows or examples[:1], self.pad_token_id, table))
-        if not rows:  # a process without examples still runs the step, on a row without weight
+    def __call__(self, rows: Sequence[Row], real: int | None = None) -> Batch[torch.Tensor]:
+        """Make the batch from the first ``real`` rows; the remaining rows are padding."""
+        part, every = self.part or Part(len(rows)), rows[:real]
+        own_rows, table = part.of(every), part.table(every, rows[0], self.rule)
+        batches = self.pack_sequences(sequences_of(own_rows or rows[:1], self.pad_token_id, table))
+        if not own_rows:  # a process without rows still runs the step, on a row without weight
             batches = [replace(batch, tokens_S=0 * batch.tokens_S) for batch in batches]
         return Batch.of(batches).map_tensors(torch.from_numpy)

@@ -261,7 +261,7 @@ _COLUMN_SETS: tuple[set[str], ...] = (
 
 
 def is_conversational(example: Mapping[str, Any]) -> bool:
-    """Check whether the first of an example's `_CONVERSATION_KEYS` holds messages with a ``role``, not plain text."""
+    """Check whether the first of a row's `_CONVERSATION_KEYS` holds messages with a ``role``, not plain text."""
     value = next((example[key] for key in _CONVERSATION_KEYS if key in example), None)
     return isinstance(value, list) and bool(value) and isinstance(value[0], dict) and "role" in value[0]
 
@@ -272,7 +272,7 @@ def apply_chat_template(
     tools: list[dict | Callable] | None = None,
     **template_kwargs: Any,
 ) -> dict[str, Any]:
-    """Render a conversational example as text.
+    """Render a conversational row as text.
 
     The columns keep their names, except that ``messages`` becomes ``text``. A prompt that ends with a user or tool
     turn gets the generation prompt. A prompt that ends with an assistant turn is left open, to be continued. Each
@@ -333,7 +333,7 @@ def maybe_apply_chat_template(
     tools: list[dict | Callable] | None = None,
     **template_kwargs: Any,
 ) -> dict[str, Any]:
-    """Apply the chat template to a conversational example; return any other example unchanged."""
+    """Apply the chat template to a conversational row; return any other row unchanged."""
     if is_conversational(example):
         return apply_chat_template(example, processing_class, tools, **template_kwargs)
     return example
@@ -367,7 +367,7 @@ def extract_prompt(example: Mapping[str, Sequence]) -> dict[str, Sequence]:
 
 
 def maybe_extract_prompt(example: dict[str, Any]) -> dict[str, Any]:
-    """Extract the prompt of a preference example without one; return any other example unchanged.
+    """Extract the prompt of a pair without one; return any other row unchanged.
 
     A text ``prompt`` for answers that are messages is a copy for display, and is replaced. A prompt of messages for
     text answers is replaced, too.

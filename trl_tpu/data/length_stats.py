@@ -1,6 +1,6 @@
 """Prepared datasets: their rows as arrays, length statistics, and prompts.
 
-Pairs with the same prompt are not independent, and share tokens.
+Rows with the same prompt are not independent, and share tokens.
 
 A dataset counts as prepared if its rows are tokenized and it is not a stream. `trl_tpu.data.kinds` has the columns.
 
@@ -22,7 +22,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from datasets import Dataset
 
-from ..packing.shapes import PairLengths, common_prefix
+from ..packing.shapes import RowLengths, common_prefix
 from .formats import convert_row
 from .kinds import COLUMNS, TOKENS, Pairs, RowKind, answers_of, kind_of, kind_of_columns
 from .kinds.solutions import STEP_ENDS
@@ -58,7 +58,7 @@ class LengthStats:
         answers: K, the maximum number of scored positions per row: answers, or labeled steps.
     """
 
-    lengths: PairLengths
+    lengths: RowLengths
     shared_prefix: int
     checksum: int
     answers: int = 2
@@ -97,7 +97,7 @@ def length_stats(dataset: Dataset) -> LengthStats:
 
 def length_stats_of(parts: Iterable[list[dict[str, Any]]]) -> LengthStats:
     """Measure tokenized rows, given in lists as `read_table` returns them."""
-    lengths: list[PairLengths] = []
+    lengths: list[RowLengths] = []
     shared: list[bytes] = []  # empty, or one item: the common prefix of all sequences so far, 4 bytes per token
     answers = 1
     checksums: dict[str, int] = defaultdict(int)  # running checksum per kind of content: table sizes do not affect it
@@ -118,22 +118,22 @@ def length_stats_of(parts: Iterable[list[dict[str, Any]]]) -> LengthStats:
             text = "".join(f"{labels[name]}," for labels in labels_N)
             checksums[name] = crc32(text.encode(), checksums[name])
     checksum = crc32(repr(sorted(checksums.items())).encode())
-    return LengthStats(PairLengths.joined(lengths), len(b"".join(shared)) // 4, checksum, answers)
+    return LengthStats(RowLengths.joined(lengths), len(b"".join(shared)) // 4, checksum, answers)
 
 
-def length_stats_of_stream(stream: Iterable[Mapping[str, Any]]) -> PairLengths:
-    """Measure the first 1,000 pairs of a tokenized stream. Training then reads the stream from its beginning."""
+def length_stats_of_stream(stream: Iterable[Mapping[str, Any]]) -> RowLengths:
+    """Measure the first 1,000 rows of a tokenized stream. Training then reads the stream from its beginning."""
     return _lengths([list(map(np.asarray, answers_of(row))) for row in islice(stream, _TABLE_ROWS)])
 
 
-def _lengths(answers_N: list[list[np.ndarray]]) -> PairLengths:
+def _lengths(answers_N: list[list[np.ndarray]]) -> RowLengths:
     """Return the lengths of each row's common prefix and tails."""
     prefix_N = np.zeros(len(answers_N), np.int64)
     tails_NK = np.zeros((len(answers_N), max([2, *map(len, answers_N)])), np.int64)
     for row, answers in enumerate(answers_N):
         prefix_N[row] = min(common_prefix(answers[0], ids) for ids in answers)
         tails_NK[row, : len(answers)] = [len(ids) - prefix_N[row] for ids in answers]
-    return PairLengths(prefix_N, tails_NK)
+    return RowLengths(prefix_N, tails_NK)
 
 
 def tables_of(dataset: Dataset) -> Iterator[pa.Table]:

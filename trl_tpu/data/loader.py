@@ -1,4 +1,4 @@
-"""The order of pairs (random or grouped by prompt), and data loaders on the host for devices with planned shapes."""
+"""The order of rows (random or grouped by prompt), and data loaders on the host for devices with planned shapes."""
 
 import json
 import logging
@@ -59,19 +59,19 @@ def prompts_in_training(train: Any, evaluation: Any, name: str = "") -> tuple[in
 
 
 class PromptGroupSampler(Sampler[int]):
-    """Sampler that keeps each prompt group's pairs together; the order changes each epoch, and all processes agree.
+    """Sampler that keeps each prompt group's rows together; the order changes each epoch, and all processes agree.
 
     The order of groups is random. The order of updates is random too, so that a large group does not fill several
     consecutive updates.
 
     Args:
-        group_N: Group number of each pair, from `prompt_groups`.
-        pairs: Pairs per update, over all processes.
+        group_N: Group number of each row, from `prompt_groups`.
+        update_size: Rows per update, over all processes.
         seed: Seed of the run.
     """
 
-    def __init__(self, group_N: np.ndarray, pairs: int, seed: int = 0) -> None:
-        self._group_N, self._pairs, self._seed, self._epoch = group_N, pairs, seed, 0
+    def __init__(self, group_N: np.ndarray, update_size: int, seed: int = 0) -> None:
+        self._group_N, self._update_size, self._seed, self._epoch = group_N, update_size, seed, 0
 
     def __len__(self) -> int:
         return len(self._group_N)
@@ -83,36 +83,37 @@ class PromptGroupSampler(Sampler[int]):
     def __iter__(self) -> Iterator[int]:
         generator, count = np.random.default_rng([self._seed, self._epoch]), len(self)
         order_N = np.lexsort((generator.permutation(count), generator.permutation(count)[self._group_N]))
-        whole = count - count % self._pairs
-        yield from generator.permutation(order_N[:whole].reshape(-1, self._pairs)).ravel().tolist()
+        whole = count - count % self._update_size
+        yield from generator.permutation(order_N[:whole].reshape(-1, self._update_size)).ravel().tolist()
         yield from order_N[whole:].tolist()
         self._epoch += 1
 
 
 def prompt_group_sampler(sampler_fn: Callable[[Any], Any], args: Any, parts: int, dataset: Any) -> Any:
-    """Return a sampler that keeps pairs with the same prompt together; a subclass's own sampler is kept.
+    """Return a sampler that keeps rows with the same prompt together; a subclass's own sampler is kept.
 
     Args:
         sampler_fn: Returns the trainer's sampler for a dataset.
         args: Settings of the run.
         parts: Number of parts of a batch that different processes compute.
-        dataset: Prepared pairs.
+        dataset: Prepared rows.
     """
     sampler = sampler_fn(dataset)
     if type(sampler) is not RandomSampler:
         return sampler
-    pairs = args.train_batch_size * parts * args.gradient_accumulation_steps
-    return PromptGroupSampler(prompt_groups(dataset), pairs, args.seed if args.data_seed is None else args.data_seed)
+    update_size = args.train_batch_size * parts * args.gradient_accumulation_steps
+    seed = args.seed if args.data_seed is None else args.data_seed
+    return PromptGroupSampler(prompt_groups(dataset), update_size, seed)
 
 
-_SAMPLED_PAIRS = 2048  # pairs whose tokens are read to estimate how many tokens are shared
+_SAMPLED_ROWS = 2048  # rows whose tokens are read to estimate how many tokens are shared
 
 
-def sizes_by_prompt(dataset: Any, pairs: int) -> np.ndarray:
-    """Return how many tokens each pair adds to batches in the order of `PromptGroupSampler`, and log the savings.
+def sizes_by_prompt(dataset: Any, batch_size: int) -> np.ndarray:
+    """Return how many tokens each row adds to batches in the order of `PromptGroupSampler`, and log the savings.
 
-    The last ``pairs`` sizes are the full sizes of the largest pairs, with nothing shared. So shapes that are planned
-    for these sizes can hold any batch.
+    The last ``batch_size`` sizes are the full sizes of the largest rows, with nothing shared. So shapes that are
+    planned for these sizes can hold any batch.
 
     Raises:
         UserError: The data is a stream, or has no pairs.
@@ -124,9 +125,9 @@ def sizes_by_prompt(dataset: Any, pairs: int) -> np.ndarray:
             "dataset_streaming), or leave group_by_prompt out."
         )
     stats, group_N = length_stats(dataset), prompt_groups(dataset)
-    order_N, added = list(PromptGroupSampler(group_N, pairs)), list[int]()
-    for first in range(0, min(_SAMPLED_PAIRS, len(order_N)), pairs):
-        rows = map(dataset.__getitem__, order_N[first : first + pairs])
+    order_N, added = list(PromptGroupSampler(group_N, batch_size)), list[int]()
+    for first in range(0, min(_SAMPLED_ROWS, len(order_N)), batch_size):
+        rows = map(dataset.__getitem__, order_N[first : first + batch_size])
         sequences = [np.asarray(ids) for row in rows for ids in answers_of(row)]
         order, shared = in_order(sequences)
         added_D = np.array([len(ids) for ids in sequences])
@@ -134,12 +135,12 @@ def sizes_by_prompt(dataset: Any, pairs: int) -> np.ndarray:
         added += added_D.reshape(-1, 2).sum(axis=1).tolist()
     grouped, alone = np.mean(added), stats.lengths.sizes_P.mean() - stats.shared_prefix
     logger.warning(
-        f"group_by_prompt: {len(group_N):,} pairs have {group_N.max() + 1:,} prompts. A pair in packed batches of "
-        f"{pairs} takes {grouped:,.0f} tokens, not {alone:,.0f} ({1 - grouped / alone:.0%} less), not counting the "
-        "prefix that all pairs share."
+        f"group_by_prompt: {len(group_N):,} rows have {group_N.max() + 1:,} prompts. A row in packed batches of "
+        f"{batch_size} takes {grouped:,.0f} tokens, not {alone:,.0f} ({1 - grouped / alone:.0%} less), not counting "
+        "the prefix that all rows share."
     )
     sizes_N = np.resize(added, len(dataset)) + stats.shared_prefix
-    return np.append(sizes_N, np.sort(stats.lengths.sizes_P)[-pairs:])
+    return np.append(sizes_N, np.sort(stats.lengths.sizes_P)[-batch_size:])
 
 
 # settings of a DataLoader; in TrainingArguments their names begin with "dataloader_"
@@ -165,7 +166,7 @@ def host_batches(
 ) -> DataLoader[Any]:
     """Return a torch DataLoader with the loader settings of ``args``, without accelerate's wrapper.
 
-    accelerate's loader would replicate batches and lose its settings on resume. The order of pairs is the same as
+    accelerate's loader would replicate batches and lose its settings on resume. The order of rows is the same as
     with accelerate. Workers have the same random seeds on all hosts: hosts that share a mesh each make the whole
     batch, so they must augment rows alike.
     """
@@ -194,13 +195,13 @@ def skip_batches(loader: DataLoader[Any], count: int) -> DataLoader[Any]:
 class UnsplitStream(IterableDataset[Any]):
     """Wrapper that hides the files of a `datasets` stream: each process reads the whole stream and takes its part.
 
-    Without it, accelerate would assign the files of a stream to processes. Then the pairs of a batch would depend on
-    the number of processes, and processes would get different numbers of pairs.
+    Without it, accelerate would assign the files of a stream to processes. Then the rows of a batch would depend on
+    the number of processes, and processes would get different numbers of rows.
 
     Args:
-        stream: Stream of examples.
-        batch_size: Pairs per batch, over all processes. With it, the stream yields (example, is_real), and the last
-            batch is padded with examples that are not real. By default accelerate pads the last batch.
+        stream: Stream of rows.
+        batch_size: Rows per batch, over all processes. With it, the stream yields (row, is_real), and the last batch
+            is padded with rows that are not real. By default accelerate pads the last batch.
     """
 
     def __init__(self, stream: Any, batch_size: int | None = None) -> None:
@@ -214,17 +215,17 @@ class UnsplitStream(IterableDataset[Any]):
             yield from self._stream
             return
         count, first = 0, None
-        for count, example in enumerate(self._stream, start=1):
-            first = example if count == 1 else first
-            yield example, True
+        for count, row in enumerate(self._stream, start=1):
+            first = row if count == 1 else first
+            yield row, True
         yield from [(first, False)] * (-count % self._batch_size)
 
 
 def collate_marked(
-    collate: Callable[..., Any], select_columns: Callable[[list[Any]], list[Any]], examples: Sequence[tuple[Any, bool]]
+    collate: Callable[..., Any], select_columns: Callable[[list[Any]], list[Any]], marked: Sequence[tuple[Any, bool]]
 ) -> Any:
-    """Collate the selected columns of a `UnsplitStream`'s marked examples; padding examples do not count."""
-    rows, is_real = zip(*examples, strict=True)
+    """Collate the selected columns of a `UnsplitStream`'s marked rows; padding does not count."""
+    rows, is_real = zip(*marked, strict=True)
     return collate(select_columns(list(rows)), real=sum(is_real))
 
 

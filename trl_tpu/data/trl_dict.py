@@ -30,16 +30,16 @@ def needs_table(row: Row) -> bool:
 
 @dataclass
 class DataCollatorForPreference(DataCollatorMixin):
-    """Collator of token pairs into 2P right-padded rows: first the P chosen sequences, then the P rejected sequences.
+    """Collator of tokenized pairs into 2P right-padded rows: first P chosen sequences, then P rejected sequences.
 
-    Each example has `chosen_ids` and `rejected_ids`, lists of token ids, and may have a float `margin` (read if the
-    first example has it). The batch has `input_ids` and `attention_mask`, [2P, longest], and `margin`, [P].
+    Each row has `chosen_ids` and `rejected_ids`, lists of token ids, and may have a float `margin` (read if the first
+    row has it). The batch has `input_ids` and `attention_mask`, [2P, longest], and `margin`, [P].
 
     Args:
         pad_token_id: Id of padding tokens.
         pad_to_multiple_of: Round the batch's length up to a multiple of this number.
         return_tensors: Only ``"pt"``.
-        answers: K, the number of answers per ranking; by default the most answers of any example. The batch has K P
+        answers: K, the number of answers per ranking; by default the most answers of any row. The batch has K P token
             rows: all first answers, then all second answers, and so on. A ranking with fewer answers repeats its first
             answer.
     """
@@ -52,14 +52,14 @@ class DataCollatorForPreference(DataCollatorMixin):
     def torch_call(self, examples: list[dict[str, Any]]) -> dict[str, Any]:
         sequences = list(map(answers_of, examples))
         answers = self.answers or max(map(len, sequences))
-        rows = [row[k] if k < len(row) else row[0] for k in range(answers) for row in sequences]
-        length = round_up(max(len(ids) for ids in rows), self.pad_to_multiple_of or 1)
+        ids_R = [ids_K[k] if k < len(ids_K) else ids_K[0] for k in range(answers) for ids_K in sequences]
+        length = round_up(max(map(len, ids_R)), self.pad_to_multiple_of or 1)
         batch = {
-            "input_ids": torch.tensor([[*ids, *[self.pad_token_id] * (length - len(ids))] for ids in rows]),
-            "attention_mask": torch.tensor([[1] * len(ids) + [0] * (length - len(ids)) for ids in rows]),
+            "input_ids": torch.tensor([[*ids, *[self.pad_token_id] * (length - len(ids))] for ids in ids_R]),
+            "attention_mask": torch.tensor([[1] * len(ids) + [0] * (length - len(ids)) for ids in ids_R]),
         }
         if "margin" in examples[0]:
-            batch["margin"] = torch.tensor([example["margin"] for example in examples], dtype=torch.float)
+            batch["margin"] = torch.tensor([row["margin"] for row in examples], dtype=torch.float)
         return batch | dict.fromkeys([TABLE] if needs_table(examples[0]) else [])
 
 
@@ -68,13 +68,13 @@ class DictCollator:
     """Collator of padded batches in TRL's form, made by TRL's or the user's collator, for user code that reads them.
 
     Args:
-        collate: Collator from examples in TRL's columns to TRL's dict.
+        collate: Collator from rows in TRL's columns to TRL's dict.
         is_old: Whether ``collate`` reads the columns of TRL up to 0.23.
         rule: Settings that define the comparisons, for labels that TRL's keys cannot hold.
         pad_token_id: Id of padding tokens.
         padding_side: The side on which ``collate`` pads.
         lengths: Planned lengths, as in `pad`.
-        part: This process's part of the examples, as in `BatchCollator`.
+        part: This process's part of the rows, as in `BatchCollator`.
     """
 
     collate: Collate
@@ -85,41 +85,41 @@ class DictCollator:
     lengths: tuple[int, ...] | None = None
     part: Part | None = None
 
-    def __call__(self, examples: Sequence[Row], real: int | None = None) -> dict[str, Any]:
-        """Make the batch from the first ``real`` examples; the remaining examples are padding."""
-        part = self.part or Part(len(examples))
-        rows = part.of(examples[:real])
-        padded = rows + [examples[0]] * (part.pairs - len(rows))
+    def __call__(self, rows: Sequence[Row], real: int | None = None) -> dict[str, Any]:
+        """Make the batch from the first ``real`` rows; the remaining rows are padding."""
+        part = self.part or Part(len(rows))
+        own_rows = part.of(rows[:real])
+        padded = own_rows + [rows[0]] * (part.rows - len(own_rows))
         batch = dict(self.collate([*map(old_columns, padded)] if self.is_old else padded))
-        is_short = len(rows) < part.pairs or len(examples) < part.pairs * part.count
-        if (needs_table(examples[0]) or is_short) and {"input_ids", "input_ids_chosen"} & batch.keys():
-            table = part.table(examples[:real], examples[0], self.rule)
-            batch[TABLE] = self._scored_positions(batch, rows, table).map_tensors(torch.from_numpy)
+        is_short = len(own_rows) < part.rows or len(rows) < part.rows * part.count
+        if (needs_table(rows[0]) or is_short) and {"input_ids", "input_ids_chosen"} & batch.keys():
+            table = part.table(rows[:real], rows[0], self.rule)
+            batch[TABLE] = self._scored_positions(batch, own_rows, table).map_tensors(torch.from_numpy)
         return self._pad_to_planned_length(batch)
 
     def _scored_positions(
         self, batch: Mapping[str, Any], rows: Sequence[Row], table: Comparisons[np.ndarray]
     ) -> Batch[np.ndarray]:
-        """Return a batch without tokens: the positions in TRL's row order at which the rows' rewards are read."""
-        pairs = len(table.row_weight_P)
-        row_PK, column_PK, tokens_PK = np.zeros((3, pairs, self.rule.answers), np.int32)
+        """Return a batch without tokens: the positions, in TRL's order, at which the rows' rewards are read."""
+        count = len(table.row_weight_P)
+        token_row_PK, column_PK, tokens_PK = np.zeros((3, count, self.rule.answers), np.int32)
         labels_PL = batch.get("labels") if table.kind.is_one_sequence else None  # the collator pads them, too
         for place, row in enumerate(rows):
             if kind_of(row):
                 lengths = np.concatenate(sequences_of([row], self.pad_token_id, table).tokens)
             elif "attention_mask" in batch:  # rows with the user's columns
-                lengths = batch["attention_mask"][place::pairs].sum(-1).numpy()
+                lengths = batch["attention_mask"][place::count].sum(-1).numpy()
             else:
                 lengths = np.array([batch[key][place].sum().item() for key in OLD_KEYS[1::2]])
             index = place, slice(len(lengths))
-            row_PK[index], column_PK[index] = place + pairs * np.arange(len(lengths)), lengths - 1
+            token_row_PK[index], column_PK[index] = place + count * np.arange(len(lengths)), lengths - 1
             if labels_PL is not None:
                 ends = (labels_PL[place] != NO_LABEL).nonzero().flatten()
-                row_PK[index], column_PK[index] = place, ends if len(ends) else 0
+                token_row_PK[index], column_PK[index] = place, ends if len(ends) else 0
             tokens_PK[index] = lengths
         no_tokens: Any = None
         present_P: Any = tokens_PK.any(-1)
-        return Batch(no_tokens, row_PK.ravel(), column_PK.ravel(), tokens_PK.ravel(), table.among(present_P))
+        return Batch(no_tokens, token_row_PK.ravel(), column_PK.ravel(), tokens_PK.ravel(), table.among(present_P))
 
     def _pad_to_planned_length(self, batch: dict[str, Any]) -> dict[str, Any]:
         """Pad to the shortest planned length that fits; a batch longer than all planned lengths keeps its length.
@@ -185,17 +185,17 @@ def lengthen(
 ) -> dict[str, torch.Tensor]:
     """Pad token ids, attention masks and token labels to ``length``."""
     longer = {}
-    for name, rows_RL in tensors.items():
+    for name, values_RL in tensors.items():
         fill = pad_token_id if name.startswith("input_ids") else NO_LABEL if name == "labels" else 0
-        missing = length - rows_RL.shape[1]
-        longer[name] = pad_tensor(rows_RL, (missing, 0) if padding_side == "left" else (0, missing), value=fill)
+        missing = length - values_RL.shape[1]
+        longer[name] = pad_tensor(values_RL, (missing, 0) if padding_side == "left" else (0, missing), value=fill)
     return longer
 
 
 def batch_of_pairs(
     count: int, device: torch.device, mask_RL: torch.Tensor | None = None, margin_P: torch.Tensor | None = None
 ) -> Batch[torch.Tensor]:
-    """Return a batch of pairs without tokens; its rows are all chosen sequences, then all rejected sequences.
+    """Return a batch of pairs without tokens; its token rows are all chosen sequences, then all rejected sequences.
 
     Args:
         mask_RL: The attention mask; by default the lengths of the sequences are unknown and count as 1.
@@ -204,11 +204,11 @@ def batch_of_pairs(
     table = compare(pairs_of(count), ComparisonRule()).map_tensors(lambda array: torch.from_numpy(array).to(device))
     if margin_P is not None:
         table = replace(table, margin_C=margin_P.float().view(count))
-    row_S = torch.arange(2 * count, device=device).view(2, count).T.flatten()  # in TRL's order
+    token_row_S = torch.arange(2 * count, device=device).view(2, count).T.flatten()  # in TRL's order
     mask_RL = torch.ones(2 * count, 1, device=device) if mask_RL is None else mask_RL
-    tokens_S = mask_RL.sum(-1, dtype=torch.int32)[row_S]
+    tokens_S = mask_RL.sum(-1, dtype=torch.int32)[token_row_S]
     no_tokens: Any = None
-    return Batch(no_tokens, row_S.int(), tokens_S - 1, tokens_S, table)
+    return Batch(no_tokens, token_row_S.int(), tokens_S - 1, tokens_S, table)
 
 
 def old_columns(row: Row) -> Row:

@@ -45,12 +45,12 @@ _TIES_SUBSET = "ties"  # lower-case name of RewardBench 2's subset that has a sp
 
 @dataclass
 class RewardSums:
-    """Metric sums over pairs, rankings or steps, on the host.
+    """Metric sums over rows, on the host.
 
     Attributes:
-        pairs: Number of pairs, or of prompts of rankings or steps.
-        comparisons: Number of pairs, rankings or steps that have any comparison.
-        correct, ties, margin: Sums over pairs, rankings or steps. Each adds the mean over its comparisons.
+        pairs: Number of rows. The name is that of the logged metrics.
+        comparisons: Number of rows, rankings or steps that have any comparison.
+        correct, ties, margin: Sums over rows, rankings or steps. Each adds the mean over its comparisons.
         reward: Sum of all answers' rewards.
         deviations: Sum of squared deviations from the mean reward. A sum of squared rewards would lose precision by
             cancellation.
@@ -85,7 +85,7 @@ class RewardSums:
         return cls(**fields)
 
     def __add__(self, other: "RewardSums") -> "RewardSums":
-        """Return the sums over both sets of pairs."""
+        """Return the sums over the rows of both."""
         total = {name: getattr(self, name) + getattr(other, name) for name in (*COUNTS, "tokens", *SUMS)}
         mean = total["reward"] / max(total["answers"], 1)
         total["deviations"] += sum(deviations_shift(mean, sums.answers, sums.reward) for sums in (self, other))

@@ -35,7 +35,7 @@ def proportion(right: float, count: float, design_effect: float = 1.0) -> Propor
 
     The formula is from Wilson (1927), "Probable Inference, the Law of Succession, and Statistical Inference".
     ``right`` may be fractional if answers are partly right; the interval is then slightly too wide. ``count`` may be
-    fractional if only some of a prompt's comparisons are counted, since all comparisons of a prompt count as one item.
+    fractional if only some of a row's comparisons are counted, since all comparisons of a row count as one item.
     ``design_effect`` is the number of dependent items with the information of one independent item, see `share_of`.
     """
     value, items = right / count, count / design_effect
@@ -273,7 +273,7 @@ class Verdict:
 
     Attributes:
         pairs: Number of pairs with two finite rewards. For rankings, the number of comparisons; in all means, the
-            comparisons of one prompt together count once.
+            comparisons of one row together count once.
         left_out: Number of rows with a reward that is not finite.
         accuracy: Share of pairs with a higher reward for the chosen answer; ties count as wrong.
         ties: Number of pairs with equal rewards.
@@ -288,7 +288,7 @@ class Verdict:
             listed.
         top1_accuracy: For rankings, how often the highest reward belongs to an answer with the highest grade. If
             several answers have the highest reward, the share of best-graded answers among them counts.
-        kendall_tau: For rankings, the mean over prompts.
+        kendall_tau: For rankings, the mean over rows.
         of: Unit of the evaluation: "pairs"; or "answers" or "steps", each compared with 0.
         prompts_in_training: Number of evaluation prompts that are also in the training data, and number of evaluation
             prompts; empty if unknown.

@@ -1,4 +1,4 @@
-"""Build the trainer's inputs: a reward model with its tokenizer, and datasets of token pairs."""
+"""Build the trainer's inputs: a reward model with its tokenizer, and datasets of tokenized rows."""
 
 import copy
 import logging
@@ -78,7 +78,7 @@ def check_arguments(model: Any, model_init: Any, train_dataset: Any, max_steps: 
     if (model is None) == (model_init is None):
         raise UserError("The trainer needs either `model` or `model_init`, and not both.")
     if train_dataset is None:
-        raise UserError("`train_dataset` is required: pass a `Dataset` or `IterableDataset` of pairs.")
+        raise UserError("`train_dataset` is required: pass a `Dataset` or `IterableDataset`.")
     if not isinstance(train_dataset, Dataset | IterableDataset):
         hint = f" Pick a split: {', '.join(train_dataset)}." if isinstance(train_dataset, Mapping) else ""
         kind = type(train_dataset).__name__
@@ -266,6 +266,6 @@ def _check_length(row: dict[str, Any], index: int, limit: int, name: str) -> dic
     if length > limit:
         raise UserError(
             f"The {name} dataset has a sequence of {length} tokens (row {index} of the kept rows), but the model has "
-            f"{limit} positions (`max_position_embeddings`). Set max_length={limit} to drop such pairs."
+            f"{limit} positions (`max_position_embeddings`). Set max_length={limit} to drop such rows."
         )
     return row

@@ -1,6 +1,6 @@
 """Rewards of a batch by one forward over all of its sequences, and attention over packed rows.
 
-A `RowAttention` stands in place of a layer's mask, and attends.
+A `PackedAttention` stands in place of a layer's mask, and attends.
 """
 
 from collections.abc import Callable, Iterator
@@ -52,7 +52,7 @@ def tree_rule(subtree_end_RL: Any, position_ids_RL: Any, rule: MaskRule = causal
     return on_path
 
 
-class RowAttention:
+class PackedAttention:
     """Attention over packed rows. A model passes it from its mask function to its layers, as it would pass a mask."""
 
     def attend(self, plain: Attention, module: nn.Module, *states_BNLD: Any, **kwargs: Any) -> Outputs:
@@ -69,22 +69,22 @@ class RowAttention:
         """
         raise NotImplementedError
 
-    def __getitem__(self, part: Any) -> "RowAttention":
+    def __getitem__(self, part: Any) -> "PackedAttention":
         """Return all of it: models such as Gemma 4 slice masks to the keys of a cache, and training has no cache."""
         return self
 
 
-def attend_in_rows(
+def attend_packed(
     plain: Attention, module: nn.Module, query: Any, key: Any, value: Any, attention_mask: Any, **kwargs: Any
 ) -> Outputs:
-    """Attend as a `RowAttention` does, or with a mask tensor as ``plain`` does."""
-    if isinstance(attention_mask, RowAttention):
+    """Attend as a `PackedAttention` does, or with a mask tensor as ``plain`` does."""
+    if isinstance(attention_mask, PackedAttention):
         return attention_mask.attend(plain, module, query, key, value, **kwargs)
     return plain(module, query, key, value, attention_mask, **kwargs)
 
 
 @dataclass(frozen=True, eq=False)
-class TreeByTree(RowAttention):
+class TreeByTree(PackedAttention):
     """Attention in an unpadded row, one tree at a time: the least work, in many small operations.
 
     In a tree without a mask, attention is computed tail by tail. The keys of a tail's path come before its own keys.
@@ -120,7 +120,7 @@ class TreeByTree(RowAttention):
 
     def attend(self, plain: Attention, module: nn.Module, *states_BNLD: Any, **kwargs: Any) -> Outputs:
         outputs: list[torch.Tensor] = []
-        # One split of the whole row: the backward of separate slices would write a row of zeros per slice.
+        # One split of the whole packed row: the backward of separate slices would write as many zeros per slice.
         sizes = [tree.stop - tree.start for tree, _ in self.trees]
         trees = (state.split(sizes, dim=2) for state in states_BNLD)
         for (tree, mask), *states in zip(self.trees, *trees, strict=True):
@@ -138,7 +138,7 @@ class TreeByTree(RowAttention):
 
 
 @dataclass(frozen=True, eq=False)
-class JointTrees(RowAttention):
+class JointTrees(PackedAttention):
     """Attention in all trees of an unpadded row at once, as T rows of L columns with one mask: few operations.
 
     Attributes:
@@ -155,29 +155,29 @@ class JointTrees(RowAttention):
     def of(cls, plain: Masks, batch: Batch[Any], rule: MaskRule, *args: Any, **kwargs: Any) -> "JointTrees":
         """Build the mask of a batch's trees by a model's mask function ``plain`` from its ``rule``."""
 
-        def rule_of_only_row(row: torch.Tensor, *indices: torch.Tensor) -> Any:
-            return rule(torch.zeros_like(row), *indices)  # the model knows of one row
+        def rule_of_only_row(tree: torch.Tensor, *indices: torch.Tensor) -> Any:
+            return rule(torch.zeros_like(tree), *indices)  # the model knows of one packed row
 
         end_RL: Any = batch.subtree_end_RL
         position_RL: Any = batch.position_ids_RL
         sizes = [tree.stop - tree.start for tree in batch.trees or ()]
         size_T = torch.tensor(sizes, device=end_RL.device)
-        rows, start_T = len(sizes), size_T.cumsum(0) - size_T
+        start_T = size_T.cumsum(0) - size_T
         length = round_up(max(sizes), 8)  # kernels copy masks of other lengths
         column_L, column_S = (torch.arange(count, device=end_RL.device) for count in (length, end_RL.shape[1]))
         column_TL = (start_T[:, None] + column_L).clamp(max=len(column_S) - 1)
         # padding attends to itself, since attention to nothing could give NaN
         end_TL = torch.where(column_L < size_T[:, None], end_RL[0, column_TL] - start_T[:, None], column_L + 1)
-        in_rows = {"batch_size": rows, "q_length": length, "kv_length": length, "q_offset": 0, "kv_offset": 0}
+        in_rows = {"batch_size": len(sizes), "q_length": length, "kv_length": length, "q_offset": 0, "kv_offset": 0}
         in_rows |= {"attention_mask": None, "allow_is_causal_skip": False}
         in_rows |= {"mask_function": tree_rule(end_TL, position_RL[0, column_TL], rule_of_only_row)}
-        row_S = torch.arange(rows, device=end_RL.device).repeat_interleave(size_T, output_size=len(column_S))
-        return cls(column_TL, column_S + (row_S * length - start_T[row_S]), plain(*args, **kwargs | in_rows))
+        tree_S = torch.arange(len(sizes), device=end_RL.device).repeat_interleave(size_T, output_size=len(column_S))
+        return cls(column_TL, column_S + (tree_S * length - start_T[tree_S]), plain(*args, **kwargs | in_rows))
 
     def attend(self, plain: Attention, module: nn.Module, *states_BNLD: Any, **kwargs: Any) -> Outputs:
         column_M, shape = self.column_TL.flatten(), self.column_TL.shape
-        rows = (state[0].index_select(1, column_M).unflatten(1, shape).transpose(0, 1) for state in states_BNLD)
-        output_TLND = plain(module, *rows, self.mask, **kwargs)[0]
+        states = (state[0].index_select(1, column_M).unflatten(1, shape).transpose(0, 1) for state in states_BNLD)
+        output_TLND = plain(module, *states, self.mask, **kwargs)[0]
         return output_TLND.flatten(0, 1).index_select(0, self.place_S)[None], None
 
 
@@ -192,33 +192,33 @@ class PackedOutputs(NamedTuple):
     scores: list[torch.Tensor]
 
 
-# The rows that a model is reading in this thread, or None; torch.compile cannot trace Python's `ContextVar`.
-_READ = CompileableContextVar("rows")
+# What a model is reading in this thread, or None; torch.compile cannot trace Python's `ContextVar`.
+_READ = CompileableContextVar("packed")
 
 
 def current_packed_batch() -> Batch[torch.Tensor] | None:
     """Return the packed batch that a model is reading in this thread; None for a padded batch."""
-    return None if (rows := _READ.get()) is None else rows.batch
+    return None if (packed := _READ.get()) is None else packed.batch
 
 
 @contextmanager
 def reading(batch: Batch[torch.Tensor] | None) -> Iterator[PackedOutputs | None]:
     """Set the packed batch that models of this thread read while the context is open; None for a padded batch."""
-    rows = None if batch is None else PackedOutputs(batch, [], [])
-    outside = _READ.set(rows)
+    packed = None if batch is None else PackedOutputs(batch, [], [])
+    outside = _READ.set(packed)
     try:
-        yield rows
+        yield packed
     finally:
         _READ.reset(outside)
 
 
 def masks_while_read(plain: Masks, build: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Build masks with ``build`` while a model reads packed rows, and with ``plain`` for any other batch."""
-    if (rows := _READ.get()) is None:
+    if (packed := _READ.get()) is None:
         return plain(*args, **kwargs)
     rule = kwargs.get("mask_function", causal_mask_function)
-    rows.rules.append(rule)
-    return build(plain, rows.batch, rule, *args, **kwargs)
+    packed.rules.append(rule)
+    return build(plain, packed.batch, rule, *args, **kwargs)
 
 
 def tree_masks(plain: Masks, batch: Batch[Any], rule: MaskRule, *args: Any, **kwargs: Any) -> Any:
@@ -253,7 +253,7 @@ def register_attention(
         build: Builds the masks of packed rows.
     """
     AttentionMaskInterface.register(f"{OURS}{name}", partial(masks_while_read, masks, build))
-    AttentionInterface.register(f"{OURS}{name}", partial(attend_in_rows, attention))
+    AttentionInterface.register(f"{OURS}{name}", partial(attend_packed, attention))
     model.set_attn_implementation(f"{OURS}{name}")
 
 
@@ -279,7 +279,7 @@ def run_packed(model: nn.Module, batch: Batch[torch.Tensor], **kwargs: Any) -> I
     record_scores(model)
     with reading(batch) as recorded:
         assert recorded is not None
-        # The model's own outputs pool one score per row; they have no meaning for packed rows.
+        # The model's own outputs pool one score per token row; they have no meaning for packed rows.
         model(input_ids=ids_RL, **mask_and_positions, **kwargs)
         if not recorded.rules:
             raise UserError(
@@ -302,8 +302,8 @@ def record_scores(model: nn.Module) -> None:
 
 
 def _record_scores(_head: nn.Module, _args: tuple[torch.Tensor, ...], scores: torch.Tensor) -> None:
-    if (rows := _READ.get()) is not None:
-        rows.scores.append(scores)
+    if (packed := _READ.get()) is not None:
+        packed.scores.append(scores)
 
 
 def rewards_of(model: nn.Module, batch: Batch[torch.Tensor], **extras: Any) -> tuple[torch.Tensor, Any]:
@@ -327,11 +327,11 @@ def rewards_of(model: nn.Module, batch: Batch[torch.Tensor], **extras: Any) -> t
 
 
 def read_scores(scores: torch.Tensor, batch: Batch[torch.Tensor]) -> torch.Tensor:
-    """Read rewards [S, A] from a model's scores: one score per token, or per row after the model's own pooling.
+    """Read rewards [S, A] from a model's scores: one score per token, or per token row after the model's own pooling.
 
     A step's reward is the log-odds that the step is correct.
     """
-    row_S, column_S = batch.score_row_S, batch.score_column_S
+    row_S, column_S = batch.token_row_S, batch.token_column_S
     scores = scores.unsqueeze(-1) if scores.dim() == 1 else scores
     scores_SA = scores[row_S, column_S] if scores.dim() == 3 else scores[row_S]
     scores_SA = scores_SA.to(torch.promote_types(scores.dtype, torch.float32))

@@ -11,7 +11,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..data.length_stats import length_stats
-from ..packing.shapes import PairLengths
+from ..packing.shapes import RowLengths
 
 
 def learned_positions(model: PreTrainedModel) -> int | None:
@@ -112,21 +112,21 @@ def model_shape_of(model: Any) -> ModelShape:
     )
 
 
-def training_flops(model: ModelShape, pairs: PairLengths) -> float:
-    """Return the operations of a forward and backward over ``pairs``: each unique token once, without padding.
+def training_flops(model: ModelShape, rows: RowLengths) -> float:
+    """Return the operations of a forward and backward over ``rows``: each unique token once, without padding.
 
     Counted as for model FLOPs utilization (https://arxiv.org/abs/2204.02311, appendix B): N weights take 2 N
     operations per token in the forward and twice that in the backward; attention takes operations per attended token.
     Embedding lookups, norms and activations are not counted. No weight gradient is counted for frozen weights. Input
     gradients are counted for every layer, an overestimate below the first trainable weight.
     """
-    attended = {window: pairs.attended(window) for window in set(model.windows)}
+    attended = {window: rows.attended(window) for window in set(model.windows)}
     attention = 2 * model.attention * sum(attended[window] for window in model.windows)
-    return 2 * (2 * model.products + model.trained_products) * pairs.tokens + 3 * attention
+    return 2 * (2 * model.products + model.trained_products) * rows.tokens + 3 * attention
 
 
-def flops_per_pair(model: nn.Module, dataset: Any) -> float | None:
-    """Return the operations of a forward and backward over an average pair of ``dataset``.
+def flops_per_row(model: nn.Module, dataset: Any) -> float | None:
+    """Return the operations of a forward and backward over an average row of ``dataset``.
 
     None if unknown: for a stream, a quantized model, or a model other than a causal transformers decoder whose layers
     all attend to all earlier tokens or to a window of them.
@@ -140,7 +140,7 @@ def flops_per_pair(model: nn.Module, dataset: Any) -> float | None:
         is_bidirectional = getattr(config, "use_bidirectional_attention", False)
         if causal != len(shape.windows) or not kinds <= {"full_attention", "sliding_attention"} or is_bidirectional:
             return None
-        pairs = length_stats(dataset).lengths
+        rows = length_stats(dataset).lengths
     except (AttributeError, TypeError, ValueError):  # a custom config, or other columns
         return None
-    return training_flops(shape, pairs) / len(pairs) if len(pairs) else None
+    return training_flops(shape, rows) / len(rows) if len(rows) else None

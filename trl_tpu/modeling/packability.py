@@ -13,12 +13,12 @@ from transformers import PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask_function
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from ..data.collate import BatchCollator, PackRows
+from ..data.collate import BatchCollator, PackSequences
 from ..data.kinds import Pairs
 from ..data.trl_dict import DataCollatorForPreference
 from ..packing.batch import Batch
 from ..packing.pack import pack, pack_unpadded, pad
-from ..packing.shapes import CHUNK, RowPlan, RowShape
+from ..packing.shapes import CHUNK, BatchShape, ShapePlan
 from ..parallel.shard import has_no_weights
 from .adapters import without_adapters
 from .forward import OURS, MaskRule, PackingImpossible, read_scores, record_scores, register_attention, run_packed
@@ -29,8 +29,8 @@ from .recurrent_layers import States, call_with_states, carries_states, restore_
 _ROUNDING = 2e-5
 _TRIAL_IDS = 42  # token ids of the trial are smaller
 
-# Packages whose modules read other tokens of a row only through attention or recurrent states. All other code counts
-# as user code.
+# Packages whose modules read other tokens of a token row only through attention or recurrent states. All other code
+# counts as user code.
 _LIBRARIES = (
     *("builtins", "torch", "transformers", "peft", "accelerate", "trl_tpu"),
     *("bitsandbytes", "deepspeed", "liger_kernel", "torch_xla", "torchao"),
@@ -60,7 +60,7 @@ def check_unmodified(model: nn.Module) -> None:
     for config in getattr(model, "peft_config", {}).values():
         if config.peft_type not in _TOKEN_WISE_ADAPTERS:
             kind = config.peft_type.value
-            raise PackingImpossible(f"adapters of the kind {kind} may add tokens to a row or mix its tokens")
+            raise PackingImpossible(f"adapters of the kind {kind} may add tokens to a token row or mix its tokens")
     for name, module in model.named_modules():
         where = f"{type(module).__name__} ({name})" if name else type(module).__name__
         if not _is_library_code(module.forward):
@@ -115,14 +115,14 @@ def reads_padding(model: nn.Module, pad_token_id: int) -> bool:
     if parameter.dtype not in (torch.float32, torch.float64):
         return True
     ids = [token for token in range(1, 21) if token != pad_token_id]
-    examples = [Pairs().with_answers(pair) for pair in ([ids[:9], ids[5:9]], [ids[3:10], ids[8:14]])]
+    rows = [Pairs().with_answers(pair) for pair in ([ids[:9], ids[5:9]], [ids[3:10], ids[8:14]])]
     rewards = []
     try:
         with _in_eval_mode(model):
             for multiple in (1, 16):
-                batch = DataCollatorForPreference(pad_token_id, multiple)(examples)
-                rows = {name: tensor.to(parameter.device) for name, tensor in batch.items()}
-                rewards.append(model(**rows).logits.squeeze(-1))
+                batch = DataCollatorForPreference(pad_token_id, multiple)(rows)
+                inputs = {name: tensor.to(parameter.device) for name, tensor in batch.items()}
+                rewards.append(model(**inputs).logits.squeeze(-1))
     except Exception:  # user code may raise anything for unexpected inputs
         return True
     return not _are_close(*rewards)
@@ -216,13 +216,13 @@ def check_packing_is_exact(model: nn.Module, pad_token_id: int, *, is_unpadded: 
             "float32; bf16=True still computes in bfloat16"
         )
     base: Any = without_adapters(model)
-    attention, examples = base.config._attn_implementation, _tiny_batch(pad_token_id)
+    attention, rows = base.config._attn_implementation, _tiny_batch(pad_token_id)
     length, chunk = 32, 1
     if use_tree_states(base):
-        examples += _pairs_at_chunk_boundaries(base, pad_token_id)
+        rows += _pairs_at_chunk_boundaries(base, pad_token_id)
         length, chunk = 2048, CHUNK
     # only the rows that the run uses: planned rows have padding, and pass recurrent states on in another way
-    planned = partial(pack, plan=RowPlan((RowShape(2, length),), chunk=chunk))
+    planned = partial(pack, plan=ShapePlan((BatchShape(2, length),), chunk=chunk))
     packed_rows = partial(pack_unpadded, attention_crossover_length=100) if is_unpadded else planned
     padded: dict[str, torch.Tensor] = {}
     try:
@@ -231,9 +231,9 @@ def check_packing_is_exact(model: nn.Module, pad_token_id: int, *, is_unpadded: 
             for layer in {type(part): part for part in base.modules() if carries_states(part)}.values():
                 _check_state_resumes(layer, base.config.get_text_config().hidden_size)
             base.set_attn_implementation(attention)  # for padded rows: the model's code may check this name
-            layouts: tuple[PackRows, ...] = (pad, packed_rows)
-            for pack_rows in layouts:
-                (batch,) = BatchCollator(pack_rows, pad_token_id)(examples).parts
+            layouts: tuple[PackSequences, ...] = (pad, packed_rows)
+            for pack_sequences in layouts:
+                (batch,) = BatchCollator(pack_sequences, pad_token_id)(rows).parts
                 values, rules = _read(model, batch.map_tensors(lambda tensor: tensor.to(parameter.device)))
                 if not padded:
                     padded = values
@@ -330,7 +330,7 @@ def _read(model: nn.Module, batch: Batch[torch.Tensor]) -> tuple[dict[str, torch
                 scores, rules = recorded.scores[0], recorded.rules
         else:
             scores = model(input_ids=batch.input_ids_RL, attention_mask=batch.attention_mask_RL).logits
-        hidden_SH = hidden_states[0][batch.score_row_S, batch.score_column_S]
+        hidden_SH = hidden_states[0][batch.token_row_S, batch.token_column_S]
         projection_SH = torch.randn(hidden_SH.shape, generator=torch.Generator().manual_seed(0))
         ids, vectors = zip(*embedded, strict=True)
         gradients = torch.autograd.grad((hidden_SH * projection_SH.to(hidden_SH)).sum(), vectors)
@@ -345,7 +345,7 @@ def _read(model: nn.Module, batch: Batch[torch.Tensor]) -> tuple[dict[str, torch
 def _reject_hidden_windows(model: PreTrainedModel, rules: list[MaskRule]) -> None:
     """Reject a model whose config has an attention window that its mask rules do not contain.
 
-    The model may measure such a window in columns of a row. Sequences of the trial are too short to reveal that.
+    The model may measure such a window in columns of a token row. Sequences of the trial are too short to reveal that.
     """
     config = model.config.get_text_config().to_dict()
     sizes = {name: size for name, size in config.items() if name.endswith(("window", "window_size"))}

@@ -1,8 +1,8 @@
 """How recurrent layers are recognized and split: every assumption about transformers' code, with its reason.
 
 Linear attention (Gated DeltaNet, KDA), state-space layers and short convolutions carry a state from token to token.
-transformers gives them no common class, and no function that reads a part of a row. They share the protocol of its
-cache: to generate text, a layer reads its state from the cache and writes the next state back. So the layers' own
+transformers gives them no common class, and no function that reads a part of a sequence. They share the protocol of
+its cache: to generate text, a layer reads its state from the cache and writes the next state back. So the layers' own
 forwards read packed rows, and no model code is copied. This relies on:
 
 1. A layer is recurrent if its ``forward`` names a method of the cache that updates states (`carries_states`): the
@@ -11,7 +11,7 @@ forwards read packed rows, and no model code is copied. This relies on:
 3. A tensor whose first dimensions are rows and columns has a value per token, and all other arguments are for all
    tokens (`is_per_token`). Masks of padding are left out, since packed rows have no padding.
 4. Only functions of the family's module with a parameter for an initial state carry a recurrent state over a sequence.
-   Rows of planned shapes replace these rules in a copy of the layer's forward (`replace_rules`): the module itself
+   Planned rows replace these rules in a copy of the layer's forward (`replace_rules`): the module itself
    belongs to all models of the process.
 5. A call with a state and one token is a step of generation (`_read_node`).
 
@@ -24,15 +24,15 @@ per node of the prefix trees. A node is a stretch of tokens without a branch, an
 states after its parent node. All other modules of the model read the whole row. Results are exact in float64 for every
 family of transformers 5.23 whose scan takes an initial state.
 
-A device that compiles once per shape cannot split rows at data-dependent branches. Instead every row of planned shapes
+A device that compiles once per shape cannot split token rows at data-dependent branches. Instead every planned row
 is split into chunks of `CHUNK` tokens, and sequences share whole chunks only (`Sequences.chunk`). A chunk then
 continues exactly one other chunk of its row, or none. The layer's own forward is called once, with the chunks of all
-rows as its batch:
+token rows as its batch:
 
 - A convolution takes its last inputs from the parent chunk, through the layer's cache.
-- The rule that carries the recurrent state runs as a loop over the chunks of a row. All rows advance together.
+- The rule that carries the recurrent state runs as a loop over the chunks of a token row. All rows advance together.
 
-Letters: R rows, M chunks per row, C tokens per chunk.
+Letters: R token rows, M chunks per token row, C tokens per chunk.
 """
 
 import inspect
@@ -90,7 +90,7 @@ class LayerCall(NamedTuple):
 
     @classmethod
     def of(cls, forward: Callable[..., Any], signature: inspect.Signature, args: Any, kwargs: Any, shape: Any) -> Self:
-        """Sort the arguments of a layer's ``forward`` that reads rows of a shape."""
+        """Sort the arguments of a layer's ``forward`` that reads token rows of a shape."""
         cache, arguments = _cache_parameter(signature), arguments_of(signature, args, kwargs)
         kept = {name: value for name, value in arguments.items() if name not in (cache, *_MASK_PARAMETERS)}
         tokens = {name: value for name, value in kept.items() if is_per_token(value, *shape)}
@@ -181,7 +181,7 @@ def _with_scanned_rules(function: FunctionType, scan: Callable[..., Any]) -> Fun
 
 
 class Node(NamedTuple):
-    """A stretch of a row's tokens without a branch, as a range of the row's columns.
+    """A stretch of an unpadded row's tokens without a branch, as a range of its columns.
 
     Attributes:
         parent: Number of the node that this one continues; -1 for the first node of a tree.
@@ -194,7 +194,7 @@ class Node(NamedTuple):
 
 @lru_cache(maxsize=2)  # each recurrent layer needs the same nodes
 def nodes_of(trees: tuple[Tree, ...]) -> tuple[Node, ...]:
-    """Split trees into nodes in the order of the row: a parent comes before its children."""
+    """Split trees into nodes in the order of the unpadded row: a parent comes before its children."""
     nodes = list[Node]()
     for tree in trees:
         branch_columns = {tail.start: tail.path[-1][1] if tail.path else -1 for tail in tree.tails}
@@ -251,7 +251,7 @@ def _call_in_batch(batch: Batch[Any] | None, forward: Callable[..., Any], /, *ar
 
 
 def _read_by_nodes(forward: Callable[..., Any], signature: inspect.Signature, *args: Any, **kwargs: Any) -> Any:
-    """Call a layer's ``forward`` once per node of the row, or once for a batch that is not packed."""
+    """Call a layer's ``forward`` once per node of the unpadded row, or once for a batch that is not packed."""
     batch = current_packed_batch()
     if batch is None:
         return forward(*args, **kwargs)
@@ -259,7 +259,7 @@ def _read_by_nodes(forward: Callable[..., Any], signature: inspect.Signature, *a
     if batch.trees is None:
         return call_by_chunks(call, batch)
     nodes = nodes_of(batch.trees)
-    # One split of the whole row: the backward of separate slices would write a row of zeros per slice.
+    # One split of the whole row: the backward of separate slices would write as many zeros per slice.
     sizes = [node.stop - node.start for node in nodes]
     values = zip(*(value.split(sizes, dim=1) for value in call.tokens.values()), strict=True)
     outputs, after_nodes = list[Any](), [_After(None, {})]  # first what comes before a tree's first node
@@ -298,11 +298,11 @@ def _read_node(
     return output, _After(before, inputs) if is_lone else _After(after, {})
 
 
-# ---- rows of planned shapes, chunk by chunk
+# ---- planned rows, chunk by chunk
 
 
 def parents_of_chunks(batch: Batch[torch.Tensor]) -> torch.Tensor:
-    """Return the number of each chunk's parent chunk in its row, [R, M]; -1 for none."""
+    """Return the number of each chunk's parent chunk in its token row, [R, M]; -1 for none."""
     assert batch.subtree_end_RL is not None  # packed rows have it
     end_R1M = batch.subtree_end_RL[:, None, ::CHUNK]
     number_M = torch.arange(end_R1M.shape[-1], device=end_R1M.device)
@@ -311,18 +311,18 @@ def parents_of_chunks(batch: Batch[torch.Tensor]) -> torch.Tensor:
 
 
 def call_by_chunks(call: LayerCall, batch: Batch[torch.Tensor]) -> Any:
-    """Call a recurrent layer's own forward with the chunks of all rows as its batch.
+    """Call a recurrent layer's own forward with the chunks of all token rows as its batch.
 
     Args:
-        call: The layer's call for the whole rows.
+        call: The layer's call for the whole token rows.
         batch: Packed rows whose sequences share whole chunks.
 
     Raises:
-        PackingImpossible: If the row length is not a multiple of `CHUNK`, or a convolution computes its state itself.
+        PackingImpossible: If the length is not a multiple of `CHUNK`, or a convolution computes its state itself.
     """
     rows, length = batch.input_ids_RL.shape
     if length % CHUNK:
-        raise PackingImpossible(f"recurrent layers read rows whose length is a multiple of {CHUNK} (got {length})")
+        raise PackingImpossible(f"recurrent layers read packed rows of a multiple of {CHUNK} tokens (got {length})")
     chunks = {name: value.reshape(-1, CHUNK, *value.shape[2:]) for name, value in call.tokens.items()}
     chunked = call._replace(forward=replace_rules(call.forward, _scan_rule))
     output = chunked.read(chunks, _ChunkStates(parents_of_chunks(batch)))

@@ -20,7 +20,7 @@ from ..parallel.mesh import BATCH_AXES
 from ..runtime import PartitionSpec
 from ..runtime.native import einsum, masked_attention
 from .adapters import without_adapters
-from .forward import MaskRule, RowAttention, register_attention, tree_masks
+from .forward import MaskRule, PackedAttention, register_attention, tree_masks
 from .head_spec import wrap_forward
 from .recurrent_layers import carries_states
 
@@ -195,7 +195,7 @@ def _take(x_RN: torch.Tensor, index_RM: torch.Tensor) -> torch.Tensor:
 
 
 def _flat_indices(index_RM: torch.Tensor, columns: int) -> torch.Tensor:
-    """Turn column numbers of each row into indices of the flattened rows, [R M].
+    """Turn column numbers of each token row into indices of the flattened token rows, [R M].
 
     Entries of -1 count as column 0; the caller zeroes their values.
 
@@ -220,7 +220,7 @@ class ExpansionImpossible(UserError):
 
 
 @dataclass(frozen=True)
-class ExpandedAttention(RowAttention):
+class ExpandedAttention(PackedAttention):
     """Attention in expanded rows, by the runtime's kernel.
 
     Args:
@@ -232,7 +232,7 @@ class ExpandedAttention(RowAttention):
     window: int | None
 
     def attend(self, plain: Any, module: nn.Module, *states_BNLD: Any, **kwargs: Any) -> tuple[torch.Tensor, Any]:
-        """See `RowAttention.attend`.
+        """See `PackedAttention.attend`.
 
         Raises:
             ExpansionImpossible: For dropout, attention sinks, position biases and bidirectional attention.
@@ -248,7 +248,7 @@ class ExpandedAttention(RowAttention):
             segments, cap = rows.segment_R2L.flatten(0, 1), kwargs.get("softcap")
             return rows.outputs(runtime.current().segment_attention(*copies, segments, scale, self.window, cap))
 
-        # Rows are independent, but the compiler cannot see that: it would send every row to every device for the
+        # Token rows are independent, but the compiler cannot see that: it would send each to every device for the
         # gather. Rotary embeddings give float32 under autocast.
         tensors = (query.to(value.dtype), key.to(value.dtype), value, *self.rows)
         axes: list[PartitionSpec] = [(BATCH_AXES, _HEADS, None, None)] * 3
@@ -279,7 +279,7 @@ def window_of(rule: MaskRule, length: int) -> int | None:
         return torch.as_tensor(sees).broadcast_to(len(queries), length)
 
     window = int(visible([length - 1]).sum())
-    # rules over indices differ at the ends of a row, or where a window or a chunk is first full
+    # rules over indices differ at the ends of a token row, or where a window or a chunk is first full
     queries = sorted({0, length // 2, length - 1, *range(max(window - 2, 0), min(window + 2, length))})
     query_Q1 = torch.tensor(queries)[:, None]
     if not torch.equal(visible(queries), (keys <= query_Q1) & (keys > query_Q1 - window)):

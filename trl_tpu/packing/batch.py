@@ -1,10 +1,13 @@
-"""A batch: rows of tokens, the positions in them where rewards are read, and a table of comparisons.
+"""A batch: token rows, the positions in them where rewards are read, and a table of comparisons.
 
 Pairs, rankings, several attributes and process rewards differ only in the table. Losses and metrics depend only on the
 rewards of a batch and on its table.
 
+Everywhere in this package, a row is a row of the data; where both meet, it is called a data row. A token row is a row
+of `input_ids_RL`. Packed, padded, planned and expanded rows are token rows.
+
 Letters: P data rows, K answers per data row, A attributes, S = P K scored positions, G = P A rankings, C comparisons,
-R rows of tokens, L columns per row.
+R token rows, L columns per token row.
 """
 
 from collections.abc import Callable, Mapping
@@ -119,7 +122,7 @@ class Comparisons(Arrays, Generic[Array]):
         return of(self.better_C), of(self.worse_C)
 
     def graded_S(self, tokens_S: Any) -> Any:
-        """Return the mask of the rewards with a grade in these rows, [S] (torch only)."""
+        """Return the mask of the rewards with a grade in these token rows, [S] (torch only)."""
         grade_SA: Any = self.grade_SA
         return (tokens_S > 0) & ~grade_SA.isnan().all(-1)
 
@@ -145,7 +148,7 @@ class Tail:
 
 @dataclass(frozen=True, slots=True)
 class Tree:
-    """The columns of a prefix tree in its row.
+    """The columns of a prefix tree in its token row.
 
     Attributes:
         tails: The tree's tails in the order of columns. A tree without branches has one tail.
@@ -169,23 +172,23 @@ class Batch(Arrays, Generic[Array]):
 
     Attributes:
         input_ids_RL: Token ids. Padding columns hold the pad token.
-        score_row_S: Row of the token at which each reward is read, int32; 0 without a reward in these rows.
-        score_column_S: Column of the token at which each reward is read, int32; 0 without a reward in these rows.
+        token_row_S: Token row in which each reward is read, int32; 0 without a reward in these token rows.
+        token_column_S: Column of the token at which each reward is read, int32; 0 without a reward here.
         tokens_S: Tokens from the previous reward of the data row to this reward, int32; 0 without a reward in these
-            rows. Shared tokens count for every sequence.
-        table: Comparisons of the rewards that are read in these rows.
+            token rows. Shared tokens count for every sequence.
+        table: Comparisons of the rewards that are read in these token rows.
         position_ids_RL: Index of each token in its sequence, int32.
         subtree_end_RL: Token q attends to token k exactly when ``k <= q < subtree_end[k]``, int32.
         attention_mask_RL: 1 for tokens, 0 for padding.
         expansion: Places of the tokens in expanded rows, for models that attend in rows of whole sequences.
-        trees: The trees of an unpadded row: attention is computed tree by tree. None for rows with one mask.
+        trees: The trees of an unpadded row: attention is computed tree by tree. None for token rows with one mask.
         extras: Further arguments of the model: additional keys of a user-defined collator's batch.
         earlier: Micro-batches to compute before this one, in order. They only accumulate gradients.
     """
 
     input_ids_RL: Array
-    score_row_S: Array
-    score_column_S: Array
+    token_row_S: Array
+    token_column_S: Array
     tokens_S: Array
     table: Comparisons[Array]
     position_ids_RL: Array | None = None
@@ -241,10 +244,10 @@ class Batch(Arrays, Generic[Array]):
             raise KeyError(f"{key!r} is not in this batch. Its keys are input_ids and attention_mask.")
         ids_D = [torch.from_numpy(ids).long() for ids in self._sequences()]
         stored = cast(torch.Tensor, self.input_ids_RL)
-        if not ids_D:  # a process without rows
+        if not ids_D:  # a process without data rows
             return torch.zeros(0, 0, dtype=torch.long, device=stored.device)
-        rows, fill = (ids_D, self.pad_token_id) if key == "input_ids" else (list(map(torch.ones_like, ids_D)), 0)
-        return pad_sequence(rows, batch_first=True, padding_value=fill).to(stored.device)
+        values, fill = (ids_D, self.pad_token_id) if key == "input_ids" else (list(map(torch.ones_like, ids_D)), 0)
+        return pad_sequence(values, batch_first=True, padding_value=fill).to(stored.device)
 
     def items(self) -> list[tuple[str, torch.Tensor]]:
         """Return the keys and tensors of `__getitem__`, for code that moves or passes on TRL's dict."""
@@ -254,11 +257,11 @@ class Batch(Arrays, Generic[Array]):
         """Return sequences up to their last scored token: first all first answers, then all second answers, ..."""
         sequences, answers = dict[tuple[int, int], np.ndarray](), self.table.answers
         for part in self.parts:
-            needed = (part.input_ids_RL, part.tokens_S, part.score_row_S, part.score_column_S, part.subtree_end_RL)
+            needed = (part.input_ids_RL, part.tokens_S, part.token_row_S, part.token_column_S, part.subtree_end_RL)
             on_host: Any = [None if value is None else cast(torch.Tensor, value).cpu().numpy() for value in needed]
-            ids_RL, tokens_S, row_S, column_S, end_RL = on_host
+            ids_RL, tokens_S, token_row_S, column_S, end_RL = on_host
             for place in np.flatnonzero(tokens_S).tolist():
-                row, column = row_S[place], column_S[place]
+                row, column = token_row_S[place], column_S[place]
                 ids_L = ids_RL[row, : column + 1]
                 if end_RL is not None:
                     ids_L = ids_L[end_RL[row, : column + 1] > column]

@@ -1,24 +1,25 @@
-"""Packs the sequences of one batch into rows that store every shared prefix once, with numpy.
+"""Packs the sequences of one batch into token rows that store every shared prefix once, with numpy.
 
-`pack_unpadded` writes one row without padding, for devices that accept any shape. `pad` writes one row per sequence.
-`pack` writes rows of a few planned shapes, for devices that compile once per shape.
+`pack_unpadded` writes one token row without padding, for devices that accept any shape. `pad` writes one token row per
+sequence. `pack` writes token rows of a few planned shapes, for devices that compile once per shape.
 
-The sequences of a row form a prefix tree. The tree is written depth first, with the sequences in lexicographic order:
-each sequence adds only the tokens that it does not share with its predecessor. A pair becomes ``prefix | first tail |
-second tail``. Pairs with the same prompt, or only the same system prompt, share its tokens too. Prompts may also have
-more than two answers. A position id is the depth in the tree, equal to the token's index in its own sequence. One
-integer per token defines attention: the tokens that continue the text of the token in column k end at column
-``subtree_end[k]``, and the token in column q attends to the token in column k exactly when ``k <= q <
-subtree_end[k]``. This also isolates unrelated pairs in the same row.
+The sequences of a token row form a prefix tree. The tree is written depth first, with the sequences in lexicographic
+order: each sequence adds only the tokens that it does not share with its predecessor. A pair becomes ``prefix | first
+tail | second tail``. Data rows with the same prompt, or only the same system prompt, share its tokens too. A data row
+may also have more than two answers. A position id is the depth in the tree, equal to the token's index in its own
+sequence. One integer per token defines attention: the tokens that continue the text of the token in column k end at
+column ``subtree_end[k]``, and the token in column q attends to the token in column k exactly when ``k <= q <
+subtree_end[k]``. This also isolates unrelated data rows in the same token row.
 
-Rows and devices: with R rows per micro-batch on N shards, row r belongs to shard ``r // (R / N)``. All tokens of a
-pair are in one row, and any row may hold any pair: `score_row_S` and `score_column_S` locate the rewards, in the
-order of the batch. All rows of a micro-batch have the same length, and devices compute padding too, so all devices
-have equal work. On several hosts, each host packs the whole batch (packing is deterministic) and keeps its slice of
-the rows. If each process has one device, each process writes only the rows of its device.
+Token rows and devices: with R token rows per micro-batch on N shards, token row r belongs to shard ``r // (R / N)``.
+All tokens of a data row are in one token row, and any token row may hold any data row: `token_row_S` and
+`token_column_S` locate the rewards, in the order of the batch. All token rows of a micro-batch have the same length,
+and devices compute padding too, so all devices have equal work. On several hosts, each host packs the whole batch
+(packing is deterministic) and keeps its slice of the token rows. If each process has one device, each process writes
+only the token rows of its device.
 
-Letters: B batches, P pairs, K answers per pair, S = P K scored positions, D sequences (both sequences of a pair are
-adjacent), R rows, L columns per row.
+Letters: B batches, P data rows, K answers per data row, S = P K scored positions, D sequences (the sequences of a data
+row are adjacent), R token rows, L columns per token row.
 """
 
 from dataclasses import dataclass, replace
@@ -30,7 +31,7 @@ import numpy as np
 
 from ..errors import UserError
 from .batch import Batch, Comparisons, Expansion, Tail, Tree
-from .shapes import RowPlan, RowShape, Schedule, common_prefix, round_up, zigzag
+from .shapes import BatchShape, Schedule, ShapePlan, common_prefix, round_up, zigzag
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ class Sequences:
     Args:
         ids: Token ids of each sequence; sequences of one data row are adjacent. A solution is one sequence.
         at: Indices of each sequence's scored tokens, ascending.
-        pair_D: Number of each sequence's data row (a pair, ranking or solution).
+        row_D: Number of each sequence's data row.
         pad_token_id: Token id of padding.
         table: Comparisons of the rewards of P data rows, with at most K scored tokens per data row.
         chunk: Lengths of sequences and of shared prefixes are multiples of this many tokens.
@@ -48,7 +49,7 @@ class Sequences:
 
     ids: list[np.ndarray]
     at: list[np.ndarray]
-    pair_D: np.ndarray
+    row_D: np.ndarray
     pad_token_id: int
     table: Comparisons[np.ndarray]
     chunk: int = 1
@@ -64,14 +65,14 @@ class Sequences:
 
         The last reward's number also includes the tokens after its scored token.
         """
-        pairs = zip(self.ids, self.at, strict=True)
-        return [np.diff([0, *(at[:-1] + 1), len(ids)])[: len(at)] for ids, at in pairs]
+        scored = zip(self.ids, self.at, strict=True)
+        return [np.diff([0, *(at[:-1] + 1), len(ids)])[: len(at)] for ids, at in scored]
 
     @cached_property
     def cut(self) -> list[np.ndarray]:
         """Token ids up to the last scored token of each sequence: later tokens cannot influence a reward."""
-        pairs = zip(self.ids, self.at, strict=True)
-        cut = [ids[: at[-1] + 1] if len(at) else ids[:1] for ids, at in pairs]
+        scored = zip(self.ids, self.at, strict=True)
+        cut = [ids[: at[-1] + 1] if len(at) else ids[:1] for ids, at in scored]
         if self.chunk == 1:
             return cut
         return [np.pad(ids, (0, -len(ids) % self.chunk), constant_values=self.pad_token_id) for ids in cut]
@@ -82,13 +83,13 @@ class Sequences:
         order, prefix_DD = common_prefixes(self.cut)
         return order, prefix_DD // self.chunk * self.chunk
 
-    def written(self, row_D: np.ndarray, tree_D: np.ndarray, shape: RowShape) -> Batch[np.ndarray]:
-        """Write sequences into rows of ``shape``, depth first, tree after tree.
+    def written(self, token_row_D: np.ndarray, tree_D: np.ndarray, shape: BatchShape) -> Batch[np.ndarray]:
+        """Write sequences into token rows of ``shape``, depth first, tree after tree.
 
         Args:
-            row_D: Number of the row that each sequence is written to; -1 leaves the sequence out.
-            tree_D: Number of each sequence's tree. Trees of one row have consecutive numbers, in the order of rows.
-            shape: Number and length of the rows.
+            token_row_D: Token row that each sequence is written to; -1 leaves the sequence out.
+            tree_D: Number of each sequence's tree, ascending from token row to token row.
+            shape: Number and length of the token rows.
         """
         order, prefix_DD = self.prefixes
         columns = np.arange(max(shape.length, max(map(len, self.cut))), dtype=np.int32)
@@ -98,15 +99,17 @@ class Sequences:
         scores_3S, slots = np.zeros((3, self.rows * self.table.answers), np.int32), self.slots()
 
         path = np.zeros_like(columns)  # column of the current sequence's token at each depth
-        segments = list[tuple[int, int, int, int, int]]()  # row, columns and depths of each sequence's new tokens
+        segments = list[
+            tuple[int, int, int, int, int]
+        ]()  # token row, columns and depths of each sequence's new tokens
         trees, tails = list[tuple[int, list[Tail]]](), list[Tail]()  # first column and tails of each tree
         before, first, stop = -1, 0, 0
         for index in order[np.argsort(tree_D[order], kind="stable")].tolist():
-            row, ids, at = int(row_D[index]), self.cut[index], self.at[index]
+            row, ids, at = int(token_row_D[index]), self.cut[index], self.at[index]
             if row < 0:
                 continue
             is_new = before < 0 or tree_D[index] != tree_D[before]
-            if before < 0 or row != row_D[before]:
+            if before < 0 or row != token_row_D[before]:
                 stop = 0
             depth = 0 if is_new else int(prefix_DD[before, index])
             if is_new:
@@ -134,11 +137,11 @@ class Sequences:
         return self.batch_of(input_ids_RL, scores_3S, **of_tokens, trees=whole)
 
     def batch_of(self, input_ids_RL: np.ndarray, scores_3S: np.ndarray, **layout: Any) -> Batch[np.ndarray]:
-        """Return a batch of these rows, with the comparisons of the rewards that are read in them.
+        """Return a batch of these token rows, with the comparisons of the rewards that are read in them.
 
         Args:
-            input_ids_RL: Token ids of the rows.
-            scores_3S: Row, column and number of tokens of each reward; 0 tokens if the reward is in other rows.
+            input_ids_RL: Token ids.
+            scores_3S: Token row, column and number of tokens of each reward; 0 tokens if it is in other token rows.
             **layout: Other fields of the batch.
         """
         row_S, column_S, tokens_S = scores_3S
@@ -149,19 +152,19 @@ class Sequences:
         """Return the range of each sequence's rewards in arrays over S."""
         count_D = np.array(list(map(len, self.at)))
         before_D = np.cumsum(count_D) - count_D
-        first_D = self.pair_D * self.table.answers + before_D - before_D[np.searchsorted(self.pair_D, self.pair_D)]
+        first_D = self.row_D * self.table.answers + before_D - before_D[np.searchsorted(self.row_D, self.row_D)]
         return [slice(first, first + count) for first, count in zip(first_D.tolist(), count_D.tolist(), strict=True)]
 
 
 def pack_unpadded(sequences: Sequences, attention_crossover_length: float = 4096) -> list[Batch[np.ndarray]]:
-    """Pack one batch into a single row without padding, tree after tree.
+    """Pack one batch into a single token row without padding, tree after tree.
 
     Attention can then be computed tree by tree. Sequences that are adjacent in lexicographic order share a tree if
     sharing saves more than attention over the larger tree costs.
 
     Args:
         sequences: At least one sequence.
-        attention_crossover_length: The row length at which attention costs as much as everything else.
+        attention_crossover_length: The length at which attention costs as much as everything else.
     """
 
     def work(size: int) -> float:
@@ -178,26 +181,26 @@ def pack_unpadded(sequences: Sequences, attention_crossover_length: float = 4096
         else:
             length, size, tree = length + added, added, tree + 1
         tree_D[index], before = tree, index
-    return [sequences.written(np.zeros_like(tree_D), tree_D, RowShape(1, length))]
+    return [sequences.written(np.zeros_like(tree_D), tree_D, BatchShape(1, length))]
 
 
 def pad(sequences: Sequences, lengths: tuple[int, ...] | None = None, multiple: int = 1) -> list[Batch[np.ndarray]]:
-    """Write each whole sequence into a separate row, padded on the right.
+    """Write each whole sequence into a separate token row, padded on the right.
 
     Args:
         sequences: At least one sequence.
-        lengths: Planned row lengths, ascending. The shortest sufficient length is used; if all are too short, the
-            length of the longest sequence. The number of rows is always the maximum for P data rows. None uses the
-            longest sequence's length and one row per sequence.
+        lengths: Planned lengths, ascending. The shortest sufficient length is used; if all are too short, the longest
+            sequence's. The number of token rows is always the maximum for P data rows. None uses the longest
+            sequence's length and one token row per sequence.
         multiple: Lengths that are not planned are rounded up to a multiple of this.
     """
     count, longest = len(sequences.ids), max(map(len, sequences.ids))
     length = next((planned for planned in lengths or () if planned >= longest), round_up(longest, multiple))
-    has_several = sequences.pair_D[-1] + 1 < count  # the steps of a solution are one sequence
+    has_several = sequences.row_D[-1] + 1 < count  # the steps of a solution are one sequence
     rows = count if lengths is None else sequences.rows * (sequences.table.answers if has_several else 1)
     input_ids_RL = np.full((rows, length), sequences.pad_token_id, np.int32)
     mask_RL = np.zeros((rows, length), np.int32)
-    mask_RL[:, 0] = 1  # attention in rows without a token could give NaN
+    mask_RL[:, 0] = 1  # attention in token rows without a token could give NaN
     scores_3S = np.zeros((3, sequences.rows * sequences.table.answers), np.int32)
     for row, (ids, at, slots) in enumerate(zip(sequences.ids, sequences.at, sequences.slots(), strict=True)):
         input_ids_RL[row, : len(ids)], mask_RL[row, : len(ids)] = ids, 1
@@ -242,117 +245,117 @@ def common_prefixes(sequences: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray
 
 # ---- planned shapes
 
-# A shared token saves work for certain; a tighter fit only may save work for later pairs. So sharing weighs more.
+# A shared token saves work for certain; a tighter fit only may save work for later data rows. So sharing weighs more.
 _SHARING_WEIGHT = 4
 
 
 def pack(
-    sequences: Sequences, plan: RowPlan, expands: bool = False, part: tuple[int, int] = (0, 1)
+    sequences: Sequences, plan: ShapePlan, expands: bool = False, part: tuple[int, int] = (0, 1)
 ) -> list[Batch[np.ndarray]]:
     """Pack one batch by the cheapest schedule of ``plan`` that it fits into.
 
     Args:
         sequences: At least one sequence.
-        plan: Row shapes from `plan_rows`.
+        plan: Shapes from `plan_shapes`.
         expands: Whether attention reads rows of whole sequences. The batch then gets an `expansion`, and pairs share a
-            row only if all their chosen sequences together fit into its length, and all rejected sequences too.
-        part: (index, count): write only the index-th of count equal parts of each micro-batch's rows.
+            token row only if all their chosen sequences together fit into its length, and all rejected sequences too.
+        part: (index, count): write only the index-th of count equal parts of each micro-batch's token rows.
 
     Returns:
         The micro-batches in order. The last one ends the batch with an update.
 
     Raises:
-        UserError: If a pair is longer than the longest row, or the batch fits no shape.
+        UserError: If a data row is longer than the longest token row, or the batch fits no shape.
     """
     sequences = replace(sequences, chunk=plan.chunk)
-    schedule, row_P = _choose(sequences, plan, expands)
+    schedule, token_row_P = _choose(sequences, plan, expands)
     (index, count), micro_batches, before = part, list[Batch[np.ndarray]](), 0
     for shape in schedule:
-        part_shape = RowShape(shape.rows // count, shape.length)
-        row_D = row_P[sequences.pair_D] - before - index * part_shape.rows
-        row_D[row_D >= part_shape.rows] = -1
-        written = sequences.written(row_D, row_D, part_shape)  # one tree per row
+        part_shape = BatchShape(shape.rows // count, shape.length)
+        token_row_D = token_row_P[sequences.row_D] - before - index * part_shape.rows
+        token_row_D[token_row_D >= part_shape.rows] = -1
+        written = sequences.written(token_row_D, token_row_D, part_shape)  # one tree per token row
         micro_batches.append(replace(written, trees=None, expansion=expand_rows(written) if expands else None))
         before += shape.rows
     return micro_batches
 
 
 def _tree_sizes(sequences: Sequences) -> tuple[np.ndarray, np.ndarray]:
-    """Return the size of each pair's prefix tree [P], and the number of tokens that any two trees share [P, P]."""
-    pair_D, (order, prefix_DD) = sequences.pair_D, sequences.prefixes
-    firsts_P = np.searchsorted(pair_D, np.arange(pair_D[-1] + 1))
-    by_pair_D = order[np.argsort(pair_D[order], kind="stable")]  # sorted by pair, then lexicographically
-    left_D, right_D = by_pair_D[:-1], by_pair_D[1:]
-    common_D = np.where(pair_D[left_D] == pair_D[right_D], prefix_DD[left_D, right_D], 0)
-    # leading tokens that are in each pair's tree
-    in_tree_DP = np.maximum.reduceat(prefix_DD, firsts_P, axis=1)[by_pair_D]
+    """Return the size of each data row's prefix tree [P], and the number of tokens that any two trees share [P, P]."""
+    row_D, (order, prefix_DD) = sequences.row_D, sequences.prefixes
+    firsts_P = np.searchsorted(row_D, np.arange(row_D[-1] + 1))
+    by_row_D = order[np.argsort(row_D[order], kind="stable")]  # sorted by data row, then lexicographically
+    left_D, right_D = by_row_D[:-1], by_row_D[1:]
+    common_D = np.where(row_D[left_D] == row_D[right_D], prefix_DD[left_D, right_D], 0)
+    # leading tokens that are in each data row's tree
+    in_tree_DP = np.maximum.reduceat(prefix_DD, firsts_P, axis=1)[by_row_D]
     before_DP = np.minimum(np.minimum(in_tree_DP[:-1], in_tree_DP[1:]), common_D[:, None])
     shared_PP = np.add.reduceat(in_tree_DP, firsts_P, axis=0)
     shared_PP -= np.add.reduceat(np.pad(before_DP, ((0, 1), (0, 0))), firsts_P, axis=0)
     return shared_PP.diagonal().copy(), shared_PP
 
 
-def _choose(sequences: Sequences, plan: RowPlan, expands: bool) -> tuple[Schedule, np.ndarray]:
-    """Return the cheapest schedule that the batch fits into, and the row of each pair in the schedule [P]."""
+def _choose(sequences: Sequences, plan: ShapePlan, expands: bool) -> tuple[Schedule, np.ndarray]:
+    """Return the cheapest schedule that the batch fits into, and the token row of each data row [P]."""
     sizes_P, shared_PP = _tree_sizes(sequences)
     lengths_D, (order, prefix_DD) = np.array(list(map(len, sequences.cut))), sequences.prefixes
     lengths_P2 = lengths_D.reshape(-1, 2) if expands else None
     fewest = lengths_D.sum() - prefix_DD[order[:-1], order[1:]].sum()  # tokens if all sequences were in one tree
     if sizes_P.max() > plan.longest:
-        pair = int(sizes_P.argmax())
+        row = int(sizes_P.argmax())
         raise UserError(
-            f"Pair {pair} of the batch takes {sizes_P[pair]} tokens (both sequences, their common prefix once), but "
-            f"the longest planned row has {plan.longest}. Pairs are never split: include this pair's size when you "
-            "plan the shapes, or drop long sequences with `max_length`."
+            f"Row {row} of the batch takes {sizes_P[row]} tokens (all sequences, their common prefix once), but the "
+            f"longest planned shape has {plan.longest}. Rows are never split: include this row's size when you plan "
+            "the shapes, or drop long sequences with `max_length`."
         )
     for schedule in plan.schedules():
         lengths_R = np.array([shape.length for shape in schedule for _ in range(shape.rows)])
         if lengths_R.sum() < fewest or lengths_R.max() < sizes_P.max():
             continue
-        row_P = _place(sizes_P, shared_PP, lengths_P2, lengths_R)
-        if row_P is not None:
-            return schedule, row_P
+        token_row_P = _place(sizes_P, shared_PP, lengths_P2, lengths_R)
+        if token_row_P is not None:
+            return schedule, token_row_P
     # Best fit can fail even if the last shape is large enough. `zigzag` cannot fail: the shape was planned with it.
     last = plan.update[-1]
-    row_P = np.empty(len(sizes_P), np.int64)
-    row_P[np.argsort(-sizes_P, kind="stable")] = zigzag(len(sizes_P), last.rows)
-    if np.bincount(row_P, sizes_P).max() > last.length:
+    token_row_P = np.empty(len(sizes_P), np.int64)
+    token_row_P[np.argsort(-sizes_P, kind="stable")] = zigzag(len(sizes_P), last.rows)
+    if np.bincount(token_row_P, sizes_P).max() > last.length:
         raise UserError(
-            f"A batch of {len(sizes_P)} pairs with {sizes_P.sum()} tokens fits none of the planned shapes "
-            f"{plan}. Include the sizes of these pairs when you plan the shapes."
+            f"A batch of {len(sizes_P)} rows with {sizes_P.sum()} tokens fits none of the planned shapes "
+            f"{plan}. Include the sizes of these rows when you plan the shapes."
         )
-    return (last,), row_P
+    return (last,), token_row_P
 
 
 def _place(
     sizes_P: np.ndarray, shared_PP: np.ndarray, lengths_P2: np.ndarray | None, lengths_R: np.ndarray
 ) -> np.ndarray | None:
-    """Place pairs by best fit, largest first, and return each pair's row [P]; None if they do not fit.
+    """Place data rows by best fit, largest first, and return the token row of each [P]; None if they do not fit.
 
-    A pair adds at most its size minus the largest number of tokens shared with a single pair of that row. The row's
-    tree may share more. With ``lengths_P2``, both sequences also need unshared room in expanded rows.
+    A data row adds at most its size minus the largest number of tokens shared with a single data row of that token
+    row. The tree may share more. With ``lengths_P2``, both sequences also need unshared room in expanded rows.
     """
     free_R = lengths_R.copy()
     free_R2 = np.repeat(lengths_R[:, None], 2, axis=1)
     shared_RP = np.zeros((len(lengths_R), len(sizes_P)), shared_PP.dtype)
-    row_P = np.empty(len(sizes_P), np.int64)
+    token_row_P = np.empty(len(sizes_P), np.int64)
     leader_P = np.where(2 * shared_PP >= sizes_P[:, None], sizes_P, 0).argmax(axis=1)
-    for pair in np.lexsort((-sizes_P, leader_P, -sizes_P[leader_P])):
-        added_R = sizes_P[pair] - shared_RP[:, pair]
+    for row in np.lexsort((-sizes_P, leader_P, -sizes_P[leader_P])):
+        added_R = sizes_P[row] - shared_RP[:, row]
         full_R = added_R > free_R
         if lengths_P2 is not None:
-            full_R |= (lengths_P2[pair] > free_R2).any(axis=1)
+            full_R |= (lengths_P2[row] > free_R2).any(axis=1)
         score_R = free_R + _SHARING_WEIGHT * added_R
         score_R[full_R] = np.iinfo(np.int64).max
-        row = score_R.argmin()
-        if full_R[row]:
+        token_row = score_R.argmin()
+        if full_R[token_row]:
             return None
-        row_P[pair] = row
-        free_R[row] -= added_R[row]
+        token_row_P[row] = token_row
+        free_R[token_row] -= added_R[token_row]
         if lengths_P2 is not None:
-            free_R2[row] -= lengths_P2[pair]
-        np.maximum(shared_RP[row], shared_PP[pair], out=shared_RP[row])
-    return row_P
+            free_R2[token_row] -= lengths_P2[row]
+        np.maximum(shared_RP[token_row], shared_PP[row], out=shared_RP[token_row])
+    return token_row_P
 
 
 def expand_rows(packed: Batch[np.ndarray]) -> Expansion[np.ndarray]:
@@ -362,15 +365,15 @@ def expand_rows(packed: Batch[np.ndarray]) -> Expansion[np.ndarray]:
     two tokens of a sequence are as many columns apart as in the sequence. Sliding windows need that.
 
     Raises:
-        UserError: If the chosen or the rejected sequences of a row are together longer than the row. This can happen
+        UserError: If the chosen or the rejected sequences of a packed row are together longer than it. This can happen
             only if pairs share tokens with other pairs: either sequence of a pair fits into the pair's own tokens.
     """
     assert packed.subtree_end_RL is not None  # packed rows have it
     rows, length = packed.subtree_end_RL.shape
     here_P = packed.tokens_S.reshape(-1, 2)[:, 0] > 0
-    half_D = (packed.score_row_S.reshape(-1, 2)[here_P] * 2 + [0, 1]).T.ravel()
+    half_D = (packed.token_row_S.reshape(-1, 2)[here_P] * 2 + [0, 1]).T.ravel()
     order = np.argsort(half_D, kind="stable")
-    half_D, last_D = half_D[order], packed.score_column_S.reshape(-1, 2)[here_P].T.ravel()[order]
+    half_D, last_D = half_D[order], packed.token_column_S.reshape(-1, 2)[here_P].T.ravel()[order]
 
     sees_DL = packed.subtree_end_RL[half_D // 2] > last_D[:, None]
     sees_DL &= np.arange(length) <= last_D[:, None]
@@ -378,7 +381,7 @@ def expand_rows(packed: Batch[np.ndarray]) -> Expansion[np.ndarray]:
     longest = np.bincount(half_D[sequence_T], minlength=2 * rows).max()
     if longest > length:
         raise UserError(
-            f"The chosen or the rejected sequences of a row have {longest} tokens, but the row has {length} columns."
+            f"The chosen or the rejected sequences of a packed row have {longest} tokens, but it has {length} columns."
         )
 
     # index of each token in the flattened expanded rows, and in the flattened packed rows

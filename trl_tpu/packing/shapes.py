@@ -1,6 +1,6 @@
-"""Lengths of a dataset's pairs, and planning of row shapes from these lengths.
+"""Lengths of a dataset's rows, and planning of batch shapes from these lengths.
 
-Letters in names of arrays: N pairs of the data, P pairs (of a batch), K answers per pair, R rows, B batches, C
+Letters in names of arrays: N data rows, P data rows of a batch, K answers per data row, R token rows, B batches, C
 candidates for a plan.
 """
 
@@ -19,8 +19,8 @@ CHUNK = 64
 
 
 @dataclass(frozen=True)
-class PairLengths:
-    """Lengths of each pair's common prefix and of the tails after it, in tokens. A ranking is a pair with K tails.
+class RowLengths:
+    """Lengths of the common prefix of each row's answers and of the tails after it, in tokens.
 
     Attributes:
         tails_PK: Lengths of the tails; 0 for missing answers.
@@ -30,21 +30,21 @@ class PairLengths:
     tails_PK: np.ndarray
 
     @classmethod
-    def of(cls, pairs: Iterable[tuple[int, int, int]]) -> "PairLengths":
+    def of(cls, pairs: Iterable[tuple[int, int, int]]) -> "RowLengths":
         """Make lengths from one triple per pair: tokens of the prefix, the chosen tail and the rejected tail."""
         lengths_P3 = np.array(list(pairs), dtype=np.int64).reshape(-1, 3)
         return cls(lengths_P3[:, 0], lengths_P3[:, 1:])
 
     @classmethod
-    def joined(cls, parts: Sequence["PairLengths"]) -> "PairLengths":
-        """Concatenate the pairs of all parts."""
+    def joined(cls, parts: Sequence["RowLengths"]) -> "RowLengths":
+        """Concatenate the rows of all parts."""
         max_tails = max((part.tails_PK.shape[1] for part in parts), default=2)
         parts = [cls.of([]), *parts]
         tails = [np.pad(part.tails_PK, ((0, 0), (0, max_tails - part.tails_PK.shape[1]))) for part in parts]
         return cls(np.concatenate([part.prefix_P for part in parts]), np.concatenate(tails))
 
     @classmethod
-    def of_size(cls, size: int) -> "PairLengths":
+    def of_size(cls, size: int) -> "RowLengths":
         """Return the lengths of one pair of ``size`` unique tokens: half in the prompt, a quarter in each answer."""
         answer = max(1, size // 4)
         return cls.of([(size - 2 * answer, answer, answer)])
@@ -54,26 +54,26 @@ class PairLengths:
 
     @property
     def sizes_P(self) -> np.ndarray:
-        """Number of unique tokens of each pair: the prefix counts once."""
+        """Number of unique tokens of each row: the prefix counts once."""
         return self.prefix_P + self.tails_PK.sum(axis=1)
 
-    def in_chunks(self, chunk: int) -> "PairLengths":
+    def in_chunks(self, chunk: int) -> "RowLengths":
         """Return the lengths in whole chunks: prefixes rounded down, tails rounded up.
 
         Prefix tokens after the last whole chunk become part of every tail.
         """
         prefix_P = self.prefix_P // chunk * chunk
         tails_PK = self.tails_PK + (self.prefix_P - prefix_P)[:, None]
-        return PairLengths(prefix_P, -(-tails_PK // chunk) * chunk)
+        return RowLengths(prefix_P, -(-tails_PK // chunk) * chunk)
 
     @property
     def longest_P(self) -> np.ndarray:
-        """Length of the longest sequence of each pair, in tokens."""
+        """Length of the longest sequence of each row, in tokens."""
         return self.prefix_P + self.tails_PK.max(axis=1, initial=0)
 
     @property
     def tokens(self) -> int:
-        """Number of unique tokens of all pairs."""
+        """Number of unique tokens of all rows."""
         return int(self.sizes_P.sum())
 
     def attended(self, window: int | None = None) -> int:
@@ -95,8 +95,8 @@ class PairLengths:
 
 
 @dataclass(frozen=True)
-class RowShape:
-    """Shape of a micro-batch: the number of rows, and tokens per row."""
+class BatchShape:
+    """Shape of a micro-batch: the number of token rows, and tokens per token row."""
 
     rows: int
     length: int
@@ -105,7 +105,7 @@ class RowShape:
         """Return the cost in tokens: 1 is the cost of a token without attention. Attention is quadratic in the length.
 
         Args:
-            attention_crossover_length: The row length at which attention costs as much as everything else.
+            attention_crossover_length: The length at which attention costs as much as everything else.
         """
         return self.rows * self.length * (1 + self.length / attention_crossover_length)
 
@@ -113,29 +113,29 @@ class RowShape:
         return f"{self.rows} x {self.length}"
 
 
-#: The row shapes of one batch's micro-batches, in order. The last micro-batch ends with an update.
-Schedule = tuple[RowShape, ...]
+#: The shapes of one batch's micro-batches, in order. The last micro-batch ends with an update.
+Schedule = tuple[BatchShape, ...]
 
 _MAX_ACCUMULATED = 3  # maximum of accumulating micro-batches per batch in planning; rare batches need more
 
 
 @dataclass(frozen=True)
-class RowPlan:
-    """The row shapes of a run.
+class ShapePlan:
+    """The batch shapes of a run.
 
-    Without `accumulate`, the last shape of `update` holds any batch. With `accumulate`, its longest row holds any
-    pair, so enough micro-batches hold any batch.
+    Without `accumulate`, the last shape of `update` holds any batch. With `accumulate`, its longest token row holds
+    any data row, so enough micro-batches hold any batch.
 
     Args:
         update: Shapes for the micro-batch that ends a batch with an update; at least one shape.
         accumulate: Shapes for the micro-batches before it. They only accumulate gradients.
-        attention_crossover_length: The row length at which attention costs as much as everything else.
+        attention_crossover_length: The length at which attention costs as much as everything else.
         micro_batch_work: Fixed cost of an additional micro-batch, in tokens.
         chunk: Lengths of sequences and of shared prefixes are multiples of this many tokens.
     """
 
-    update: tuple[RowShape, ...]
-    accumulate: tuple[RowShape, ...] = ()
+    update: tuple[BatchShape, ...]
+    accumulate: tuple[BatchShape, ...] = ()
     attention_crossover_length: float = 4096
     micro_batch_work: float = 0
     chunk: int = 1
@@ -146,19 +146,19 @@ class RowPlan:
         return shapes + (suffix if self.accumulate else "")
 
     @property
-    def shapes(self) -> tuple[RowShape, ...]:
+    def shapes(self) -> tuple[BatchShape, ...]:
         """All shapes. Each shape is compiled as one program."""
         return (*self.accumulate, *self.update)
 
     @property
     def longest(self) -> int:
-        """The length of the longest row, an upper bound for the size of a pair."""
+        """The length of the longest token row, an upper bound for the size of a data row."""
         return max(shape.length for shape in self.shapes)
 
-    def work(self, *schedule: RowShape) -> float:
+    def work(self, *schedule: BatchShape) -> float:
         """Return the cost of all micro-batches of a schedule, in tokens."""
-        rows = sum(shape.work(self.attention_crossover_length) for shape in schedule)
-        return rows + (len(schedule) - 1) * self.micro_batch_work
+        computed = sum(shape.work(self.attention_crossover_length) for shape in schedule)
+        return computed + (len(schedule) - 1) * self.micro_batch_work
 
     @property
     def accumulations(self) -> list[Schedule]:
@@ -189,7 +189,7 @@ def common_prefix(first: np.ndarray, second: np.ndarray) -> int:
 
 
 def attention_crossover_length(hidden_size: int) -> float:
-    """Return the row length at which attention takes as many operations as the linear layers, in a plain transformer.
+    """Return the length at which attention takes as many operations as the linear layers, in a plain transformer.
 
     Per token, a layer of hidden size H takes 12 H^2 multiplications in linear layers, and 2 H L in attention over L
     tokens.
@@ -202,27 +202,27 @@ def round_up(values: Any, multiple: int) -> Any:
     return -(-values // multiple) * multiple
 
 
-def zigzag(pairs: int, rows: int) -> np.ndarray:
-    """Assign pairs to rows back and forth (boustrophedon): return the row of the i-th largest pair, [P].
+def zigzag(batch_size: int, token_rows: int) -> np.ndarray:
+    """Assign data rows to token rows back and forth: return the token row of the i-th largest data row, [P].
 
-    Rows that hold the largest pairs of the data hold every batch, because the i-th largest pair of a batch is at most
-    as large as the i-th largest pair of the data.
+    Token rows that hold the largest rows of the data hold every batch, because the i-th largest row of a batch is at
+    most as large as the i-th largest row of the data.
     """
-    lap, place = np.divmod(np.arange(pairs), rows)
-    return np.where(lap % 2 == 0, place, rows - 1 - place)
+    lap, place = np.divmod(np.arange(batch_size), token_rows)
+    return np.where(lap % 2 == 0, place, token_rows - 1 - place)
 
 
 # ---- planning
 
-_CANDIDATE_LENGTHS = 64  # row lengths to try in plans without accumulation
-_PLAN_LENGTHS = 7  # row lengths to try in plans with accumulation
+_CANDIDATE_LENGTHS = 64  # lengths to try in plans without accumulation
+_PLAN_LENGTHS = 7  # lengths to try in plans with accumulation
 _CANDIDATE_QUANTILES = (0.05, 0.2, 0.35, 0.5, 0.65, 0.8, 0.95)  # of the row counts that batches need
-_ACCEPTED_OVERHEAD = 1.05  # tokens in a plan's rows per token of the data; below this, planning stops
+_ACCEPTED_OVERHEAD = 1.05  # tokens in a plan's token rows per token of the data; below this, planning stops
 
 
-def plan_rows(
+def plan_shapes(
     sizes: np.ndarray,
-    pairs: int,
+    batch_size: int,
     shards: int = 1,
     *,
     max_shapes: int = 4,
@@ -231,46 +231,46 @@ def plan_rows(
     micro_batch_work: float = 128,
     multiple: int = 32,
     row_length: int | None = None,
-) -> RowPlan:
+) -> ShapePlan:
     """Choose at most ``max_shapes`` shapes with the least expected work on batches drawn from the data.
 
     Args:
-        sizes: Unique tokens of each pair of the data, [N]: see `PairLengths.sizes_P`. For a stream: the sizes of a
-            sample, followed by ``pairs`` copies of the largest possible size.
-        pairs: P, pairs per batch.
-        shards: Number of devices that the rows are sharded over. The number of rows is a multiple of it.
+        sizes: Unique tokens of each row of the data, [N]: see `RowLengths.sizes_P`. For a stream: the sizes of a
+            sample, followed by ``batch_size`` copies of the largest possible size.
+        batch_size: P, data rows per batch.
+        shards: Number of devices that the token rows are sharded over. Their number is a multiple of it.
         max_shapes: Maximum number of shapes.
         shared_prefix: Length of the common prefix of all sequences of the data, such as a system prompt, in tokens.
-        attention_crossover_length: The row length at which attention costs as much as everything else. For a plain
+        attention_crossover_length: The length at which attention costs as much as everything else. For a plain
             transformer it is about six times the hidden size.
         micro_batch_work: Fixed cost of an additional micro-batch per device, in tokens: reading the weights again, and
             reading and writing the gradients.
-        multiple: Row lengths are multiples of this.
-        row_length: Length of all rows. None chooses lengths that fit the data.
+        multiple: Lengths of token rows are multiples of this.
+        row_length: Length of all token rows. None chooses lengths that fit the data.
 
     Raises:
-        UserError: If ``row_length`` is too short for a pair.
+        UserError: If ``row_length`` is too short for a data row.
     """
     sizes = np.asarray(sizes)
     if row_length is not None and sizes.max() > row_length:
         raise UserError(
-            f"row_length={row_length} is too short: the largest pair takes {sizes.max()} tokens (both sequences, "
-            f"their common prefix once), and pairs are never split. Set row_length="
+            f"row_length={row_length} is too short: the largest row of the data takes {sizes.max()} tokens (all "
+            f"sequences, their common prefix once), and rows are never split. Set row_length="
             f"{round_up(int(sizes.max()), 128)} or more, or drop long sequences with a smaller max_length."
         )
     added_N = np.maximum(sizes - shared_prefix, 0)
-    # add empty pairs if the data is smaller than a batch
-    added_N = np.concatenate([added_N, np.zeros(max(0, pairs - len(sizes)), int)])
-    unplanned = RowPlan((), (), attention_crossover_length, micro_batch_work * shards)
-    planner = _Planner(added_N, pairs, shards, max_shapes, shared_prefix, multiple, row_length, unplanned)
+    # add empty data rows if the data is smaller than a batch
+    added_N = np.concatenate([added_N, np.zeros(max(0, batch_size - len(sizes)), int)])
+    unplanned = ShapePlan((), (), attention_crossover_length, micro_batch_work * shards)
+    planner = _Planner(added_N, batch_size, shards, max_shapes, shared_prefix, multiple, row_length, unplanned)
     update_only = replace(unplanned, update=planner.update_only_shapes())
-    if max_shapes < 2 or len(sizes) < pairs:
+    if max_shapes < 2 or len(sizes) < batch_size:
         return update_only
-    batches_BP = planner.draw_batches(max(48, 2048 // pairs))
+    batches_BP = planner.draw_batches(max(48, 2048 // batch_size))
     work_B = planner.covering_work([(shape,) for shape in update_only.update], batches_BP).min(axis=0)
-    work_B[np.isinf(work_B)] = update_only.work(update_only.update[-1])  # best fit failed: `zigzag` places the pairs
+    work_B[np.isinf(work_B)] = update_only.work(update_only.update[-1])  # best fit failed: `zigzag` places the rows
     data_tokens = batches_BP.sum() + shared_prefix * shards * len(batches_BP)
-    # a lower bound of the tokens in the rows, since work is at most tokens x (1 + longest / crossover)
+    # a lower bound of the tokens in the token rows, since work is at most tokens x (1 + longest / crossover)
     if work_B.sum() / (1 + update_only.longest / attention_crossover_length) < _ACCEPTED_OVERHEAD * data_tokens:
         return update_only
     accumulating, accumulating_work = planner.accumulating_plan(batches_BP)
@@ -279,76 +279,78 @@ def plan_rows(
 
 @dataclass(frozen=True)
 class _Planner:
-    """Plans shapes for `plan_rows`, with its arguments.
+    """Plans shapes for `plan_shapes`, with its arguments.
 
-    Batches [B, P] are sizes of pairs as in `added_N`. The pairs of each batch are in descending order of size.
+    Batches [B, P] are sizes of data rows as in `added_N`, in descending order.
 
     Attributes:
-        added_N: Tokens that each pair adds to a row that starts with the shared prefix.
+        added_N: Tokens that each data row adds to a token row that starts with the shared prefix.
         unplanned: A plan with the costs, but without shapes.
     """
 
     added_N: np.ndarray
-    pairs: int
+    batch_size: int
     shards: int
     max_shapes: int
     shared_prefix: int
     multiple: int
     row_length: int | None
-    unplanned: RowPlan
+    unplanned: ShapePlan
 
     def draw_batches(self, most: int) -> np.ndarray:
         """Draw at most ``most`` batches [B, P] as training does: consecutive parts of random permutations."""
-        generator, per_epoch = np.random.default_rng(0), len(self.added_N) // self.pairs
-        orders = (generator.permutation(self.added_N)[: per_epoch * self.pairs] for _ in range(-(-most // per_epoch)))
+        generator, per_epoch = np.random.default_rng(0), len(self.added_N) // self.batch_size
+        orders = (
+            generator.permutation(self.added_N)[: per_epoch * self.batch_size] for _ in range(-(-most // per_epoch))
+        )
         return -np.sort(-np.concatenate([order.reshape(per_epoch, -1) for order in orders])[:most], axis=1)
 
-    def update_only_shapes(self) -> tuple[RowShape, ...]:
+    def update_only_shapes(self) -> tuple[BatchShape, ...]:
         """Choose shapes without accumulation, in ascending order of work.
 
-        The last shape holds every batch, because it holds the largest pairs of the data as placed by `zigzag`.
+        The last shape holds every batch, because it holds the largest rows of the data as placed by `zigzag`.
         """
-        largest_P = np.sort(self.added_N)[::-1][: self.pairs]
+        largest_P = np.sort(self.added_N)[::-1][: self.batch_size]
         sufficient = []
-        for rows in range(self.shards, self.pairs + self.shards, self.shards):
-            longest = max(int(np.bincount(zigzag(self.pairs, rows), largest_P).max()) + self.shared_prefix, 1)
+        for rows in range(self.shards, self.batch_size + self.shards, self.shards):
+            longest = max(int(np.bincount(zigzag(self.batch_size, rows), largest_P).max()) + self.shared_prefix, 1)
             if self.row_length is None:
-                sufficient.append(RowShape(rows, int(round_up(longest, self.multiple))))
+                sufficient.append(BatchShape(rows, int(round_up(longest, self.multiple))))
             elif longest <= self.row_length:
-                return (RowShape(rows, self.row_length),)
+                return (BatchShape(rows, self.row_length),)
         work = self.unplanned.work
         fallback = min(sufficient, key=work)
-        batches_BP = self.draw_batches(min(512, max(64, 2**15 // self.pairs)))
-        # rows longer than the largest pair and than every batch's part per shard gain nothing
+        batches_BP = self.draw_batches(min(512, max(64, 2**15 // self.batch_size)))
+        # token rows longer than the largest data row and than every batch's part per shard gain nothing
         longest = max(largest_P[0], batches_BP.sum(axis=1).max() / self.shards, 1)
         shortest = np.clip(np.median(batches_BP), 1, longest)
         lengths = np.geomspace(shortest, longest, _CANDIDATE_LENGTHS) + self.shared_prefix
         candidates, works = [], []
         for length in np.unique(round_up(np.ceil(lengths).astype(int), self.multiple)).tolist():
-            rows_B = round_up(rows_needed(batches_BP, length - self.shared_prefix), self.shards)
+            rows_B = round_up(token_rows_needed(batches_BP, length - self.shared_prefix), self.shards)
             for rows in np.unique(rows_B[rows_B > 0]).tolist():
-                candidates.append(RowShape(rows, length))
+                candidates.append(BatchShape(rows, length))
                 works.append(np.where((rows_B > 0) & (rows_B <= rows), work(candidates[-1]), np.inf))
         chosen = {candidates[index] for index in least_work(np.array(works), work(fallback), self.max_shapes - 1)}
         return tuple(sorted({shape for shape in chosen if work(shape) < work(fallback)} | {fallback}, key=work))
 
-    def accumulating_plan(self, batches_BP: np.ndarray) -> tuple[RowPlan, float]:
+    def accumulating_plan(self, batches_BP: np.ndarray) -> tuple[ShapePlan, float]:
         """Return the best plan with accumulation, and its total work on the batches."""
-        lengths, updates = self._lengths(batches_BP), set[RowShape]()
-        for length in lengths:  # try numbers of rows that are enough for a quantile of the batches
+        lengths, updates = self._lengths(batches_BP), set[BatchShape]()
+        for length in lengths:  # numbers of token rows for a quantile of the batches
             room = length - self.shared_prefix
-            for rows in np.quantile(rows_needed(np.minimum(batches_BP, room), room), _CANDIDATE_QUANTILES):
-                updates.add(RowShape(int(round_up(int(rows), self.shards)) or self.shards, length))
+            for rows in np.quantile(token_rows_needed(np.minimum(batches_BP, room), room), _CANDIDATE_QUANTILES):
+                updates.add(BatchShape(int(round_up(int(rows), self.shards)) or self.shards, length))
         candidates = sorted(updates, key=lambda shape: (shape.rows * shape.length, shape.length))
-        plans = list[tuple[RowPlan, float]]()
-        *shorter, longest_row = (RowShape(self.shards, length) for length in lengths)
-        for accumulate in [(longest_row,), *((longest_row, short) for short in shorter if self.max_shapes > 2)]:
+        plans = list[tuple[ShapePlan, float]]()
+        *shorter, longest_shape = (BatchShape(self.shards, length) for length in lengths)
+        for accumulate in [(longest_shape,), *((longest_shape, short) for short in shorter if self.max_shapes > 2)]:
             plan = replace(self.unplanned, accumulate=accumulate)
             schedules = [(*before, update) for update in candidates for before in plan.accumulations]
             works_CB = self.covering_work(schedules, batches_BP)
             works_CB = works_CB.reshape(len(candidates), -1, len(batches_BP)).min(axis=1)
-            # fallback: a micro-batch per pair
-            fallback_work = self.pairs * (plan.work(longest_row) + plan.micro_batch_work)
+            # fallback: a micro-batch per data row
+            fallback_work = self.batch_size * (plan.work(longest_shape) + plan.micro_batch_work)
             chosen = least_work(works_CB, fallback_work, self.max_shapes - len(accumulate))
             work = float(np.minimum(works_CB[chosen].min(axis=0), fallback_work).sum())
             shapes = sorted({candidates[index] for index in chosen}, key=plan.work)
@@ -356,7 +358,7 @@ class _Planner:
         return min(plans, key=lambda plan: plan[1])
 
     def _lengths(self, batches_BP: np.ndarray) -> list[int]:
-        """Return candidate row lengths in ascending order. Any pair fits into the last one."""
+        """Return candidate lengths in ascending order. Any data row fits into the last one."""
         if self.row_length is not None:
             return [self.row_length]
         longest = int(self.added_N.max()) + self.shared_prefix
@@ -377,22 +379,22 @@ class _Planner:
         return works_CB
 
 
-def rows_needed(batches_BP: np.ndarray, length: int) -> np.ndarray:
-    """Return the number of rows that best fit needs for each batch, [B]; 0 if a pair is too long.
+def token_rows_needed(batches_BP: np.ndarray, length: int) -> np.ndarray:
+    """Return the number of token rows that best fit needs for each batch, [B]; 0 if a data row is too long.
 
     The sizes of each batch are in descending order.
     """
-    # An upper bound: any two used rows hold more than `length` tokens together, or best fit would have used one row.
+    # An upper bound: any two used token rows hold more than `length` tokens, or best fit would have used one.
     rows = min(batches_BP.shape[1], int(2 * batches_BP.sum(axis=1).max() // max(length, 1)) + 2)
     fits_B, free_BR = best_fit(batches_BP, np.full(rows, length))
     return np.where(fits_B, np.maximum((free_BR < length).sum(axis=1), 1), 0)
 
 
 def best_fit(sizes_BP: np.ndarray, lengths_R: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Place each batch's pairs, in descending order of size, into the fullest row with enough room.
+    """Place each batch's data rows, in descending order of size, into the fullest token row with enough room.
 
     Returns:
-        The mask of batches whose pairs all fit, [B], and the free tokens of each row, [B, R].
+        The mask of batches whose data rows all fit, [B], and the free tokens of each token row, [B, R].
     """
     free_BR = np.tile(lengths_R, (len(sizes_BP), 1))
     fits_B = np.ones(len(sizes_BP), bool)
@@ -420,7 +422,7 @@ def least_work(works_CB: np.ndarray, largest_work: float, count: int) -> list[in
 
 
 def bucket_lengths(longest: int, max_lengths: int = 4, multiple: int = 64) -> tuple[int, ...]:
-    """Return a few row lengths for padded batches: the longest, rounded up to ``multiple``, and successive halves.
+    """Return a few lengths for padded batches: the longest, rounded up to ``multiple``, and successive halves.
 
     >>> bucket_lengths(1000)
     (128, 256, 512, 1024)

@@ -1,4 +1,4 @@
-"""Layouts of a training on a TPU slice: the rows of a micro-batch, the compiled program, and reports about them."""
+"""Layouts of a training on a TPU slice: token rows of a micro-batch, the compiled program, and reports about them."""
 
 import copy
 import re
@@ -16,10 +16,10 @@ from ..data.length_stats import kind_of_dataset, length_stats
 from ..modeling.adapters import without_adapters
 from ..modeling.model_shape import ModelShape, model_shape_of, training_flops
 from ..modeling.recurrent_layers import shared_chunk
-from ..packing.shapes import PairLengths, round_up
+from ..packing.shapes import RowLengths, round_up
 from ..parallel.mesh import GiB, MeshShape, MiB, TpuSlice
 from ..runtime import Remat
-from ..training.batch_plan import LONG_ROW, plan_rows_of
+from ..training.batch_plan import LONG_ROW, plan_shapes_of
 from .compile import CompiledProgram, compile_for
 from .trace import StepRequest, trace_step
 
@@ -34,35 +34,35 @@ class Layout:
     Args:
         module: The model on torch's meta device, with its adapters.
         args: The settings of the training.
-        lengths: Lengths of the dataset's pairs, or of one typical pair.
-        tokens: The tokenized dataset. None without a dataset; rows are then assumed to be full.
+        lengths: Lengths of the dataset's rows, or of one typical row.
+        tokens: The tokenized dataset. None without a dataset; token rows are then assumed to be full.
         topology: The slice.
         mesh: The mesh, used instead of the mesh in ``args``.
         remat: The rematerialization policy, used instead of the policy in ``args``.
-        pairs_per_device: The `per_device_train_batch_size`, used instead of its value in ``args``.
+        device_batch_size: The `per_device_train_batch_size`, used instead of its value in ``args``.
     """
 
     module: Any
     args: RewardConfig
-    lengths: PairLengths
+    lengths: RowLengths
     tokens: Dataset | None
     topology: TpuSlice
     mesh: MeshShape
     remat: Remat
-    pairs_per_device: int
+    device_batch_size: int
 
     @cached_property
     def model(self) -> ModelShape:
         return model_shape_of(self.module)
 
     @property
-    def pairs(self) -> int:
-        """Number of pairs in a micro-batch over all chips."""
-        return self.pairs_per_device * self.mesh.batch_shards
+    def batch_size(self) -> int:
+        """Number of data rows in a micro-batch over all chips."""
+        return self.device_batch_size * self.mesh.batch_shards
 
     @property
     def answers(self) -> int | None:
-        """Maximum number of answers per prompt, or of steps per solution; None for pairs."""
+        """Maximum number of answers per ranking, or of steps per solution; None for pairs."""
         if self.tokens is None and (self.args.attributes or self.args.step_separator is not None):
             return 2
         is_many = self.tokens is not None and kind_of_dataset(self.tokens).sequences != 2
@@ -70,50 +70,53 @@ class Layout:
 
     @cached_property
     def shape(self) -> tuple[int, int]:
-        """Number of rows in the largest micro-batch over all chips, and their length."""
+        """Number of token rows in the largest micro-batch over all chips, and their length."""
         args, shards = self.args, self.mesh.batch_shards
         if args.packing == "false":
-            rows = 1 if args.step_separator is not None else self.answers or 2  # a solution is one row
-            return rows * self.pairs, int(self.lengths.longest_P.max())
+            sequences = 1 if args.step_separator is not None else self.answers or 2  # a solution is one sequence
+            return sequences * self.batch_size, int(self.lengths.longest_P.max())
         chunk = shared_chunk(self.module)
         if self.tokens is None:
             size = int(self.lengths.in_chunks(chunk).sizes_P[0])
             length = args.row_length or int(round_up(size, 128))
-            return ceil(self.pairs / (length // size) / shards) * shards, length
-        plan_rows = partial(plan_rows_of, self.tokens, self.model.hidden, self.pairs, shards, args, chunk=chunk)
-        plan = plan_rows()
+            return ceil(self.batch_size / (length // size) / shards) * shards, length
+        plan_shapes = partial(
+            plan_shapes_of, self.tokens, self.model.hidden, self.batch_size, shards, args, chunk=chunk
+        )
+        plan = plan_shapes()
         is_long = args.packed_attention == "auto" and plan.longest >= LONG_ROW
         if self.answers is None and (is_long or args.packed_attention == "expanded"):
-            plan = plan_rows(expands=True, multiple=256)
+            plan = plan_shapes(expands=True, multiple=256)
         return max(((shape.rows, shape.length) for shape in plan.shapes), key=prod)
 
     @property
     def training_flops(self) -> float:
         """Operations that the model needs for a micro-batch over all chips."""
-        return training_flops(self.model, self.lengths) / len(self.lengths) * self.pairs
+        return training_flops(self.model, self.lengths) / len(self.lengths) * self.batch_size
 
     @property
     def arguments(self) -> dict[str, Any]:
         """Arguments of `RewardConfig` that select this layout."""
-        return {"mesh": str(self.mesh), "remat": self.remat, "per_device_train_batch_size": self.pairs_per_device}
+        return {"mesh": str(self.mesh), "remat": self.remat, "per_device_train_batch_size": self.device_batch_size}
 
     def __str__(self) -> str:
-        rows, length = self.shape
-        return f"mesh {self.mesh}, remat {self.remat}, {self.pairs} pairs in {rows} rows of {length}"
+        token_rows, length = self.shape
+        data = f"{self.batch_size} rows of the data in {token_rows} token rows of {length}"
+        return f"mesh {self.mesh}, remat {self.remat}, {data}"
 
 
-def typical_pair(args: RewardConfig) -> PairLengths:
-    """Return the pair that represents the training data if no dataset is given.
+def typical_row(args: RewardConfig) -> RowLengths:
+    """Return the lengths of a pair that represents the training data if no dataset is given.
 
     Both sequences have `max_length` tokens. In packed rows they share half of their tokens. A padded row holds one
     sequence.
     """
     if args.packing == "false":
         length = args.row_length or args.max_length or LONG_ROW
-        return PairLengths.of_size(4 * length // 3)  # a sequence has three quarters of a pair's unique tokens
+        return RowLengths.of_size(4 * length // 3)  # a sequence has three quarters of a pair's unique tokens
     usual = args.max_length + args.max_length // 2 if args.max_length else LONG_ROW
     length = args.row_length or int(round_up(usual, 128))
-    return PairLengths.of_size(length // max(1, length // usual))
+    return RowLengths.of_size(length // max(1, length // usual))
 
 
 # ---- compiling
@@ -133,12 +136,12 @@ def compile_layout(
     Raises:
         RuntimeError: The trainer or the compiler rejects the layout.
     """
-    config, (rows, length) = without_adapters(layout.module).config, layout.shape
+    config, (token_rows, length) = without_adapters(layout.module).config, layout.shape
     request = StepRequest(
         config,
         layout.topology.chips,
         length,
-        None if layout.args.packing == "false" else rows,
+        None if layout.args.packing == "false" else token_rows,
         {**arguments, **layout.arguments},
         peft_config,
         str(layout.module.dtype).removeprefix("torch."),
@@ -221,9 +224,9 @@ class Attempt:
         return {"arithmetic": self.flops / chip.peak_flops, "links": received / chip.link_bandwidth}
 
     @property
-    def most_pairs_per_second(self) -> float:
-        """Upper bound on the pairs per second, with arithmetic and links working concurrently."""
-        return self.layout.pairs / max(self.seconds.values())
+    def most_rows_per_second(self) -> float:
+        """Upper bound on the data rows per second, with arithmetic and links working concurrently."""
+        return self.layout.batch_size / max(self.seconds.values())
 
 
 def attempt(layout: Layout, compile_one: Compile) -> Attempt:
@@ -245,20 +248,21 @@ def attempt(layout: Layout, compile_one: Compile) -> Attempt:
 _SUFFIXES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
 
-def report(tried: Attempt, pairs_to_train: float | None = None) -> str:
+def report(tried: Attempt, rows_to_train: float | None = None) -> str:
     """Describe one layout and its compiled program.
 
     Args:
         tried: The layout and its program.
-        pairs_to_train: Number of pairs over all epochs; None omits the estimate of hours.
+        rows_to_train: Number of data rows over all epochs; None omits the estimate of hours.
     """
     layout, program, chip = tried.layout, tried.program, tried.layout.topology.chip
-    model, chips, (rows, length) = layout.model, layout.topology.chips, layout.shape
+    model, chips, (token_rows, length) = layout.model, layout.topology.chips, layout.shape
     needed = f"{sized(program.peak)} are needed" if program else tried.error
     head = (
         f"{scaled(model.parameters)}parameters, {scaled(model.trained_parameters)}trained, on {layout.topology}: "
         f"{chips} chip(s) as mesh {layout.mesh}, remat {layout.remat}\n"
-        f"A micro-batch: {layout.pairs:,} pairs in {rows:,} rows of {length:,} tokens, over all chips\n\n"
+        f"A micro-batch: {layout.batch_size:,} rows of the data in {token_rows:,} token rows of {length:,}, over all "
+        "chips\n\n"
         f"{'IT FITS' if tried.fits else 'IT DOES NOT FIT'}: {needed}, each chip has {sized(chip.memory)}."
     )
     if program is None:
@@ -270,7 +274,7 @@ def report(tried: Attempt, pairs_to_train: float | None = None) -> str:
         ("program", sized(program.generated_code), "the instructions"),
         ("in all", sized(program.peak), "as compiled"),
     ]
-    seconds, rate, best = tried.seconds, tried.most_pairs_per_second, max(tried.seconds.values())
+    seconds, rate, best = tried.seconds, tried.most_rows_per_second, max(tried.seconds.values())
     operations = f"{scaled(tried.flops)}FLOP at {scaled(chip.peak_flops)}FLOP/s in bfloat16"
     links = f"{scaled(program.received)}B received at {scaled(chip.link_bandwidth)}B/s, over all links"
     times = [
@@ -280,12 +284,12 @@ def report(tried: Attempt, pairs_to_train: float | None = None) -> str:
     mfu = layout.training_flops / chips / chip.peak_flops / best
     notes = [
         f"The model needs {scaled(layout.training_flops / chips)}FLOP per chip. At best {best:.4g} s, limited by "
-        f"{max(seconds, key=seconds.__getitem__)}: at most {rate:,.1f} pairs per second, and at most {mfu:.0%} of the "
+        f"{max(seconds, key=seconds.__getitem__)}: at most {rate:,.1f} rows per second, and at most {mfu:.0%} of the "
         "chips' arithmetic used for the model (MFU)."
     ]
-    if pairs_to_train:
-        hours = pairs_to_train / rate / 3600
-        notes.append(f"{pairs_to_train:,.0f} pairs: at least {hours:,.1f} h, {hours * chips:,.4g} chip-hours.")
+    if rows_to_train:
+        hours = rows_to_train / rate / 3600
+        notes.append(f"{rows_to_train:,.0f} rows: at least {hours:,.1f} h, {hours * chips:,.4g} chip-hours.")
     title = f"Time of a micro-batch at the chip's published speeds ({chip.source})"
     return "\n\n".join([head, _table("Memory of a chip", memory), _table(title, times, notes)])
 
@@ -293,12 +297,12 @@ def report(tried: Attempt, pairs_to_train: float | None = None) -> str:
 def found(attempts: list[Attempt]) -> str:
     """List compiled layouts with the flags that select them. Layouts that fit come first, the fastest at the top."""
     rows, note = [], "None of these fits. Raise --compiles, train adapters (--use_peft true), or name a larger slice."
-    for item in sorted(attempts, key=lambda item: (item.fits, item.most_pairs_per_second), reverse=True):
+    for item in sorted(attempts, key=lambda item: (item.fits, item.most_rows_per_second), reverse=True):
         flags = " ".join(f"--{name} {value}" for name, value in item.layout.arguments.items())
         outcome = f"does not fit. {item.error}"
         if item.fits:
-            outcome = f"FITS, at most {item.most_pairs_per_second:,.1f} pairs per second"
-            note = "With smaller batches, raise --gradient_accumulation_steps to keep the number of pairs per update."
+            outcome = f"FITS, at most {item.most_rows_per_second:,.1f} rows per second"
+            note = "With smaller batches, raise --gradient_accumulation_steps to keep the number of rows per update."
         rows.append((flags, sized(item.program.peak) if item.program else "", outcome))
     return _table("Layouts that were compiled", rows, [note])
 
@@ -308,7 +312,7 @@ def notes(layout: Layout, depths: Sequence[int]) -> str:
     sizes_P, optim = layout.lengths.sizes_P, layout.args.optim
     source = "No dataset is named, so lengths are assumed" if layout.tokens is None else "Lengths of the dataset"
     parts = [
-        f"{source}: {len(sizes_P):,} pairs of {sizes_P.mean():,.0f} unique tokens, {sizes_P.max():,} at most.",
+        f"{source}: {len(sizes_P):,} rows of {sizes_P.mean():,.0f} unique tokens, {sizes_P.max():,} at most.",
         "Real steps take longer than these bounds. Only a run on the TPU shows by how much.",
     ]
     if layout.args.gradient_accumulation_steps > 1 and not optim.startswith("adam"):

@@ -22,7 +22,7 @@ from ..errors import UserError
 from ..experimental.prm import PRMConfig, PRMTrainer
 from ..modeling.head_spec import HeadSpec
 from ..modeling.heads import model_without_weights
-from ..packing.shapes import RowPlan, RowShape
+from ..packing.shapes import BatchShape, ShapePlan
 from ..trainer.reward_trainer import RewardTrainer
 from .compile import TracedProgram, call_in_child
 
@@ -49,18 +49,18 @@ class StepRequest:
     Args:
         model: Config of the model, with the head specification. No weights are read.
         chips: Number of devices in the mesh.
-        length: Length of each row in tokens.
-        rows: Number of packed rows per batch, with pairs distributed evenly; None pads, with one sequence per row.
+        length: Length of each token row in tokens.
+        token_rows: Number of packed rows per batch, each of equal content; None pads, with one sequence per token row.
         arguments: Arguments of `RewardConfig`, including batch size and mesh.
         peft: A `peft.LoraConfig`; None trains the full model.
         dtype: Name of the weights' torch dtype.
-        answers: Number of answers per prompt in rankings, or of steps per solution; None makes pairs.
+        answers: Number of answers per ranking, or of steps per solution; None makes pairs.
     """
 
     model: PretrainedConfig
     chips: int
     length: int
-    rows: int | None = None
+    token_rows: int | None = None
     arguments: Mapping[str, Any] = field(default_factory=dict)
     peft: Any = None
     dtype: str = "float32"
@@ -136,18 +136,18 @@ def make_trainer(request: StepRequest, model: PreTrainedModel, folder: str) -> R
     is_prm = HeadSpec.of(request.model).step_separator is not None
     config, trainer_type = (PRMConfig, PRMTrainer) if is_prm else (RewardConfig, RewardTrainer)
     args = config(**{**request.arguments, **fixed})
-    pairs = args.train_batch_size
+    batch_size = args.train_batch_size
     words = Tokenizer(models.WordLevel({"<pad>": 0, "<eos>": 1}, unk_token="<pad>"))  # a stub: nothing is tokenized
-    rows = RowPlan((RowShape(request.rows or pairs, request.length),))
-    trainer: RewardTrainer = type(trainer_type.__name__, (trainer_type,), {"fixed_rows": rows})(
+    shapes = ShapePlan((BatchShape(request.token_rows or batch_size, request.length),))
+    trainer: RewardTrainer = type(trainer_type.__name__, (trainer_type,), {"fixed_shapes": shapes})(
         model=model,
         args=args,
-        train_dataset=_make_dataset(request, 2 * accumulation * pairs),
+        train_dataset=_make_dataset(request, 2 * accumulation * batch_size),
         processing_class=PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<eos>"),
         peft_config=request.peft,
     )
     reason = trainer.batch_plan.padding_reason
-    if request.rows is not None and reason is not None:
+    if request.token_rows is not None and reason is not None:
         raise UserError(f"Batches are padded, not packed: {reason}. Plan with --packing false.")
     return trainer
 
@@ -160,11 +160,11 @@ def _make_dataset(request: StepRequest, count: int) -> Dataset:
     answers, spec = request.answers or 2, HeadSpec.of(request.model)
     rows = list[dict[str, Any]]()
     for number in range(count):  # prompts differ, and answers differ in their first token
-        prompt = [2 + number % 2, *[4 + number // 2 % 2] * (1 if request.rows else request.length - 2)]
+        prompt = [2 + number % 2, *[4 + number // 2 % 2] * (1 if request.token_rows else request.length - 2)]
         ids = [[*prompt, 6 + place] for place in range(answers)]
         grades = [[*range(answers)]] * len(spec.attributes) or [*range(answers)]
         if spec.step_separator is not None:
-            solution = prompt + [4] * (answers if request.rows else 1)
+            solution = prompt + [4] * (answers if request.token_rows else 1)
             labels = [NO_LABEL] * (len(solution) - answers) + [1] * answers
             rows.append(dict(zip(Solutions.columns, (solution, labels), strict=True)))
         elif request.answers is not None:

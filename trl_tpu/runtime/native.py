@@ -111,7 +111,7 @@ def segment_attention(
     window: int | None = None,
     softcap: float | None = None,
 ) -> torch.Tensor:
-    """Compute causal attention within the segments of each row, [B, H, L, D].
+    """Compute causal attention within the segments of each token row, [B, H, L, D].
 
     Args:
         q_BHLD, k_BGLD, v_BGLD: Queries, keys and values; H is a multiple of G.
@@ -218,7 +218,7 @@ class Runtime:
             compiler. On SPMD devices, reading a value stops the device, and values that change from step to step must
             be tensors. Without SPMD, each process has one device, and accelerate manages the processes.
         has_attention_kernel: True if `segment_attention` needs less memory than a mask per query and key.
-        copies: Number of processes in a `tensor` group: all of them compute the same pairs.
+        copies: Number of processes in a `tensor` group: all of them compute the same rows of the data.
         segment_attention: Computes causal attention within segments with the device's best kernel.
     """
 
@@ -243,8 +243,8 @@ class Runtime:
             return 0, 1
         return dist.get_rank() // self.copies, self._ranks // self.copies
 
-    def counts_pairs(self) -> bool:
-        """Return whether this process counts its pairs: processes of a `tensor` group share pairs, so one counts."""
+    def counts_rows(self) -> bool:
+        """Return whether this process counts its data rows: a `tensor` group shares them, so one process counts."""
         return self.copies == 1 or dist.get_rank() % self.copies == 0
 
     # ---- devices and processes
@@ -413,13 +413,13 @@ class Runtime:
     def loader(self, batches: DataLoader, batch_axes: tuple[str, ...]) -> DeviceLoader:
         """Return a loader that copies ``batches`` to the device, with the first dimension sharded over ``batch_axes``.
 
-        Each process passes batches with all rows, but copies only its devices' rows. All other rows may hold arbitrary
+        Each process passes batches with all token rows, but copies only its devices'. All others may hold arbitrary
         values.
         """
         return DeviceLoader(self, batches, batch_axes)
 
     def upload(self, tensor: torch.Tensor, batch_axes: tuple[str, ...], device: torch.device) -> torch.Tensor:
-        """Copy a tensor of a batch to the devices: rows of tokens sharded over the batch axes, others replicated."""
+        """Copy a tensor of a batch to the devices: token rows sharded over the batch axes, others replicated."""
         return tensor.to(device)
 
     # ---- steps

@@ -5,7 +5,7 @@ traces forward and backward once per shape and lowers them for TPUs, also on mac
 the result into its own program. As in torch_xla's wrapper, the backward runs the forward again.
 https://github.com/jax-ml/jax/tree/jax-v0.7.1/jax/experimental/pallas/ops/tpu/splash_attention
 
-Letters: B rows, H query heads, G key and value heads, L length, D head size.
+Letters: B token rows, H query heads, G key and value heads, L length, D head size.
 """
 
 import functools
@@ -23,7 +23,7 @@ from torch_xla.experimental.custom_kernel import to_jax_shape_dtype_struct
 
 #: Size of a TPU's vectors: lengths and head sizes are padded to multiples of it.
 LANES = 128
-#: Queries and keys per block, the default of torch_xla and MaxText; smaller for shorter rows.
+#: Queries and keys per block, the default of torch_xla and MaxText; smaller for shorter token rows.
 BLOCK = 512
 #: Target of lowering. jax's default, the attached device, may differ from the device that is compiled for.
 _PLATFORM = "tpu"

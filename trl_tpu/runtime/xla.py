@@ -389,10 +389,10 @@ class XlaRuntime(Runtime):
         return _scan_impl_flat(step, carry, slices, reverse)
 
     def upload(self, tensor: torch.Tensor, batch_axes: tuple[str, ...], device: torch.device) -> torch.Tensor:
-        """Copy a tensor of a batch, sharded by rows; replicated if it has one dimension or the rows are not divisible.
+        """Copy a tensor of a batch, sharded by token rows; replicated if it has one dimension or is not divisible.
 
-        torch_xla selects the rows of this host's devices by the devices' positions in the mesh. Its ``minibatch``
-        option would instead select rows in the order of device numbers. That is wrong if a host's numbers are not
+        torch_xla selects the token rows of this host's devices by the devices' places in the mesh. Its ``minibatch``
+        option would instead select them in the order of device numbers. That is wrong if a host's numbers are not
         consecutive: with 4x4 chips, the first host has devices 0, 1, 4 and 5.
         """
         count = shard_count(self._mesh, batch_axes)

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from .. import runtime
-from ..data.collate import BatchCollator, ComparisonRule, PackRows, Part
+from ..data.collate import BatchCollator, ComparisonRule, PackSequences, Part
 from ..data.kinds import Answers
 from ..errors import UserError
 from ..modeling.adapters import is_peft_model
@@ -26,7 +26,7 @@ from ..modeling.recurrent_layers import shared_chunk
 from ..modeling.static_shapes import use_static_shapes
 from ..packing.batch import Batch
 from ..packing.pack import in_order, pack, pack_unpadded, pad
-from ..packing.shapes import RowPlan, RowShape, attention_crossover_length, round_up
+from ..packing.shapes import BatchShape, ShapePlan, attention_crossover_length, round_up
 from ..parallel.mesh import BATCH_AXES, parse_mesh
 from ..parallel.shard import place_model, plan_model, shard_activations
 
@@ -47,12 +47,12 @@ class Batches:
 
     Args:
         pad_token_id: The padding token. A sequence is scored at its last other token.
-        tokens: Maximum tokens per batch and device, padding included; a single longer row may exceed it.
+        tokens: Maximum tokens per batch and device, padding included; a single longer token row may exceed it.
         attention_crossover_length: Sequence length at which attention costs as much as all other operations.
-        shards: Number of devices that rows are split over.
+        shards: Number of devices that token rows are split over.
         is_static: Whether padded batches must have few different shapes.
         row_length: Length of planned rows; by default chosen from the first sequences.
-        chunk: See `RowPlan`.
+        chunk: See `ShapePlan`.
     """
 
     pad_token_id: int
@@ -64,24 +64,24 @@ class Batches:
     chunk: int = 1
 
     def unpadded(self, dialogues: Sequence[np.ndarray]) -> Iterator[Members]:
-        """Yield batches of tight rows, for a device that computes any shape without compiling it."""
-        pack_rows = partial(pack_unpadded, attention_crossover_length=self.attention_crossover_length)
+        """Yield unpadded batches, for a device that computes any shape without compiling it."""
+        pack_sequences = partial(pack_unpadded, attention_crossover_length=self.attention_crossover_length)
         order, shared = in_order(list(dialogues))
         members, tokens = list[int](), 0
         for index, common in zip(order.tolist(), [0, *shared.tolist()], strict=False):
             size = len(dialogues[index])
             if members and (tokens + size - common > self.tokens or len(members) == _MAX_PACKED):
-                yield self._batch(pack_rows, dialogues, members)
+                yield self._batch(pack_sequences, dialogues, members)
                 members, tokens = [], 0
             tokens += size - (common if members else 0)
             members.append(index)
         if members:
-            yield self._batch(pack_rows, dialogues, members)
+            yield self._batch(pack_sequences, dialogues, members)
 
     def planned(self, dialogues: Sequence[np.ndarray]) -> Iterator[Members]:
         """Yield batches of planned shapes, for a device that compiles each shape.
 
-        All rows have the same length; longer sequences get rows of two, four, ... times this length.
+        All packed rows have the same length; longer sequences get rows of two, four, ... times this length.
         """
         if self.row_length is None and dialogues:
             usual = np.quantile([len(ids) for ids in dialogues], _USUAL_QUANTILE)
@@ -92,8 +92,8 @@ class Batches:
             by_length.setdefault(length, []).append(index)
         most = round_up(_MAX_PACKED, self.shards)
         for length, members in sorted(by_length.items()):
-            shape = RowShape(self.shards * max(1, self.tokens // length), length)
-            plan = RowPlan((shape,), (shape,), self.attention_crossover_length, chunk=self.chunk)
+            shape = BatchShape(self.shards * max(1, self.tokens // length), length)
+            plan = ShapePlan((shape,), (shape,), self.attention_crossover_length, chunk=self.chunk)
             for first in range(0, len(members), most):
                 yield self._batch(partial(pack, plan=plan), dialogues, members[first : first + most], most)
 
@@ -109,11 +109,15 @@ class Batches:
             yield self._batch(partial(pad, lengths=lengths), dialogues, members, rows)
 
     def _batch(
-        self, pack_rows: PackRows, dialogues: Sequence[np.ndarray], members: list[int], rows: int | None = None
+        self,
+        pack_sequences: PackSequences,
+        dialogues: Sequence[np.ndarray],
+        members: list[int],
+        rows: int | None = None,
     ) -> Members:
         """Make a batch of the sequences ``members``, with a table of ``rows`` rows (by default one per sequence)."""
         part = None if rows is None else Part(rows)
-        collate = BatchCollator(pack_rows, self.pad_token_id, ComparisonRule(answers=1, kind=Answers()), part)
+        collate = BatchCollator(pack_sequences, self.pad_token_id, ComparisonRule(answers=1, kind=Answers()), part)
         return np.array(members), collate([{"answer_ids": [dialogues[index]]} for index in members]).parts
 
 
@@ -235,7 +239,9 @@ class Scorer:
         compute = self.runtime.compiled(_rewards_of)
         members, places, computed = list[np.ndarray](), list[np.ndarray](), list[torch.Tensor]()
 
-        def send(tensor: torch.Tensor) -> torch.Tensor:  # shards rows over the batch axes, replicates 1-D tensors
+        def send(
+            tensor: torch.Tensor,
+        ) -> torch.Tensor:  # shards token rows over the batch axes, replicates 1-D tensors
             axes = (None,) if tensor.ndim == 1 else (BATCH_AXES, *[None] * (tensor.ndim - 1))
             return self.runtime.place(tensor, axes, self.device)
 

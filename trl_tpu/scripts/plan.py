@@ -47,7 +47,7 @@ class PlanArguments:
 
     Args:
         topology: The TPU slice: chip and shape, such as v5e:2x4, v5p:2x2x4 or v6e:4x4.
-        pairs_in_dataset: Number of training pairs, to estimate the hours. By default the size of the dataset, if any.
+        pairs_in_dataset: Number of training rows, to estimate the hours. By default the size of the dataset, if any.
         search: Compile the training for each combination of `meshes`, `batch_sizes` and remat policies. Setting
             `meshes` or `batch_sizes` also starts a search.
         meshes: Meshes to search, such as fsdp=-1 fsdp=4,tensor=2. By default the mesh of the training.
@@ -113,7 +113,7 @@ def main(argv: list[str], compile_one: layouts.Compile | None = None, config: Ma
         raise UserError(reason)
     with tempfile.TemporaryDirectory() as folder:
         model, tokens = read_inputs(script, args, model_args, data, folder)
-    lengths = layouts.typical_pair(args) if tokens is None else length_stats(tokens).lengths
+    lengths = layouts.typical_row(args) if tokens is None else length_stats(tokens).lengths
     planned = Layout(model, args, lengths, tokens, topology, mesh, args.remat_policy, args.per_device_train_batch_size)
     depths = layouts.depths_of(without_adapters(model).config, plan_args.all_layers or args.scan_layers)
     parsed = parser.parse_known_args(argv)[0]  # the values before `RewardConfig` changes them
@@ -132,11 +132,11 @@ def main(argv: list[str], compile_one: layouts.Compile | None = None, config: Ma
         return compile_one(layout)
 
     def try_each(meshes: Iterable[MeshShape], sizes: Iterable[int], policies: Iterable[Remat]) -> Iterator[Attempt]:
-        for mesh, pairs, remat in islice(product(meshes, sizes, policies), plan_args.compiles):
-            candidate = dataclasses.replace(planned, mesh=mesh, pairs_per_device=pairs, remat=remat)
+        for mesh, size, remat in islice(product(meshes, sizes, policies), plan_args.compiles):
+            candidate = dataclasses.replace(planned, mesh=mesh, device_batch_size=size, remat=remat)
             yield layouts.attempt(candidate, report_and_compile)
 
-    size = planned.pairs_per_device
+    size = planned.device_batch_size
     if plan_args.search or plan_args.meshes or plan_args.batch_sizes:
         meshes = [parse_mesh(axes, topology.chips) for axes in plan_args.meshes or [str(mesh)]]
         # scanned layers are always recomputed
@@ -146,7 +146,7 @@ def main(argv: list[str], compile_one: layouts.Compile | None = None, config: Ma
         parts = [layouts.found(attempts)]
     else:
         attempts = [layouts.attempt(planned, report_and_compile)]
-        parts = [layouts.report(attempts[0], pairs_to_train(planned, plan_args))]
+        parts = [layouts.report(attempts[0], rows_to_train(planned, plan_args))]
         if not attempts[0].fits:  # try full remat and weights sharded over all chips, with ever smaller batches
             smallest = [MeshShape(fsdp=mesh.batch_shards, tensor=mesh.tensor)]
             is_smallest = planned.remat == Remat.FULL and smallest == [mesh]
@@ -161,13 +161,13 @@ def main(argv: list[str], compile_one: layouts.Compile | None = None, config: Ma
     return 0 if any(attempt.fits for attempt in attempts) else 1
 
 
-def pairs_to_train(layout: Layout, plan_args: PlanArguments) -> float | None:
-    """Return the number of pairs in all steps; None if neither `max_steps` nor the size of the dataset is known."""
+def rows_to_train(layout: Layout, plan_args: PlanArguments) -> float | None:
+    """Return the number of rows in all steps; None if neither `max_steps` nor the size of the dataset is known."""
     args = layout.args
     if args.max_steps > 0:
-        return args.max_steps * layout.pairs * args.gradient_accumulation_steps
-    pairs = plan_args.pairs_in_dataset or (None if layout.tokens is None else len(layout.lengths))
-    return pairs and pairs * args.num_train_epochs
+        return args.max_steps * layout.batch_size * args.gradient_accumulation_steps
+    rows = plan_args.pairs_in_dataset or (None if layout.tokens is None else len(layout.lengths))
+    return rows and rows * args.num_train_epochs
 
 
 def read_inputs(

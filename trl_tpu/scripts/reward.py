@@ -49,7 +49,7 @@ class RewardScriptArguments(ScriptArguments):
     """The dataset of a training, and whether to train.
 
     Args:
-        dry_run: Show a pair as the model will see it, the devices, the rows of a batch and the number of steps. Then
+        dry_run: Show a row as the model will see it, the devices, the layout of a batch and the number of steps. Then
             exit before the first step. Nothing is saved or pushed.
     """
 

@@ -224,8 +224,8 @@ class RowsFile:
         chunk = self._file_of(source)
         unfinished = chunk.with_suffix(".unfinished")
         json_rows = list(map(_as_json, rows))
-        pairs = zip(rows, json_rows, strict=True)
-        changed = {name for row, json_row in pairs for name, value in row.items() if json_row[name] != value}
+        both = zip(rows, json_rows, strict=True)
+        changed = {name for row, json_row in both for name, value in row.items() if json_row[name] != value}
         if changed and self._path.suffix.lower() == _PARQUET:
             with suppress(pa.ArrowException, UnicodeEncodeError):  # for values that Parquet cannot hold either
                 pq.write_table(pa.Table.from_struct_array(pa.array(rows)), unfinished)

@@ -20,7 +20,7 @@ from typing import Any
 
 from trl_tpu.parallel.mesh import CHIPS, TpuSlice
 
-_STEPS, _LOGGING_STEPS, _SAVED_STEP, _KILLED_STEP, _PAIRS = 20, 5, 10, 13, 8
+_STEPS, _LOGGING_STEPS, _SAVED_STEP, _KILLED_STEP, _BATCH_SIZE = 20, 5, 10, 13, 8
 _GUIDE = "troubleshooting.md#selfcheck-"
 # largest difference of a logged loss, by heading of the guide; two CPU platforms differ by less than 1e-6
 _TOLERANCES = {"float32-losses": 1e-4, "bfloat16-losses": 3e-2, "meshes": 1e-4, "resuming": 1e-6}
@@ -100,7 +100,7 @@ def _train(folder: Path, settings: dict[str, Any], kills: bool) -> dict[str, Any
                 trainer.trl_tpu.checkpointer.wait()
                 os.kill(os.getpid(), signal.SIGKILL)
 
-    defaults: dict[str, Any] = {"max_steps": _STEPS, "logging_steps": _LOGGING_STEPS, "total_batch_size": _PAIRS}
+    defaults: dict[str, Any] = {"max_steps": _STEPS, "logging_steps": _LOGGING_STEPS, "total_batch_size": _BATCH_SIZE}
     defaults |= {"report_to": "none", "save_strategy": "no", "disable_tqdm": True, "bf16": False, "max_shapes": 1}
     defaults |= {"learning_rate": 1e-3, "use_cpu": runtime.device.type == "cpu"}  # bf16 needs `use_cpu` there
     args = RewardConfig(str(folder), **defaults | settings)
@@ -121,7 +121,7 @@ def _train(folder: Path, settings: dict[str, Any], kills: bool) -> dict[str, Any
     return {
         **{"logs": [log for log in trainer.state.log_history if "loss" in log], "marks": marks, "start": start},
         **{"batches": str(layout), "device": topology.description, "devices": topology.devices},
-        **{"row_length": layout.rows.longest if isinstance(layout, Planned) else None},
+        **{"row_length": layout.plan.longest if isinstance(layout, Planned) else None},
         **{"chip": runtime.chip(), "is_spmd": runtime.is_spmd, "processes": topology.process_count},
     }
 
@@ -192,9 +192,9 @@ class Selfcheck:
         if topology is None:
             return
         command = [sys.executable, "-m", "trl_tpu.cli", "plan", "--report_to", "none", "--topology", topology, *words]
-        pairs, folder = max(1, _PAIRS // result["devices"]), self._folder / name / "config"
+        batch_size, folder = max(1, _BATCH_SIZE // result["devices"]), self._folder / name / "config"
         command += ["--model_name_or_path", str(folder), "--row_length", str(result["row_length"])]
-        command += ["--per_device_train_batch_size", str(pairs)]
+        command += ["--per_device_train_batch_size", str(batch_size)]
         said = subprocess.run(command, capture_output=True, text=True).stdout
         for line in said.splitlines():
             if "FIT" in line or "At best" in line:

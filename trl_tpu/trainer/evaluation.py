@@ -38,7 +38,7 @@ from .utils import get_config_model_id
 
 logger = logging.getLogger(__name__)
 
-#: Methods that decide the order of evaluated pairs.
+#: Methods that decide the order of evaluated rows.
 ORDER_METHODS = ("get_eval_dataloader", "get_test_dataloader", "_get_eval_sampler")
 
 #: Tensors of N rows of the data by name: losses [N], weight [N], rewards [N, K] or [N, A, K], grade [N, A, K],
@@ -46,12 +46,12 @@ ORDER_METHODS = ("get_eval_dataloader", "get_test_dataloader", "_get_eval_sample
 Evaluated = dict[str, torch.Tensor]
 
 
-class EvaluatedPairs:
-    """Losses, rewards, predictions and labels of an evaluation's pairs, collected on the device.
+class EvaluatedRows:
+    """Losses, rewards, predictions and labels of an evaluation's rows, collected on the device.
 
     Args:
         runtime: Runtime of the device.
-        accelerator: Gathers the pairs of all processes.
+        accelerator: Gathers the rows of all processes.
         most_on_device: Number of batches after which they are moved to the host. None keeps all on the device until
             `fetch`.
     """
@@ -70,11 +70,11 @@ class EvaluatedPairs:
 
         Args:
             columns: Tensors of this process.
-            mask_P: Mask of this process's real (non-padding) pairs.
-            is_planned: Whether the batch has planned shapes. Each process then has an entry for every pair of the
-                batch, and the mask is true for pairs in its own rows.
+            mask_P: Mask of this process's real (non-padding) rows.
+            is_planned: Whether the batch has planned shapes. Each process then has an entry for every row of the
+                batch, and the mask is true for rows in its own token rows.
         """
-        columns = columns | {"is_real": mask_P.int() * self._runtime.counts_pairs()}
+        columns = columns | {"is_real": mask_P.int() * self._runtime.counts_rows()}
         if self._accelerator.num_processes == 1:  # also on XLA, with one process per host for all its devices
             constrain = self._runtime.constrain
             columns = {name: constrain(tensor, (None,) * tensor.dim()) for name, tensor in columns.items()}
@@ -93,7 +93,7 @@ class EvaluatedPairs:
         self._on_device = []
 
     def fetch(self, first: int = 0) -> Evaluated:
-        """Return the tensors of all real pairs from batch ``first`` to the last one, in order, on the host."""
+        """Return the tensors of all real rows from batch ``first`` to the last one, in order, on the host."""
         if not len(self):
             return {}
         if self._on_device:
@@ -239,13 +239,13 @@ class EvaluatingTrainer(DeviceTrainer):
         compute_metrics: Any = self.compute_metrics
         self.callback_handler.eval_dataloader = dataloader
         model = self._model_to_evaluate()
-        pairs = EvaluatedPairs(components.runtime, self.accelerator, args.eval_accumulation_steps)
+        evaluated = EvaluatedRows(components.runtime, self.accelerator, args.eval_accumulation_steps)
         with_losses = "loss" in args.include_for_metrics
         metrics: dict[str, Any] = {}
 
         def metrics_of_last_batch(is_last: bool) -> Any:
             components.runtime.step_boundary()
-            prediction = prediction_of(pairs.fetch(first=-1), with_losses, components.evaluated_kind)
+            prediction = prediction_of(evaluated.fetch(first=-1), with_losses, components.evaluated_kind)
             return {} if prediction is None else compute_metrics(prediction, compute_result=is_last)
 
         has_batch_metrics = args.batch_eval_metrics and compute_metrics is not None
@@ -254,17 +254,19 @@ class EvaluatingTrainer(DeviceTrainer):
         # skipped. Turn inference mode off: XLA cannot shard inference tensors.
         with torch.inference_mode(False), torch.set_grad_enabled(gradients), torch.random.fork_rng(devices=[]):
             for inputs in dataloader:
-                if has_batch_metrics and len(pairs):  # in a stream, a batch is known not to be the last one only now
+                if has_batch_metrics and len(
+                    evaluated
+                ):  # in a stream, a batch is known not to be the last one only now
                     metrics_of_last_batch(is_last=False)
                 is_planned = components.runtime.plans_shapes and isinstance(inputs, Batch)
-                pairs.add(*self._evaluate_batch(model, inputs, ignore_keys), is_planned)
+                evaluated.add(*self._evaluate_batch(model, inputs, ignore_keys), is_planned)
                 self.control = self.callback_handler.on_prediction_step(args, self.state, self.control)
                 may_stop, request = components.preemption.interrupts_evaluations, components.preemption.is_preempted
-                if may_stop and components.agreement.any_in_evaluation(len(pairs), request):
+                if may_stop and components.agreement.any_in_evaluation(len(evaluated), request):
                     raise EvaluationInterrupted
         components.runtime.step_boundary()
         components.recompiles.settle()
-        columns = pairs.fetch()
+        columns = evaluated.fetch()
         prediction = prediction_of(columns, with_losses, components.evaluated_kind)
         if compute_metrics is not None and prediction is None and columns:
             logger.warning("compute_metrics is not called: the evaluation returned no predictions or no labels.")
@@ -329,7 +331,7 @@ class EvaluatingTrainer(DeviceTrainer):
         """Return all metrics of an evaluation except the user's `compute_metrics`, and store its verdict.
 
         Args:
-            columns: Tensors from `EvaluatedPairs.fetch`.
+            columns: Tensors from `EvaluatedRows.fetch`.
             prefix: Prefix of the metrics' names.
             dataset: The prepared dataset; None if a user-defined loader was evaluated.
         """

@@ -37,7 +37,7 @@ from ..modeling.build import (
 )
 from ..modeling.losses import Loss, StepResult, batch_loss
 from ..packing.batch import Batch
-from ..packing.shapes import RowPlan
+from ..packing.shapes import ShapePlan
 from ..training.batch_plan import BatchPlan
 from ..training.progress import SubclassMetrics
 from .evaluation import ORDER_METHODS, EvaluatingTrainer
@@ -94,7 +94,7 @@ class RewardTrainer(SuggestsNewNames, EvaluatingTrainer):
     processing_class: PreTrainedTokenizerBase
     loss_is_scaled_for_ga = False  # compute_loss returns a mean over the batch
     use_reward_data_collator = False  # TRL's name up to 0.23: whether the data has its old columns
-    fixed_rows: RowPlan | None = None  # layout of every packed batch; None plans rows from the data
+    fixed_shapes: ShapePlan | None = None  # of every packed batch; None plans shapes from the data
     _tag_names = ["trl", "reward-trainer"]
     _trl_tpu_config = RewardConfig
     # attributes that methods copied from TRL may read
@@ -156,7 +156,7 @@ class RewardTrainer(SuggestsNewNames, EvaluatingTrainer):
             data_collator=data_collator,
             old_columns=self.use_reward_data_collator,
             reads_padded_rows=self.reads_padded_rows,
-            fixed_rows=self.fixed_rows,
+            fixed_shapes=self.fixed_shapes,
         )
 
         # data

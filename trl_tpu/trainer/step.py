@@ -39,7 +39,7 @@ class TrainState(SuggestsNewNames):
     Args:
         model: Name of a model (Hub id or folder), or a sequence classifier with one label, as for `RewardTrainer`.
         args: The settings. The object is not changed.
-        train_dataset: Pairs or rankings in any form that `RewardTrainer` accepts.
+        train_dataset: Rows in any form that `RewardTrainer` accepts.
         eval_dataset: Data in the same form for `evaluate` and `eval_batches`, or a dict of such datasets.
         processing_class: The tokenizer. By default the tokenizer saved with the model.
         quantization_config: Quantization of a model given by name (plain torch on CUDA only).
@@ -154,7 +154,7 @@ def training_step(state: TrainState, batch: Any) -> dict[str, torch.Tensor]:
     Returns:
         Scalars on the device: `loss`, `grad_norm` before clipping, and `accuracy`, `margin`, `tie_rate`,
         `mean_reward`, `min_reward` and `max_reward` of the rewards before the update. `learning_rate` of the update is
-        on the host. If processes share no mesh, each process returns the numbers of its own pairs.
+        on the host. If processes share no mesh, each process returns the numbers of its own rows.
     """
     trainer, batches = state._trainer, batch if isinstance(batch, list | tuple) else [batch]
     trainer.sums, trainer.loss_1 = copy.copy(trainer.zero_sums), trainer.zero_loss_1

@@ -30,20 +30,20 @@ from ..modeling.packability import make_packable, reads_padding, user_code_in
 from ..modeling.recurrent_layers import shared_chunk
 from ..modeling.static_shapes import ExpansionImpossible, use_expanded_attention, use_static_shapes
 from ..packing.pack import pack, pack_unpadded, pad
-from ..packing.shapes import PairLengths, RowPlan, attention_crossover_length, bucket_lengths, plan_rows, round_up
+from ..packing.shapes import RowLengths, ShapePlan, attention_crossover_length, bucket_lengths, plan_shapes, round_up
 from ..parallel.shard import has_no_weights, of_first_process
 from ..runtime import Runtime
 
 logger = logging.getLogger(__name__)
 
-# In shorter rows, a mask per query and key costs less than moving the queries, keys and values of every layer.
+# In shorter token rows, a mask per query and key costs less than moving the queries, keys and values of every layer.
 LONG_ROW = 2048
 
-# A stream's sample is repeated to this many batches. Only one batch of the longest possible pairs is added, so shapes
+# A stream's sample is repeated to this many batches. Only one batch of the longest possible rows is added, so shapes
 # fit typical batches.
 _STREAM_BATCHES = 4096
 
-#: Collators of TRL and transformers. `BatchCollator` makes batches with the same rows.
+#: Collators of TRL and transformers. `BatchCollator` makes batches with the same token rows.
 STANDARD_COLLATORS = (DataCollatorForPreference, RewardDataCollatorWithPadding, DataCollatorForTokenClassification)
 
 
@@ -52,13 +52,13 @@ STANDARD_COLLATORS = (DataCollatorForPreference, RewardDataCollatorWithPadding, 
 
 @dataclass(frozen=True)
 class Unpadded:
-    """Each batch is packed into one row without padding.
+    """Each batch is packed into one token row without padding.
 
     Args:
-        crossover: Row length at which attention costs as much as everything else.
+        crossover: Length at which attention costs as much as everything else.
 
     Attributes:
-        name: The kind of rows, as recorded in checkpoints: "packed" or "padded".
+        name: The kind of token rows, as recorded in checkpoints: "packed" or "padded".
         shapes: Number of batch shapes; None if shapes are not planned.
         accumulates: Whether some batches are split into several micro-batches.
     """
@@ -68,53 +68,53 @@ class Unpadded:
 
     def collator(self, pad_token_id: int, rule: ComparisonRule, part: Part) -> Callable[..., Any]:
         """Return the collator that makes process ``part``'s batches with comparisons by ``rule``."""
-        pack_rows = partial(pack_unpadded, attention_crossover_length=self.crossover)
-        return BatchCollator(pack_rows, pad_token_id, rule, part if part.count > 1 else None)
+        pack_sequences = partial(pack_unpadded, attention_crossover_length=self.crossover)
+        return BatchCollator(pack_sequences, pad_token_id, rule, part if part.count > 1 else None)
 
     def __str__(self) -> str:
-        return "each packed into one row without padding"
+        return "each packed into one token row without padding"
 
 
 @dataclass(frozen=True)
 class Planned:
-    """Batches are packed into rows of a few planned shapes. All processes have the same shapes.
+    """Batches are packed into token rows of a few planned shapes. All processes have the same shapes.
 
     Args:
-        rows: The rows of all processes.
+        plan: The token rows of all processes.
         expands: Whether attention is computed in rows of whole sequences.
     """
 
-    rows: RowPlan
+    plan: ShapePlan
     expands: bool
     name = "packed"
 
     @property
     def shapes(self) -> int:
-        return len(self.rows.shapes)
+        return len(self.plan.shapes)
 
     @property
     def accumulates(self) -> bool:
-        return bool(self.rows.accumulate)
+        return bool(self.plan.accumulate)
 
     def collator(self, pad_token_id: int, rule: ComparisonRule, part: Part) -> Callable[..., Any]:
-        pack_rows = partial(pack, plan=self.rows, expands=self.expands, part=(part.index, part.count))
-        every = replace(part, pairs=part.pairs * part.count, shares_pairs=True)
-        return BatchCollator(pack_rows, pad_token_id, rule, every)
+        pack_sequences = partial(pack, plan=self.plan, expands=self.expands, part=(part.index, part.count))
+        every = replace(part, rows=part.rows * part.count, shares_rows=True)
+        return BatchCollator(pack_sequences, pad_token_id, rule, every)
 
     def __str__(self) -> str:
         attention = "in rows of whole sequences" if self.expands else "with masks"
-        return f"packed into rows of {self.rows}; attention is computed {attention}"
+        return f"packed into token rows of {self.plan}; attention is computed {attention}"
 
 
 @dataclass(frozen=True)
 class Padded:
-    """Batches have one row for each sequence.
+    """Batches have one token row for each sequence.
 
     Args:
         reason: Why batches are not packed.
-        lengths: Planned row lengths; None pads to the longest sequence.
-        is_static: Whether each batch has the same number of rows, even if lengths are not planned.
-        multiple: Row lengths that are not planned are multiples of this.
+        lengths: Planned lengths; None pads to the longest sequence.
+        is_static: Whether each batch has the same number of token rows, even if lengths are not planned.
+        multiple: Lengths that are not planned are multiples of this.
     """
 
     reason: str
@@ -130,8 +130,8 @@ class Padded:
 
     def collator(self, pad_token_id: int, rule: ComparisonRule, part: Part) -> Callable[..., Any]:
         lengths = self.lengths or () if self.is_static else None
-        pack_rows = partial(pad, lengths=lengths, multiple=self.multiple)
-        return BatchCollator(pack_rows, pad_token_id, rule, part if self.is_static or part.count > 1 else None)
+        pack_sequences = partial(pad, lengths=lengths, multiple=self.multiple)
+        return BatchCollator(pack_sequences, pad_token_id, rule, part if self.is_static or part.count > 1 else None)
 
     def __str__(self) -> str:
         if self.lengths is None:
@@ -182,9 +182,9 @@ def obstacle_to_packing(
     if args.packing == "false":
         return "packing is turned off"
     if args.torch_compile and not is_planned:
-        return "torch_compile would compile the model again for each new shape of a row"
+        return "torch_compile would compile the model again for each new shape of a token row"
     if args.neftune_noise_alpha:
-        return "neftune_noise_alpha scales its noise by the length of rows"
+        return "neftune_noise_alpha scales its noise by the length of token rows"
     if outgrows_positions(model, args.max_length):
         return "long sequences change the positions of shorter ones in a batch (see max_length)"
     is_sharded = args.fsdp or args.deepspeed_plugin or args.parallelism_config
@@ -197,46 +197,46 @@ def obstacle_to_packing(
     if args.packing == "auto" and is_gpu and shared_chunk(model) > 1:
         return "on a GPU, recurrent layers are faster in padded rows: packed rows take many small steps"
     if is_planned and not can_plan(dataset, args.max_length):
-        return "train_dataset is a stream without max_length, so its pairs may be longer than any row"
+        return "train_dataset is a stream without max_length, so its rows may be longer than any planned token row"
     return None
 
 
 def can_plan(dataset: Any, max_length: int | None) -> bool:
-    """Return whether rows of ``dataset`` can be planned. A stream needs ``max_length`` as a bound for its pairs."""
+    """Return whether shapes can be planned for ``dataset``. A stream needs ``max_length`` as a bound for its rows."""
     return isinstance(dataset, Dataset) or (dataset is not None and max_length is not None)
 
 
-def plan_rows_of(
+def plan_shapes_of(
     dataset: Any,
     hidden_size: int,
-    pairs: int,
+    batch_size: int,
     shards: int,
     args: RewardConfig,
     expands: bool = False,
     multiple: int = 32,
     sizes_N: np.ndarray | None = None,
     chunk: int = 1,
-) -> RowPlan:
-    """Plan the rows of packed batches of ``pairs`` pairs of ``dataset``.
+) -> ShapePlan:
+    """Plan the shapes of packed batches of ``batch_size`` rows of ``dataset``.
 
     Args:
         dataset: A prepared dataset, or a stream with ``sizes_N``.
         hidden_size: Hidden size of the model.
-        pairs: Pairs per batch.
-        shards: Number of devices that the rows are sharded over.
+        batch_size: Data rows per batch.
+        shards: Number of devices that the token rows are sharded over.
         args: Settings of the run.
         expands: Whether attention reads rows of whole sequences. A prefix of all sequences then takes room in each.
-        multiple: Row lengths are multiples of this.
-        sizes_N: Sizes of a stream's pairs, or sizes from `sizes_by_prompt`. None computes each pair's size.
-        chunk: See `RowPlan`.
+        multiple: Lengths of token rows are multiples of this.
+        sizes_N: Sizes of a stream's rows, or sizes from `sizes_by_prompt`. None computes each row's size.
+        chunk: See `ShapePlan`.
 
     Raises:
-        UserError: `row_length` is too short for a pair.
+        UserError: `row_length` is too short for a data row.
     """
     shared_prefix = length_stats(dataset).shared_prefix if isinstance(dataset, Dataset) and not expands else 0
-    plan = plan_rows(
+    plan = plan_shapes(
         length_stats(dataset).lengths.in_chunks(chunk).sizes_P if sizes_N is None else sizes_N,
-        pairs,
+        batch_size,
         shards,
         max_shapes=args.max_shapes,
         shared_prefix=shared_prefix // chunk * chunk,
@@ -260,7 +260,7 @@ class BatchPlan:
         old_columns: Whether the data has the columns of TRL's old API.
         reads_padded_rows: Returns the name of a user-defined method that reads batches and so expects TRL's padded
             rows; None without such a method.
-        fixed_rows: Rows for every packed batch. None chooses rows that fit the data.
+        fixed_shapes: Shapes for every packed batch. None chooses shapes that fit the data.
 
     Attributes:
         padding_reason: The obstacle to packing; None if batches are packed.
@@ -270,9 +270,9 @@ class BatchPlan:
     """
 
     padding_reason: str | None = None
-    _expands = False  # whether planned rows attend in rows of whole sequences
-    _sizes_N: np.ndarray | None = None  # sizes of the training pairs with `group_by_prompt`
-    _streamed: PairLengths | None = None  # lengths of the first pairs of the first stream
+    _expands = False  # whether planned rows attend in expanded rows
+    _sizes_N: np.ndarray | None = None  # sizes of the training rows with `group_by_prompt`
+    _streamed: RowLengths | None = None  # lengths of the first rows of the first stream
 
     def __init__(
         self,
@@ -285,13 +285,13 @@ class BatchPlan:
         data_collator: Any = None,
         old_columns: bool = False,
         reads_padded_rows: Callable[[], str | None] = lambda: None,
-        fixed_rows: RowPlan | None = None,
+        fixed_shapes: ShapePlan | None = None,
     ) -> None:
         self._args, self._tokenizer, self._runtime = args, tokenizer, runtime
         self._train_dataset, self._collator = train_dataset, data_collator
-        self._old_columns, self._reads_padded_rows, self._fixed_rows = old_columns, reads_padded_rows, fixed_rows
-        self._is_planned = runtime.plans_shapes or fixed_rows is not None
-        self._plans: dict[tuple[str, int], RowPlan] = {}
+        self._old_columns, self._reads_padded_rows, self._fixed_shapes = old_columns, reads_padded_rows, fixed_shapes
+        self._is_planned = runtime.plans_shapes or fixed_shapes is not None
+        self._plans: dict[tuple[str, int], ShapePlan] = {}
         self._reads_padding: dict[str, bool] = {}  # by the description of user code in the model
         obstacle = obstacle_to_packing(args, model, runtime, train_dataset, self._is_planned)
         self._pad_for_reason(obstacle or self._user_code())
@@ -328,16 +328,16 @@ class BatchPlan:
         return None
 
     def prepare(self, train_dataset: Any, eval_dataset: Any) -> None:
-        """Plan the rows of prepared datasets, choose their attention, and check that all pairs fit into `row_length`.
+        """Plan shapes for prepared datasets, choose their attention, and check that all rows fit into `row_length`.
 
         Raises:
-            UserError: `row_length` is too short for a pair of the training or evaluation data (checked here, not hours
+            UserError: `row_length` is too short for a row of the training or evaluation data (checked here, not hours
                 into a run); the model does not allow the chosen `packed_attention`; or `group_by_prompt` is set for a
                 stream.
         """
         args, self._train_dataset = self._args, train_dataset
         if args.group_by_prompt:
-            self._sizes_N = sizes_by_prompt(train_dataset, self._pairs_together(args.train_batch_size))
+            self._sizes_N = sizes_by_prompt(train_dataset, self._rows_together(args.train_batch_size))
         if not self._runtime.plans_shapes or self.padding_reason is not None:
             return
         evaluated = [*eval_dataset.values()] if isinstance(eval_dataset, Mapping) else [eval_dataset]
@@ -348,7 +348,7 @@ class BatchPlan:
             self._plans.clear()  # plan again: whole sequences take more room
         for dataset in evaluated:
             if args.row_length is not None and can_plan(dataset, args.max_length):
-                self.rows(dataset, args.eval_batch_size)
+                self.shapes_of(dataset, args.eval_batch_size)
 
     def _choose_expansion(self) -> bool:
         """Choose whether packed rows attend in rows of whole sequences, and prepare the model for it.
@@ -356,7 +356,7 @@ class BatchPlan:
         Raises:
             ExpansionImpossible: packed_attention='expanded', but the kernels cannot compute the model's attention.
         """
-        asked, longest = self._args.packed_attention, self.training_rows.longest
+        asked, longest = self._args.packed_attention, self.training_shapes.longest
         is_long = self._runtime.has_attention_kernel and longest >= LONG_ROW
         if asked == "expanded" or (asked == "auto" and is_long):
             try:
@@ -401,12 +401,12 @@ class BatchPlan:
         return self.layout_of(self._train_dataset, self._args.train_batch_size)
 
     def layout_of(self, dataset: Any, batch_size: int) -> BatchLayout:
-        """Return the layout of batches of ``dataset`` with ``batch_size`` rows of the data per process."""
+        """Return the layout of batches of ``dataset`` with ``batch_size`` data rows per process."""
         args, is_static = self._args, self._runtime.plans_shapes
         if self.padding_reason is None and not self._is_planned:
             return Unpadded(attention_crossover_length(self._hidden_size))
         if self.padding_reason is None and can_plan(dataset, args.max_length):
-            return Planned(self.rows(dataset, batch_size), self._expands)
+            return Planned(self.shapes_of(dataset, batch_size), self._expands)
         reason = self.padding_reason or "a stream without max_length"
         has_own_format = self._collator is None or isinstance(self._collator, STANDARD_COLLATORS)
         lengths = self._lengths(dataset) if is_static and has_own_format else None
@@ -425,7 +425,7 @@ class BatchPlan:
         process's part. With planned shapes, the parts of all processes have the same shape.
 
         Args:
-            dataset: Prepared data; a stream's examples may have additional columns.
+            dataset: Prepared data; a stream's rows may have additional columns.
             batch_size: P, data rows per process.
             user_collator: The trainer's collator. It makes TRL's dict.
 
@@ -457,43 +457,43 @@ class BatchPlan:
     # ---- planned shapes
 
     @property
-    def training_rows(self) -> RowPlan:
-        return self.rows(self._train_dataset, self._args.train_batch_size)
+    def training_shapes(self) -> ShapePlan:
+        return self.shapes_of(self._train_dataset, self._args.train_batch_size)
 
-    def rows(self, dataset: Any, batch_size: int) -> RowPlan:
-        """Return the rows of packed batches of ``dataset``, over all processes. Plan them once per batch size.
+    def shapes_of(self, dataset: Any, batch_size: int) -> ShapePlan:
+        """Return the shapes of packed batches of ``dataset``, over all processes. Plan them once per batch size.
 
-        All streams have the same rows. They are planned from the first pairs of the first stream (the training data,
-        if it is a stream), and from `max_length`, so every process and every resumed run plans the same rows.
+        All streams have the same shapes. They are planned from the first rows of the first stream (the training data,
+        if it is a stream), and from `max_length`, so every process and every resumed run plans the same shapes.
         """
         chunk = shared_chunk(self._model)
-        if self._fixed_rows is not None:
-            return replace(self._fixed_rows, chunk=chunk)
-        pairs = self._pairs_together(batch_size)
-        key = getattr(dataset, "_fingerprint", "stream"), pairs
+        if self._fixed_shapes is not None:
+            return replace(self._fixed_shapes, chunk=chunk)
+        rows = self._rows_together(batch_size)
+        key = getattr(dataset, "_fingerprint", "stream"), rows
         if key not in self._plans:
             # attention kernels need lengths in large multiples
             multiple = 256 if self._expands and self._runtime.has_attention_kernel else 32
             is_training = dataset is self._train_dataset and batch_size == self._args.train_batch_size
-            # `sizes_by_prompt` assumes that pairs of one prompt share all its tokens: not in expanded rows or chunks
+            # `sizes_by_prompt` assumes that rows of one prompt share all its tokens: not in expanded rows or chunks
             sizes_N = self._sizes_N if is_training and not self._expands and chunk == 1 else None
             if not isinstance(dataset, Dataset):
-                sizes_N = self._sizes_of_stream(dataset, pairs, chunk)
+                sizes_N = self._sizes_of_stream(dataset, rows, chunk)
             shards = self._args.mesh_shape.batch_shards
-            self._plans[key] = plan_rows_of(
-                dataset, self._hidden_size, pairs, shards, self._args, self._expands, multiple, sizes_N, chunk
+            self._plans[key] = plan_shapes_of(
+                dataset, self._hidden_size, rows, shards, self._args, self._expands, multiple, sizes_N, chunk
             )
         return self._plans[key]
 
-    def _sizes_of_stream(self, stream: Any, pairs: int, chunk: int) -> np.ndarray:
-        """Return the sizes of a sample, repeated, and of one batch of the longest pairs without shared tokens."""
+    def _sizes_of_stream(self, stream: Any, rows: int, chunk: int) -> np.ndarray:
+        """Return the sizes of a sample, repeated, and of one batch of the longest rows without shared tokens."""
         self._streamed = self._streamed or length_stats_of_stream(stream)
         longest = 2 * round_up(self._args.max_length or 0, chunk)
         sizes_N = self._streamed.in_chunks(chunk).sizes_P if len(self._streamed) else np.array([longest])
-        return np.append(np.resize(sizes_N, _STREAM_BATCHES * pairs), [longest] * pairs)
+        return np.append(np.resize(sizes_N, _STREAM_BATCHES * rows), [longest] * rows)
 
-    def _pairs_together(self, batch_size: int) -> int:
-        """Return the number of pairs that are packed together: with planned rows, the pairs of the whole mesh."""
+    def _rows_together(self, batch_size: int) -> int:
+        """Return the number of data rows that are packed together: with planned rows, those of the whole mesh."""
         covers_mesh = self._runtime.plans_shapes and self._args.shards_over_processes
         return batch_size * self._args.mesh_shape.batch_shards if covers_mesh else batch_size
 
@@ -502,7 +502,7 @@ class BatchPlan:
         return self._model.config.get_text_config().hidden_size
 
     def _lengths(self, dataset: Any) -> tuple[int, ...] | None:
-        """Return the row lengths of padded batches: a few that fit ``dataset``, or multiples of `pad_to_multiple_of`.
+        """Return the lengths of padded batches: a few that fit ``dataset``, or multiples of `pad_to_multiple_of`.
 
         None if rewards depend on padding, or for a stream without `max_length`.
         """

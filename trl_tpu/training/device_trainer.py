@@ -61,7 +61,7 @@ from ..data.loader import (
     skip_batches,
 )
 from ..errors import UserError
-from ..modeling.model_shape import flops_per_pair
+from ..modeling.model_shape import flops_per_row
 from ..modeling.recurrent_layers import recompute_in_same_batch
 from ..packing.batch import Batch, micro_batches_of, tensors_in
 from ..parallel import shard
@@ -86,7 +86,7 @@ class Run:
     epochs: int
     updates: int  # per epoch
     batches: int  # per epoch
-    samples: float  # training pairs, for the rates in the last log
+    samples: float  # training rows, for the rates in the last log
     first_epoch: int
     skipped: int  # batches of the first epoch that the resumed checkpoint was trained on
     checkpoint: str | None
@@ -140,7 +140,7 @@ class DeviceTrainer(SavingTrainer):
             f"Training on {current().topology().description}: {choice().reason}\n"
             f"Computing in {precision}; {self.get_num_trainable_parameters():,} of {total:,} parameters train\n"
             f"{self.shard_report}\n"
-            f"Batches of {self._train_batch_size} pairs, {self.trl_tpu.batch_plan.layout}"
+            f"Batches of {self._train_batch_size} rows, {self.trl_tpu.batch_plan.layout}"
         )
 
     # ---- the entry
@@ -184,7 +184,7 @@ class DeviceTrainer(SavingTrainer):
         if self.state.global_step == 0 and preemption.stopped_by is None:
             raise UserError(
                 f"Training took no step of {self.state.max_steps}. Set max_steps or num_train_epochs above 0, and "
-                "provide pairs that can be trained on."
+                "provide rows that can be trained on."
             )
         # after a time limit a SIGTERM may have reached only some ranks: all raise together
         if preemption.stopped_by is not None and any(ours.agreement.all_gather_object(preemption.is_preempted)):
@@ -201,7 +201,7 @@ class DeviceTrainer(SavingTrainer):
             built["mixed_precision"] = "no"  # on a TPU accelerate would store every float32 tensor as bfloat16
         if self.args.parallelism_config is None:  # accelerate would reject the `tensor` axis on a CPU
             built.pop("parallelism_config", None)
-        # accelerate cannot split our batches by pairs: each process makes its own, the same number on all
+        # accelerate cannot split our batches by rows of the data: each process makes its own, the same number on all
         built["dataloader_config"].dispatch_batches, built["dataloader_config"].even_batches = False, True
         return built
 
@@ -248,8 +248,8 @@ class DeviceTrainer(SavingTrainer):
     ) -> Any:
         runtime, parts = current(), self._batch_parts
         if description == "Evaluation" and (steps := self.args.max_eval_steps) is not None:
-            pairs = steps * batch_size * (1 if self.accelerator.split_batches else parts)
-            dataset = dataset.take(min(pairs, len(dataset)) if has_length(dataset) else pairs)
+            rows = steps * batch_size * (1 if self.accelerator.split_batches else parts)
+            dataset = dataset.take(min(rows, len(dataset)) if has_length(dataset) else rows)
         collate = self.trl_tpu.batch_plan.collator(dataset, batch_size, self.data_collator)
         is_stream = isinstance(dataset, torch.utils.data.IterableDataset)
         is_grouped = is_training and self.args.group_by_prompt
@@ -320,7 +320,7 @@ class DeviceTrainer(SavingTrainer):
         first_epoch, skipped = self._init_training_state(max_steps, updates, epochs, checkpoint, trial)
         shard.reshard(self.model)  # an evaluation before training may have left weights gathered
         # now, as sharding and stacking change the shapes of weights
-        self.trl_tpu.statistics.flops_per_pair = flops_per_pair(self.model, self.train_dataset)
+        self.trl_tpu.statistics.flops_per_row = flops_per_row(self.model, self.train_dataset)
         is_ours = saves_state(self.accelerator)
         model, loader = self._prepare_for_training(max_steps, loader, None if is_ours else checkpoint)
         self._place_training_state()
@@ -595,7 +595,7 @@ class DeviceTrainer(SavingTrainer):
         last = self.state.global_step - counted.taken + counted.reached_at
         first = last - limit + 1
         rows = rows_of_step(self.callback_handler.train_dataloader, first, self.args.gradient_accumulation_steps)
-        pairs = "unknown" if rows is None else f"rows {rows[:16]} of the trainer's train_dataset"
+        named = "unknown" if rows is None else f"{rows[:16]} of the trainer's train_dataset"
         weights = "not saved, as save_strategy='no'"
         if self.args.save_strategy != "no":
             self._save_checkpoint(self.model, None)
@@ -605,7 +605,7 @@ class DeviceTrainer(SavingTrainer):
         raise FloatingPointError(
             f"The loss or the gradient of {limit} steps in a row, {first} to {last}, was NaN or infinite "
             f"(nonfinite_limit={limit}). Their updates were skipped: the weights are unchanged since step {first - 1} "
-            f"({weights}). The pairs of step {first} are {pairs}. Check these pairs and the model's weights for "
+            f"({weights}). The rows of step {first} are {named}. Check these rows and the model's weights for "
             "errors, or lower learning_rate. Load float16 weights in another dtype. nonfinite_limit=0 turns these "
             "checks off."
         )

@@ -18,7 +18,7 @@ from ..runtime import Runtime
 from .optimizer import unwrap
 from .stopping import over_processes
 
-_SCALE_PAIRS = 512  # the reward scale is measured on at least this many of the last training pairs
+_SCALE_ROWS = 512  # the reward scale is measured on at least this many of the last training rows
 _CARRY = 2**30  # tokens: one int32 overflows in long log intervals, and TPUs have no int64
 _COUNT_SIZES = (len(COUNTS), 2, 4)  # `COUNTS`, tokens as two digits of base `_CARRY`, `StepCounts`
 _SUM_SIZES = (len(SUMS), 1, 1, 1)  # `SUMS`, the lowest reward, the highest reward, the loss
@@ -57,7 +57,7 @@ class StepStatistics:
         device_sums: float32: `SUMS`, the lowest and highest reward, the loss up to the last finite step.
         checks_nonfinite: False if accelerate's FSDP or DeepSpeed takes the steps.
         has_scaler: True if a loss scaler runs. It causes infinite gradients, and skips their updates itself.
-        flops_per_pair: FLOPs of an average training pair; None if unknown. Tokens that its answers share count once,
+        flops_per_row: FLOPs of an average training row; None if unknown. Tokens that its answers share count once,
             padding does not count. See `trl_tpu.modeling.model_shape`.
         num_tokens: Tokens up to the last log, including those before a resume.
         nonfinite: Nonfinite steps of this run up to the last log.
@@ -67,7 +67,7 @@ class StepStatistics:
     """
 
     checks_nonfinite, has_scaler = True, False
-    flops_per_pair: float | None = None
+    flops_per_row: float | None = None
     num_tokens = 0
 
     def __init__(
@@ -170,7 +170,7 @@ class StepStatistics:
             tokens_S: Number of tokens of each sequence; 0 for padding. Their sum is at most 2**30.
             table: The comparisons between the rewards.
         """
-        if self._accelerator is None or self._runtime.counts_pairs():
+        if self._accelerator is None or self._runtime.counts_rows():
             add, vectors = self._runtime.compiled(_add_batch), (self.device_counts, self.device_sums)
             batch = rewards_SA.detach().float(), tokens_S, table
             self.device_counts, self.device_sums = add(*vectors, *batch, self.limit > 0, self.attribute_weights)
@@ -264,7 +264,7 @@ class StepStatistics:
             logs["num_tokens"] = self.num_tokens
         logs |= rewards.metrics() | self._rates(rewards, step)
         self._windows.append(rewards)
-        while sum(window.pairs for window in self._windows) - self._windows[0].pairs >= _SCALE_PAIRS:
+        while sum(window.pairs for window in self._windows) - self._windows[0].pairs >= _SCALE_ROWS:
             self._windows.popleft()
         if (programs := self._runtime.compile_count()) is not None:
             logs["compiled_programs"] = programs
@@ -295,15 +295,15 @@ class StepStatistics:
         self.pause()
         self.resume()
         seconds, self._seconds = self._seconds, 0.0
-        pairs, tokens, steps = sums.pairs - self._resumed.pairs, sums.tokens - self._resumed.tokens, step - self._step
+        rows, tokens, steps = sums.pairs - self._resumed.pairs, sums.tokens - self._resumed.tokens, step - self._step
         self._resumed, self._step = RewardSums(), step
-        if pairs <= 0 or seconds <= 0:
+        if rows <= 0 or seconds <= 0:
             return {}
-        rates = {"pairs_per_second": pairs / seconds, "tokens_per_second": tokens / seconds}
+        rates = {"pairs_per_second": rows / seconds, "tokens_per_second": tokens / seconds}
         if steps > 0:
             rates["seconds_per_step"] = seconds / steps
-        if self.flops_per_pair is not None:
-            flops, peak = self.flops_per_pair * pairs / seconds, peak_flops_of(self._runtime.chip())
+        if self.flops_per_row is not None:
+            flops, peak = self.flops_per_row * rows / seconds, peak_flops_of(self._runtime.chip())
             rates["model_tflops_per_second"] = flops / 1e12
             if peak is not None:
                 rates["mfu"] = flops / (peak * self._runtime.topology().devices)
@@ -313,15 +313,15 @@ class StepStatistics:
 
     @property
     def scale(self) -> RewardScale | None:
-        """Mean and standard deviation of rewards in the last evaluation, or else on the last training pairs."""
-        return self.evaluated or scale_of(sum(self._windows, RewardSums()), "the last pairs of training")
+        """Mean and standard deviation of rewards in the last evaluation, or else on the last training rows."""
+        return self.evaluated or scale_of(sum(self._windows, RewardSums()), "the last rows of training")
 
 
 def _read(counts: torch.Tensor, sums: torch.Tensor) -> tuple[RewardSums, StepCounts]:
     """Return the rewards and the steps in the fetched vectors of `StepStatistics`."""
-    pairs, (high, low), steps_4 = counts.split(_COUNT_SIZES)
+    counts_3, (high, low), steps_4 = counts.split(_COUNT_SIZES)
     totals, lowest, highest, _ = sums.split(_SUM_SIZES)
-    rewards = RewardSums.read(pairs, totals, lowest, highest)
+    rewards = RewardSums.read(counts_3, totals, lowest, highest)
     rewards.tokens = int(high) * _CARRY + int(low)
     return rewards, StepCounts(*steps_4.tolist())
 
@@ -336,19 +336,19 @@ def _add_batch(
     attribute_weights: Sequence[float],
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Add the rewards of a batch to the vectors of `StepStatistics`, and return the new vectors."""
-    pairs, (high, low), steps_4 = counts.split(_COUNT_SIZES)
+    counts_3, (high, low), steps_4 = counts.split(_COUNT_SIZES)
     totals, lowest_1, highest_1, loss_1 = sums.split(_SUM_SIZES)
     present_PK = table.graded_S(tokens_S).unflatten(0, (-1, table.answers))
-    if finite_only:  # count a prompt's rewards only if all of them are finite
+    if finite_only:  # count a row's rewards only if all of them are finite
         are_finite_PK = torch.isfinite(rewards_SA).all(-1).view(present_PK.shape)
         present_PK = present_PK & (are_finite_PK | ~present_PK).all(-1, keepdim=True)
-    earlier = pairs[COUNTS.index("answers")], totals[SUMS.index("reward")]
+    earlier = counts_3[COUNTS.index("answers")], totals[SUMS.index("reward")]
     added = sums_of(rewards_SA, present_PK.flatten(), table, attribute_weights, *earlier)
     low = low + tokens_S.sum(dtype=torch.int32)
     carry = (low >= _CARRY).int()
     tokens_2 = torch.stack([high + carry, low - carry * _CARRY])
     extremes = torch.minimum(lowest_1, added[2]), torch.maximum(highest_1, added[3])
-    return torch.cat([pairs + added[0], tokens_2, steps_4]), torch.cat([totals + added[1], *extremes, loss_1])
+    return torch.cat([counts_3 + added[0], tokens_2, steps_4]), torch.cat([totals + added[1], *extremes, loss_1])
 
 
 def _count_step(steps_4: torch.Tensor, finite_1: torch.Tensor, limit: int) -> torch.Tensor:

@@ -342,9 +342,10 @@ def describe_run(args: Any, eval_dataset: Any, resume: str | bool | None) -> dic
 
 
 def digest(dataset: Any) -> Any:
-    """Return a dataset's number of pairs and checksum as text; None for a stream; a dict for a dict of datasets."""
+    """Return a dataset's number of rows and checksum as text; None for a stream; a dict for a dict of datasets."""
     if isinstance(dataset, dict):
         return {name: digest(part) for name, part in dataset.items()}
     if not is_prepared(dataset):
         return None
+    # "pairs" for every kind of rows: older checkpoints have it
     return f"{len(dataset)} pairs ({length_stats(dataset).checksum:08x})"

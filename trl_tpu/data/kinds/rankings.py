@@ -38,7 +38,7 @@ class Rankings(RowKind):
     attributes: tuple[str, ...] = ()
     name = "rankings"
     unit = "pairs"
-    too_long = "prompts with an answer"
+    too_long = "rankings with an answer"
     columns = ("answer_ids", "grades")
     token_columns = ("answer_ids",)
     scored_columns = {"completions": ("rewards", "tokens")}

@@ -13,7 +13,7 @@ from preference_rows import dataset_of, to_columns
 from trl_tpu.data.collate import ComparisonRule, sequences_of
 from trl_tpu.data.length_stats import length_stats
 from trl_tpu.packing.pack import pack, pack_unpadded
-from trl_tpu.packing.shapes import bucket_lengths, plan_rows
+from trl_tpu.packing.shapes import bucket_lengths, plan_shapes
 
 
 @settings(max_examples=30)
@@ -29,7 +29,7 @@ def test_planned_shapes_hold_every_batch(
 ) -> None:
     row_length = data.draw(st.sampled_from([None, 208]))
     given = {"max_shapes": most, "multiple": 8, "attention_crossover_length": 300, "row_length": row_length}
-    plan = plan_rows(np.array(sizes), pairs, shards, **given)
+    plan = plan_shapes(np.array(sizes), pairs, shards, **given)
     assert 1 <= len(plan.shapes) <= most
     assert all(shape.rows % shards == 0 and shape.length % 8 == 0 for shape in plan.shapes)
     assert row_length is None or {shape.length for shape in plan.shapes} == {row_length}
@@ -68,7 +68,7 @@ def test_packing_computes_few_tokens_per_real_token(source: str, pairs: int, sha
     """Hidden size 1,024, at most four shapes. Padding to the longest sequence computes 2.5 tokens per real token."""
     both = tokenized(source)
     sizes = length_stats(dataset_of(both)).lengths.sizes_P
-    plan = plan_rows(sizes, pairs, shards, attention_crossover_length=6 * 1024)
+    plan = plan_shapes(sizes, pairs, shards, attention_crossover_length=6 * 1024)
     assert len(plan.shapes) <= 4
     columns = real = unpadded = 0
     order = np.random.default_rng(1).permutation(len(both))
