@@ -6,17 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
-from transformers import (
-    BartConfig,
-    BartForSequenceClassification,
-    LlamaConfig,
-    LlamaForSequenceClassification,
-    PreTrainedModel,
-    Qwen3MoeConfig,
-    Qwen3MoeForSequenceClassification,
-    set_seed,
-)
+from transformers import LlamaConfig, LlamaForSequenceClassification, PreTrainedModel, set_seed
 
 from trl_tpu import RewardTrainer
 from trl_tpu.checkpoint.folders import MANIFEST_FILE, describe_files, files_in, find_faults, publish
@@ -32,16 +24,16 @@ def llama(**config: Any) -> PreTrainedModel:
 
 def experts() -> PreTrainedModel:
     """Return a model whose experts transformers holds in one tensor and saves separately."""
-    config = Qwen3MoeConfig(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, **SIZES)
-    return _random(Qwen3MoeForSequenceClassification(config))
+    config = transformers.Qwen3MoeConfig(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, **SIZES)
+    return _random(transformers.Qwen3MoeForSequenceClassification(config))
 
 
 def tied() -> PreTrainedModel:
     """Return a model with one embedding under three names."""
     heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2}
     layers = {"encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 16, "decoder_ffn_dim": 16}
-    config = BartConfig(vocab_size=64, d_model=16, num_labels=1, eos_token_id=2, **heads, **layers)
-    return _random(BartForSequenceClassification(config))
+    config = transformers.BartConfig(vocab_size=64, d_model=16, num_labels=1, eos_token_id=2, **heads, **layers)
+    return _random(transformers.BartForSequenceClassification(config))
 
 
 def _random(model: PreTrainedModel) -> PreTrainedModel:

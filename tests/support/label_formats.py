@@ -9,16 +9,10 @@ from typing import Any
 
 import tiny
 import torch
+import transformers
 from datasets import Dataset
 from training import QUIET, trained
-from transformers import (
-    AutoConfig,
-    AutoModelForSequenceClassification,
-    AutoModelForTokenClassification,
-    AutoTokenizer,
-    DataCollatorForTokenClassification,
-    set_seed,
-)
+from transformers import AutoConfig, AutoModelForTokenClassification, AutoTokenizer, DataCollatorForTokenClassification
 
 from trl_tpu import RewardConfig, RewardTrainer
 from trl_tpu.experimental.prm import PRMConfig, PRMTrainer
@@ -72,14 +66,14 @@ class LabelFormat:
 
     rows: Callable[[int], Dataset]
     outputs: int = 1
-    auto: Any = AutoModelForSequenceClassification
+    auto: Any = transformers.AutoModelForSequenceClassification
     settings: dict[str, Any] = field(default_factory=dict)
     config: type[RewardConfig] = RewardConfig
     trainer: type[RewardTrainer] = RewardTrainer
 
     def model(self, folder: str) -> Any:
         """Return the folder of a model, or a new model of the same size with ``outputs`` outputs."""
-        set_seed(0)
+        transformers.set_seed(0)
         config = AutoConfig.from_pretrained(folder, num_labels=self.outputs)
         return folder if self.outputs == 1 else self.auto.from_config(config)
 

@@ -6,18 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from datasets import Dataset
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import (
-    AutoConfig,
-    AutoModelForSequenceClassification,
-    AutoTokenizer,
-    LlamaConfig,
-    LlamaForSequenceClassification,
-    PreTrainedModel,
-    PreTrainedTokenizerFast,
-    set_seed,
-)
+from transformers import AutoConfig, AutoTokenizer, LlamaForSequenceClassification, PreTrainedTokenizerFast, set_seed
 
 
 def made_up_pairs(count: int, seed: int = 0, margin: bool = False) -> Dataset:
@@ -92,7 +84,7 @@ def tiny_model(tokenizer: Any, hidden: int = 32, layers: int = 2, **config: Any)
     sizes: dict[str, Any] = {"hidden_size": hidden, "intermediate_size": 2 * hidden, "num_hidden_layers": layers}
     sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 2048}
     sizes |= {"vocab_size": len(tokenizer) + -len(tokenizer) % 8, "num_labels": 1}
-    return LlamaForSequenceClassification(LlamaConfig(**sizes | special_tokens(tokenizer) | config))
+    return LlamaForSequenceClassification(transformers.LlamaConfig(**sizes | special_tokens(tokenizer) | config))
 
 
 def special_tokens(tokenizer: PreTrainedTokenizerFast) -> dict[str, Any]:
@@ -118,8 +110,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 
 def tiny_family(
-    name: str, tokenizer: PreTrainedTokenizerFast, outputs: int = 1, auto: Any = AutoModelForSequenceClassification
-) -> PreTrainedModel:
+    name: str,
+    tokenizer: PreTrainedTokenizerFast,
+    outputs: int = 1,
+    auto: Any = transformers.AutoModelForSequenceClassification,
+) -> transformers.PreTrainedModel:
     """Return a random model whose program shows what each array is.
 
     Every feature dimension is a multiple of 7, also after division over eight devices. The numbers of experts and of
@@ -136,7 +131,7 @@ def tiny_family(
 
 def rewards_alone(folder: Path | str, dialogues: list[Any], dtype: torch.dtype = torch.float32) -> list[float]:
     """Return reference rewards: transformers' model in plain torch, one conversation at a time, without padding."""
-    model: Any = AutoModelForSequenceClassification.from_pretrained(folder, dtype=dtype).eval()
+    model: Any = transformers.AutoModelForSequenceClassification.from_pretrained(folder, dtype=dtype).eval()
     tokenizer = AutoTokenizer.from_pretrained(folder)  # families have different tokenizer classes
     rewards = []
     for dialogue in dialogues:

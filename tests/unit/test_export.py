@@ -19,16 +19,11 @@ import pytest
 import subprocesses
 import tiny
 import torch
+import transformers
 from checkpoints import reseal
 from huggingface_hub import ModelCard
 from safetensors.torch import load_file, save_file
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    AutoTokenizer,
-    PreTrainedModel,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from trl_tpu import cli
 from trl_tpu.checkpoint.export import _name_base_in_card, export_checkpoint
@@ -49,7 +44,9 @@ def loaded(folder: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
-def test_sharded_state_is_exported_as_transformers_files(make: Callable[[], PreTrainedModel], tmp_path: Path) -> None:
+def test_sharded_state_is_exported_as_transformers_files(
+    make: Callable[[], transformers.PreTrainedModel], tmp_path: Path
+) -> None:
     model = make()
     checkpoint = checkpoints.checkpoint_of(model, tmp_path / "c")
     for size in ("5GB", "20KB"):
@@ -66,7 +63,9 @@ def test_sharded_state_is_exported_as_transformers_files(make: Callable[[], PreT
 
 
 @pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
-def test_weights_of_two_dtypes_keep_every_bit(make: Callable[[], PreTrainedModel], tmp_path: Path) -> None:
+def test_weights_of_two_dtypes_keep_every_bit(
+    make: Callable[[], transformers.PreTrainedModel], tmp_path: Path
+) -> None:
     """Weights are written in the wider dtype, since ``from_pretrained`` reads a model in one dtype."""
     model = make().bfloat16()
     *_, last = model.parameters()
@@ -334,7 +333,7 @@ def test_bad_checkpoints_are_rejected(spoil: Any, name: str, tmp_path: Path, err
 # ---- adapters: as saved by peft, and merged into their base
 
 LORA: dict[str, Any] = {"task_type": "SEQ_CLS", "r": 4, "init_lora_weights": False}
-KINDS: dict[str, tuple[Callable[[], PreTrainedModel], peft.PeftConfig]] = {
+KINDS: dict[str, tuple[Callable[[], transformers.PreTrainedModel], peft.PeftConfig]] = {
     "lora": (checkpoints.llama, peft.LoraConfig(target_modules="all-linear", **LORA)),
     "rslora, biases": (
         lambda: checkpoints.llama(attention_bias=True),
@@ -353,7 +352,7 @@ KINDS: dict[str, tuple[Callable[[], PreTrainedModel], peft.PeftConfig]] = {
 QUERIES = LORA | {"target_modules": ["q_proj"]}
 
 
-def adapted(base: PreTrainedModel, config: peft.PeftConfig, folder: Path) -> Any:
+def adapted(base: transformers.PreTrainedModel, config: peft.PeftConfig, folder: Path) -> Any:
     """Return random adapters on a base model saved in a folder and read in float32."""
     base.save_pretrained(folder)
     read = AutoModelForSequenceClassification.from_pretrained(folder, num_labels=1, dtype=torch.float32)

@@ -10,22 +10,13 @@ from typing import Any
 import peft
 import pytest
 import torch
+import transformers
 import trl
 from checkpoints import same_weights
 from datasets import Dataset
 from preference_rows import TEMPLATE, tiny_config, tiny_model, tiny_tokenizer
 from safetensors.torch import save_file
-from transformers import (
-    AutoModelForSequenceClassification,
-    BertConfig,
-    BertForMaskedLM,
-    BertForPreTraining,
-    ElectraConfig,
-    ElectraForPreTraining,
-    ProcessorMixin,
-    Qwen2ForCausalLM,
-    set_seed,
-)
+from transformers import AutoModelForSequenceClassification, BertConfig, ElectraConfig, Qwen2ForCausalLM, set_seed
 from trl.trainer.utils import create_model_from_path
 
 import trl_tpu
@@ -188,12 +179,14 @@ def test_weights_other_than_the_head_must_be_in_the_files(kind: str, tmp_path: P
 @pytest.mark.parametrize("part", ["bert.encoder.layer.0.output.LayerNorm.weight", "bert.pooler.dense.bias"])
 def test_encoders_may_lack_a_pooler_but_no_part_of_one(part: str, tmp_path: Path, caplog: Any) -> None:
     config = {"hidden_size": 8, "num_attention_heads": 2, "num_hidden_layers": 1, "intermediate_size": 16}
-    model = BertForPreTraining(BertConfig(vocab_size=260, **config))
+    model = transformers.BertForPreTraining(BertConfig(vocab_size=260, **config))
     load.load_model(save_with(tmp_path, model, {"bert.pooler.dense.weight": None, "bert.pooler.dense.bias": None}))
     assert re.search(r"bert\.pooler\.\S+ +\| MISSING", caplog.text) and "classifier." not in caplog.text
     with pytest.raises(UserError, match=re.escape(part)):
         load.load_model(save_with(tmp_path, model, {part: None}))
-    ElectraForPreTraining(ElectraConfig(vocab_size=260, embedding_size=8, **config)).save_pretrained(tmp_path)
+    transformers.ElectraForPreTraining(ElectraConfig(vocab_size=260, embedding_size=8, **config)).save_pretrained(
+        tmp_path
+    )
     load.load_model(str(tmp_path))  # its pre-training head has one output, and is no reward head
     with pytest.raises(UserError, match="classifier.bias"):  # BERT's head reads the pooler's output
         load.load_model(save_with(tmp_path, model, {SUMMARY: torch.ones(1, 8)}))
@@ -264,7 +257,7 @@ def test_report_omits_the_new_head_alone(in_files: bool, tmp_path: Path, caplog:
 def test_incomplete_backbone_loads_equally_eager_or_streamed(tmp_path: Path) -> None:
     """Weights missing in the files, such as BERT's pooler, are created on the host even if others are streamed."""
     config = {"hidden_size": 8, "num_attention_heads": 2, "num_hidden_layers": 1, "intermediate_size": 16}
-    BertForMaskedLM(BertConfig(vocab_size=260, **config)).save_pretrained(tmp_path)
+    transformers.BertForMaskedLM(BertConfig(vocab_size=260, **config)).save_pretrained(tmp_path)
     models = []
     for in_files in (False, True):
         set_seed(3)
@@ -300,7 +293,7 @@ def test_models_need_one_label_and_a_config(tmp_path: Path) -> None:
         trainer_of(trl_tpu, tmp_path, model=torch.nn.Linear(1, 1))
 
 
-class Processor(ProcessorMixin):
+class Processor(transformers.ProcessorMixin):
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
 

@@ -18,17 +18,9 @@ from scipy.stats import binomtest
 from trl_tpu.data.collate import pairs_of
 from trl_tpu.errors import UserError
 from trl_tpu.evaluation import evaluate
+from trl_tpu.evaluation import verdict as numbers
 from trl_tpu.evaluation.evaluate import Evaluation, NoComparisons, evaluate_best_of_n, evaluate_rows, padded
-from trl_tpu.evaluation.verdict import (
-    BestOfN,
-    ScoreFit,
-    Verdict,
-    distribution_of,
-    length_bias_of,
-    proportion,
-    read_verdict,
-    verdict_json,
-)
+from trl_tpu.evaluation.verdict import BestOfN, Verdict, proportion, read_verdict, verdict_json
 from trl_tpu.report.verdicts import LabeledRewards, as_markdown, markdown_text, printable, read_scored, sentences_of
 
 HOSTILE = "\x1b[31m[bold]<script>|`x`*\n![a](b)"
@@ -117,7 +109,7 @@ def test_verdict_equals_manual_computation() -> None:
 @example(np.array([-1.999999999999993, 0, 0, 0, 0]))
 @example(np.array([5e-324]))
 def test_histogram_counts_every_margin_once_with_an_edge_at_zero(margins_N: np.ndarray) -> None:
-    found = distribution_of(margins_N, np.ones(len(margins_N)))
+    found = numbers.distribution_of(margins_N, np.ones(len(margins_N)))
     assert sum(found.counts) == len(margins_N) and len(found.edges) == len(found.counts) + 1 <= 42
     # numbers too small for distinct edges share a bin with zero, also tiny negative ones at the first edge
     if margins_N.min() < -1e-9 and margins_N.max() > 1e-9:
@@ -128,14 +120,14 @@ def test_histogram_counts_every_margin_once_with_an_edge_at_zero(margins_N: np.n
 def test_accuracy_by_length_equals_manual_computation() -> None:
     # chosen is longer by 1, 2, 3 and 10 tokens, shorter by 4 and 5, and equal once
     longer_N = np.array([1, 2, 3, 10, -4, -5, 0])
-    found = length_bias_of(np.array([1, 1, 1, 0, 0, 1, 1]) > 0, longer_N, np.ones(7))
+    found = numbers.length_bias_of(np.array([1, 1, 1, 0, 0, 1, 1]) > 0, longer_N, np.ones(7))
     assert found.longer_wins == pytest.approx(4.5 / 7) and found.length_only == pytest.approx(4.5 / 7)
     assert found.chosen_is_longer is not None and found.rejected_is_longer is not None
     assert (found.chosen_is_longer.value, found.rejected_is_longer.value) == (3 / 4, 1 / 2)
     assert found.controlled == pytest.approx((3 / 4 + 1 / 2) / 2)
     shown = [(each.shortest, each.longest, each.accuracy.value, each.accuracy.count) for each in found.bins]
     assert shown == [(-5, -5, 1, 1), (-4, -4, 0, 1), (0, 0, 1, 1), (1, 2, 1, 2), (3, 3, 1, 1), (10, 10, 0, 1)]
-    equal = length_bias_of(np.array([True, False]), np.zeros(2), np.ones(2))
+    equal = numbers.length_bias_of(np.array([True, False]), np.zeros(2), np.ones(2))
     assert (equal.longer_wins, equal.length_only, equal.controlled) == (0.5, 0.5, None)
     assert [each.accuracy.count for each in equal.bins] == [2]
 
@@ -369,7 +361,7 @@ def test_windows_of_scored_rows_of_several_kinds(windows: list[Any], of: str | N
             evaluation.verdict()
         return
     verdict = evaluation.verdict()
-    found_of = ("scores", verdict.answers) if isinstance(verdict, ScoreFit) else (verdict.of, verdict.pairs)
+    found_of = ("scores", verdict.answers) if isinstance(verdict, numbers.ScoreFit) else (verdict.of, verdict.pairs)
     assert found_of == (of, count)
 
 

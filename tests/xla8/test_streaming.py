@@ -10,19 +10,9 @@ import subprocesses
 import tiny
 import torch
 import torch_xla.distributed.spmd as xs
+import transformers
 from safetensors.torch import load_file
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    LlamaConfig,
-    LlamaForCausalLM,
-    PreTrainedModel,
-    PreTrainedTokenizerFast,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
-    set_seed,
-)
+from transformers import AutoModelForSequenceClassification, PreTrainedModel, PreTrainedTokenizerFast, set_seed
 
 from trl_tpu import RewardTrainer
 from trl_tpu.checkpoint.state_dict import gather_full_weights
@@ -42,9 +32,9 @@ LARGE = {  # about 100 million weights each; two thirds of Gemma's are tied embe
 def large_model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
     """Return a language model in bfloat16, to be read as float32."""
     folder = tmp_path_factory.mktemp("large")
-    config = AutoConfig.for_model(request.param, pad_token_id=0, **LARGE[request.param])
+    config = transformers.AutoConfig.for_model(request.param, pad_token_id=0, **LARGE[request.param])
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     model = model.to_empty(device="cpu")
     model.tie_weights()
     model.save_pretrained(folder)
@@ -75,10 +65,10 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path: Path, tokenizer: PreTra
     sizes |= {"num_attention_heads": 4, "num_key_value_heads": 4, "pad_token_id": tokenizer.pad_token_id}
     sizes["vocab_size"] = len(tokenizer) + -len(tokenizer) % 8
     if request.param == "llama in bfloat16":
-        LlamaForCausalLM(LlamaConfig(**sizes)).to(torch.bfloat16).save_pretrained(tmp_path)
+        transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes)).to(torch.bfloat16).save_pretrained(tmp_path)
     else:
-        config = Qwen3MoeConfig(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, **sizes)
-        Qwen3MoeForCausalLM(config).save_pretrained(tmp_path)
+        config = transformers.Qwen3MoeConfig(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, **sizes)
+        transformers.Qwen3MoeForCausalLM(config).save_pretrained(tmp_path)
         assert any("experts.3.up_proj" in name for name in load_file(tmp_path / "model.safetensors"))
     tokenizer.save_pretrained(tmp_path)
     return str(tmp_path)
