@@ -110,10 +110,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 
 def tiny_family(
-    name: str,
-    tokenizer: PreTrainedTokenizerFast,
-    outputs: int = 1,
-    auto: Any = transformers.AutoModelForSequenceClassification,
+    name: str, tokenizer: Any, outputs: int = 1, auto: Any = transformers.AutoModelForSequenceClassification
 ) -> transformers.PreTrainedModel:
     """Return a random model whose program shows what each array is.
 

@@ -184,9 +184,8 @@ def test_encoders_may_lack_a_pooler_but_no_part_of_one(part: str, tmp_path: Path
     assert re.search(r"bert\.pooler\.\S+ +\| MISSING", caplog.text) and "classifier." not in caplog.text
     with pytest.raises(UserError, match=re.escape(part)):
         load.load_model(save_with(tmp_path, model, {part: None}))
-    transformers.ElectraForPreTraining(ElectraConfig(vocab_size=260, embedding_size=8, **config)).save_pretrained(
-        tmp_path
-    )
+    electra = transformers.ElectraForPreTraining(ElectraConfig(vocab_size=260, embedding_size=8, **config))
+    electra.save_pretrained(tmp_path)
     load.load_model(str(tmp_path))  # its pre-training head has one output, and is no reward head
     with pytest.raises(UserError, match="classifier.bias"):  # BERT's head reads the pooler's output
         load.load_model(save_with(tmp_path, model, {SUMMARY: torch.ones(1, 8)}))
