@@ -1,4 +1,4 @@
-"""A custom training loop with the public step functions equals the trainer in plain torch."""
+"""A custom training loop with the public step functions equals the trainer, and each obeys every setting."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -170,3 +170,12 @@ def test_settings_change_a_step_as_in_the_trainer(config: Any, model_folder: str
         assert size == own_size, settings
         sizes.add(size)
     assert len(sizes) >= 6
+
+
+# ---- settings of the trainer
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize("check", every_setting.CHECKS)
+def test_every_setting_is_applied_rejected_or_listed(check: Callable[[Path], None], tmp_path: Path) -> None:
+    check(tmp_path)

@@ -1,20 +1,30 @@
-"""Collators return TRL's batches, and batches for user code have TRL's keys in planned lengths."""
+"""Collators return TRL's batches, and batches for user code have TRL's keys in planned lengths.
 
+Loaders seed their workers, and processes wait for each other as in transformers and TRL."""
+
+import random
+from pathlib import Path
 from typing import Any
 
 import pytest
+import subprocesses
 import torch
+import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny import tiny_tokenizer
+from torch.utils.data import DataLoader
 from trl.trainer.reward_trainer import DataCollatorForPreference as TrlCollator
 
+from trl_tpu import RewardConfig
 from trl_tpu.compat.old_columns import RewardDataCollatorWithPadding
 from trl_tpu.data.checks import OLD_KEYS
 from trl_tpu.data.collate import ComparisonRule
 from trl_tpu.data.kinds import Pairs
+from trl_tpu.data.loader import host_batches
 from trl_tpu.data.trl_dict import DataCollatorForPreference, DictCollator, batches_in, old_columns, read_dict
 from trl_tpu.errors import UserError
+from trl_tpu.runtime import Runtime
 
 PAD = 0
 ids = st.lists(st.integers(1, 99), min_size=1, max_size=20)
@@ -118,3 +128,52 @@ def test_extra_batch_keys_reach_the_model_and_keep_the_loss(key: str) -> None:
     torch.testing.assert_close(more.tensors(), plain.tensors(), rtol=0, atol=0, equal_nan=True)
     # batches with extra keys keep their length, because padding would not fit these keys
     assert DictCollator(lambda _: added, False, ComparisonRule(), 0, lengths=(64,))(pairs) == added
+
+
+# ---- loaders
+
+
+TWICE = """
+import sys, time, subprocesses
+subprocesses.become_rank(sys.argv[2], "2")
+from accelerate import PartialState
+from trl_tpu.data.tokenize import main_processes_first
+
+def note(text):
+    with open(sys.argv[1], "a") as file:
+        file.write(text)
+
+rank = PartialState(cpu=True).process_index
+with main_processes_first():
+    note(f"{rank} begins, ")
+    time.sleep(1 - rank)
+    note(f"{rank} ends, ")
+"""
+
+
+class Draws(list[int]):
+    def __getitem__(self, index: Any) -> Any:
+        return random.random()
+
+
+def test_loader_workers_of_all_hosts_use_the_same_seed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    args = RewardConfig(str(tmp_path), report_to="none", bf16=False, dataloader_num_workers=2)
+
+    def drawn(rank: int, seed: int = 0) -> list[Any]:
+        monkeypatch.setattr(RewardConfig, "process_index", property(lambda _: rank))
+        transformers.set_seed(seed)
+        return list(host_batches(Draws(range(8)), list, 2, range(8), args))  # type: ignore[arg-type]
+
+    assert drawn(0) == drawn(1) != drawn(0, seed=1)
+
+
+def test_plain_torch_loader_moves_batches_to_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Runtime, "device", torch.device("meta"))
+    host: Any = [{"input_ids": torch.ones(2), "text": "as it is"}]
+    (batch,) = Runtime().loader(DataLoader(host, batch_size=None), ())
+    assert batch["input_ids"].is_meta and batch["text"] == "as it is"
+
+
+def test_main_process_tokenizes_first(tmp_path: Path) -> None:
+    subprocesses.run_ranks(*[("-c", TWICE, str(tmp_path / "order"), rank) for rank in "01"], USE_TORCH_XLA="0")
+    assert (tmp_path / "order").read_text() == "0 begins, 0 ends, 1 begins, 1 ends, "

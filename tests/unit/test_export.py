@@ -196,7 +196,7 @@ def test_checkpoint_at_a_url_is_exported_and_leaves_no_copy(tmp_path: Path, monk
 
 @pytest.mark.parametrize("url", ["ftp://127.0.0.1:1/a", "memory://exported/nothing", "nosuch://exported"])
 def test_unusable_urls_are_named(url: str, error_of: Callable[..., str]) -> None:
-    """`test_checkpointer.py` tests file names that would be written outside the download folder."""
+    """`test_run_folder.py` tests file names that would be written outside the download folder."""
     for words in ((url, "out"), ("c", url)):
         assert url in error_of("export", *words)
 

@@ -1,6 +1,7 @@
-"""Two hosts act at the same steps, and one of them writes and logs."""
+"""Two hosts act at the same steps, and one of them writes and logs. State stays float32 in TPU branches."""
 
 import json
+import os
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 import torch_xla
 import torch_xla.distributed.spmd as xs
 import torch_xla.runtime as xr
+from environment import QUICK_XLA_FLAGS, SUPPORT
 
 from trl_tpu import runtime
 from trl_tpu.checkpoint.state_dict import to_host
@@ -118,3 +120,25 @@ def test_devices_hold_the_rows_of_their_host(mesh: MeshShape, order: str, monkey
         torch_xla.sync(wait=True)
         mine = {s.shard_device: s.data for s in xs.wrap_if_sharded(again).local_shards if s.shard_device in own}
         assert all(torch.equal(mine[device], shards[device]) for device in own)
+
+
+# ---- in the TPU branches of accelerate and transformers, float32 state does not become bfloat16
+
+
+def test_state_stays_float32_in_tpu_branches(tmp_path: Path) -> None:
+    plain = {name: value for name, value in os.environ.items() if not name.startswith("XLA_")}
+    devices = {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": "2", "XLA_FLAGS": QUICK_XLA_FLAGS}
+    words = (str(SUPPORT / "tpu_branches.py"), str(tmp_path))
+    printed = subprocesses.run_without_server(*words, environment=plain, **devices)
+    found = json.loads(printed.splitlines()[-1])
+    assert "accelerate.state" in found["asked for a TPU"]
+    assert found["computes in bfloat16"]
+    assert found["in packed rows"]
+    for name in ("weights", "buffers", "optimizer", "saved weights", "saved optimizer"):
+        assert found[name] == ["torch.float32"], name
+    assert found["inside"]["loss"] == "torch.float32"
+    assert (found["inside"]["q_proj"], found["inside"]["score"]) == ("torch.bfloat16", "torch.float32")
+    assert found["rewards"] == "float32"
+    assert found["fine losses"] and found["fine rewards"]
+    # embedding, norm, rotary frequencies, Adam's step and moments
+    assert found["device keeps float32"] == [True] * 6

@@ -1,21 +1,32 @@
-"""Stacked layers keep their weights, optimizer steps equal those of separate layers, and impossible ones raise.
+"""Stacked, recomputed and static layers give the results of transformers' own layers, or raise.
 
-These tests run in plain torch without the loop, with given gradients; tests/xla/test_scan.py runs the loop.
-"""
+These tests run in plain torch without the loop, with given gradients; tests/xla/test_scan.py runs the loop."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import tiny
 import torch
+from decoders import TINY, VOCAB
 from peft import LoraConfig, get_peft_model
 from tiny import tiny_family
 from torch import nn
-from transformers import LlamaForSequenceClassification
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import (
+    AutoModelForSequenceClassification,
+    GptOssConfig,
+    LlamaForSequenceClassification,
+    MixtralConfig,
+    Qwen3MoeConfig,
+    set_seed,
+)
 from transformers.optimization import Adafactor
 
+from trl_tpu import RewardConfig
 from trl_tpu.modeling.layers import LayerStack, ScanImpossible, by_layer, find_layers
-from trl_tpu.runtime.native import Runtime
+from trl_tpu.modeling.static_shapes import use_static_shapes
+from trl_tpu.runtime.native import MATMULS, Runtime
 
 LAYERS = 3
 
@@ -117,3 +128,86 @@ def test_layers_that_cannot_be_a_loop_are_rejected_by_name() -> None:
     for model, named in ((shared, "up_proj.weight"), (random, "attention_dropout"), (different, "layers.1")):
         with pytest.raises(ScanImpossible, match=named):
             find_layers(model)
+
+
+# ---- recomputation: its settings, and its effect in plain torch
+
+
+POLICIES = [
+    ({}, "full"),
+    ({"gradient_checkpointing": False}, "none"),
+    ({"remat": "none"}, "none"),
+    ({"remat": "dots", "gradient_checkpointing_kwargs": {"use_reentrant": False}}, "dots"),
+    ({"remat": "full", "gradient_checkpointing_kwargs": {"use_reentrant": True}}, "full"),
+]
+
+
+@pytest.mark.parametrize(("settings", "policy"), POLICIES)
+def test_remat_refines_gradient_checkpointing(tmp_path: Path, settings: dict[str, Any], policy: str) -> None:
+    args = RewardConfig(str(tmp_path), bf16=False, report_to="none", **settings)
+    assert args.remat_policy == policy
+    assert args.gradient_checkpointing == args.activation_checkpointing == (policy != "none")
+
+
+class Counting(TorchDispatchMode):
+    count = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += function in MATMULS
+        return function(*args, **(kwargs or {}))
+
+
+def test_plain_torch_can_keep_matrix_products() -> None:
+    products, gradients = {}, {}
+    for policy in ("none", "full", "dots"):
+        model = tiny.tiny_model(tiny.tiny_tokenizer(["a few words to spell"], vocab_size=300))
+        model.set_attn_implementation("eager")
+        model.train()
+        if policy != "none":
+            model.activation_checkpointing_enable()
+            Runtime().recompute_layers(model, policy)  # type: ignore[arg-type]
+        ids = torch.randint(2, 200, (8, 32), generator=torch.Generator().manual_seed(0))
+        loss = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits.square().sum()
+        with Counting() as counting:
+            loss.backward()
+        products[policy] = counting.count
+        gradients[policy] = {name: parameter.grad for name, parameter in model.named_parameters()}
+    assert products["full"] > products["none"]
+    assert products["dots"] == products["none"]
+    for policy in ("full", "dots"):
+        torch.testing.assert_close(gradients[policy], gradients["none"], atol=0, rtol=0)
+
+
+# ---- experts in static shapes: rewards and every gradient
+
+
+CONFIGS = {
+    "Qwen3-MoE": Qwen3MoeConfig(**TINY, num_experts=6, num_experts_per_tok=2, moe_intermediate_size=12),
+    "Mixtral": MixtralConfig(**TINY, num_local_experts=4, num_experts_per_tok=2),
+    # biases, and transposed weights
+    "GPT-OSS": GptOssConfig(**TINY, num_local_experts=4, num_experts_per_tok=2),
+}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_static_experts_equal_transformers_experts(name: str) -> None:
+    set_seed(0)
+    model = AutoModelForSequenceClassification.from_config(CONFIGS[name], attn_implementation="eager").double()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    model.set_experts_implementation("eager")
+    ids = torch.randint(1, VOCAB, (3, 11))
+
+    def rewards_and_gradients() -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        model.zero_grad()
+        logits = model(ids).logits
+        logits.square().sum().backward()
+        return logits.detach(), {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+
+    expected, expected_gradients = rewards_and_gradients()
+    use_static_shapes(model)
+    rewards, gradients = rewards_and_gradients()
+    torch.testing.assert_close(rewards, expected, atol=1e-9, rtol=1e-9)  # float64; the router works in float32
+    assert gradients.keys() == expected_gradients.keys()
+    for parameter_name, gradient in gradients.items():
+        torch.testing.assert_close(gradient, expected_gradients[parameter_name], atol=1e-8, rtol=1e-7)
