@@ -205,12 +205,7 @@ def show(title: str, columns: dict[str, str], rows: Iterable[tuple[Any, Iterable
 
 
 def compare_with_trl(
-    title: str,
-    runs: int,
-    systems: Iterable[str],
-    run: Callable[[str], dict[str, Any]],
-    columns: dict[str, str],
-    shares: Iterable[str],
+    title: str, runs: int, systems: Iterable[str], run: Callable[..., Any], columns: dict[str, str], shares: list[str]
 ) -> dict[str, Runs]:
     """Run the systems in turn, and print medians of their numbers, some of them relative to TRL's.
 

@@ -169,16 +169,10 @@ def check_run_reads_settings_and_calls_arguments(folder: Path) -> None:
     Recording.read.clear()
 
     def make() -> RewardTrainer:
+        data = {"train_dataset": pairs, "eval_dataset": pairs.select(range(8)), "processing_class": tokenizer}
+        calls = {"compute_metrics": compute_metrics, "preprocess_logits_for_metrics": preprocess}
         return RewardTrainer(
-            tiny.tiny_model(tokenizer),
-            args,
-            data_collator=Collator(pad_token_id=0),
-            train_dataset=pairs,
-            eval_dataset=pairs.select(range(8)),
-            processing_class=tokenizer,
-            compute_metrics=compute_metrics,
-            callbacks=[Noting()],
-            preprocess_logits_for_metrics=preprocess,
+            tiny.tiny_model(tokenizer), args, Collator(pad_token_id=0), **data, **calls, callbacks=[Noting()]
         )
 
     make().train()

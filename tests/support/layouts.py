@@ -108,15 +108,10 @@ def train(name: str, mesh: str, variant: str, folder: str) -> dict[str, Any]:
 
         # layers of a loop are stacked at the end of the last step
         callbacks = [CountAtSteps(), At("on_step_end", STEPS, lambda: tensors.extend(tensors_of(trainer)))]
-    trainer = type("WatchedForm", (Watched, form.trainer), {})(
-        tiny_family(name, tokenizer, form.outputs, form.auto),
-        args,
-        train_dataset=rows.select(range(256)),
-        processing_class=tokenizer,
-        peft_config=peft_config,
-        optimizer_cls_and_kwargs=(Lion, {"lr": 1e-4}) if variant.endswith("lion") else None,
-        callbacks=callbacks,
-    )
+    given = {"train_dataset": rows.select(range(256)), "processing_class": tokenizer, "peft_config": peft_config}
+    given["optimizer_cls_and_kwargs"] = (Lion, {"lr": 1e-4}) if variant.endswith("lion") else None
+    model, kind = tiny_family(name, tokenizer, form.outputs, form.auto), type("Own", (Watched, form.trainer), {})
+    trainer = kind(model, args, **given, callbacks=callbacks)
     # a batch and a half, before training: training changes the mean reward, which no loss depends on
     has_format = variant.endswith((*LABEL_FORMATS,))
     evaluated = untimed(trainer.evaluate(rows.select(range(256, 256 + 24)))) if has_format else {}
@@ -156,18 +151,10 @@ def tensors_of(trainer: RewardTrainer) -> list[dict[str, Any]]:
                 continue
             whole = tensor.numel() * tensor.element_size()
             shards = [shard.data.numel() * tensor.element_size() for shard in xs.wrap_if_sharded(tensor).local_shards]
-            found.append(
-                {
-                    "name": f"{kind} of {name}",
-                    "kind": kind,
-                    "trained": parameter.requires_grad,
-                    "spec": torch_xla._XLAC._get_xla_sharding_spec(tensor),
-                    "spec of the weight": torch_xla._XLAC._get_xla_sharding_spec(parameter.detach()),
-                    "whole": whole,
-                    "shards": shards,
-                    "planned": whole // report.placements[name].parts(report.mesh),
-                }
-            )
+            specs = map(torch_xla._XLAC._get_xla_sharding_spec, (tensor, parameter.detach()))
+            sizes = {"whole": whole, "shards": shards, "planned": whole // report.placements[name].parts(report.mesh)}
+            sizes |= dict(zip(("spec", "spec of the weight"), specs, strict=True))
+            found.append({"name": f"{kind} of {name}", "kind": kind, "trained": parameter.requires_grad, **sizes})
     return found
 
 

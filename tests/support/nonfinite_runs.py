@@ -44,12 +44,12 @@ def train(*args: Any, **settings: Any) -> Any:
 def make(
     model: str,
     out: Path,
-    poisoned: Sequence[int],
+    poisoned: Any,
     steps: int,
-    left_out: Sequence[int] = (),
-    callbacks: Sequence[Any] = (),
+    left_out: Any = (),
+    callbacks: Any = (),
     dataset: Any = None,
-    **settings: Any,
+    **more: Any,
 ) -> Any:
     """Build a trainer on the pairs of these steps, in order, at a constant learning rate."""
     from trl_tpu import RewardConfig, RewardTrainer
@@ -59,7 +59,7 @@ def make(
     defaults = QUIET | {"max_steps": taken, "logging_steps": taken, "save_strategy": "no"}
     defaults |= {"per_device_train_batch_size": BATCH // current().topology().devices, "max_shapes": 1}
     defaults |= {"learning_rate": 1e-3, "lr_scheduler_type": "constant", "train_sampling_strategy": "sequential"}
-    args = RewardConfig(str(out), **(defaults | settings))
+    args = RewardConfig(str(out), **defaults | more)
     accumulation = args.gradient_accumulation_steps
     data = pairs_of(steps, poisoned, left_out, accumulation) if dataset is None else dataset
     return RewardTrainer(model, args, train_dataset=data, callbacks=list(callbacks))

@@ -36,10 +36,8 @@ NEMOTRON = {
 CONVOLUTIONS = {"layer_types": ["conv", "full_attention"] * 2, "block_auto_adjust_ff_dim": False}
 #: Families with recurrent layers and exact packed rows.
 HYBRIDS: dict[str, dict[str, Any]] = {
-    "qwen3_5_text": DELTA,
-    "qwen3_next": DELTA | EXPERTS,
-    "qwen3_5_moe_text": DELTA | EXPERTS,
-    "olmo_hybrid": DELTA,
+    **dict.fromkeys(("qwen3_5_text", "olmo_hybrid"), DELTA),
+    **dict.fromkeys(("qwen3_next", "qwen3_5_moe_text"), DELTA | EXPERTS),
     "kimi_linear": LATENT
     | {"layer_types": DELTA["layer_types"], "linear_head_dim": 8, "linear_num_heads": 4, "num_experts": 4}
     | {"num_experts_per_token": 2, "moe_intermediate_size": 16, "head_dim": None},
@@ -69,39 +67,21 @@ DECODERS: dict[str, dict[str, Any]] = {
     },
     "llama4_text": EXPERTS | {"intermediate_size_mlp": 48, "attention_chunk_size": 64},
     "glm4_moe": EXPERTS | {"first_k_dense_replace": 1},
-    "granite": {},
-    "cohere": {},
-    "cohere2": {},
-    "minimax_m2": EXPERTS,
-    "ernie4_5": {},
     "ernie4_5_moe": EXPERTS | {"moe_num_experts": 4, "moe_k": 2},
-    "exaone_moe": EXPERTS,
-    "olmoe": EXPERTS,
-    "apertus": {},
-    "internlm3": {},
-    "mimo_v2_flash": EXPERTS,
-    "solar_open": EXPERTS,
-    "hy_v3": EXPERTS,
+    **dict.fromkeys(("granite", "cohere", "cohere2", "ernie4_5", "apertus", "internlm3"), {}),
+    **dict.fromkeys(("minimax_m2", "exaone_moe", "olmoe", "mimo_v2_flash", "solar_open", "hy_v3"), EXPERTS),
 }
 WINDOWS = {"layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 24}
 #: Families with a classifier in transformers.
 WITH_CLASS: dict[str, dict[str, Any]] = {
-    "mistral": {"sliding_window": 24},
-    "ministral3": {},
-    "phi3": {"sliding_window": 24},
-    "olmo3": WINDOWS,
-    "smollm3": {},
-    "gemma3_text": {"sliding_window": 24},
-    "glm4": {},
+    **dict.fromkeys(("mistral", "phi3", "gemma3_text", "starcoder2"), {"sliding_window": 24}),
+    **dict.fromkeys(("ministral3", "smollm3", "glm4", "gemma", "diffllama"), {}),
+    **dict.fromkeys(("olmo3", "exaone4"), WINDOWS),
     "gpt_oss": WINDOWS | EXPERTS,
     "deepseek_v3": EXPERTS | LATENT | {"first_k_dense_replace": 1, "head_dim": None},
-    "gemma": {},
-    "exaone4": WINDOWS,
     "mixtral": {"num_local_experts": 4, "sliding_window": 24},
     "qwen2_moe": EXPERTS,
-    "starcoder2": {"sliding_window": 24},
     "opt": {"ffn_dim": 48, "word_embed_proj_dim": 32, "dropout": 0.0, "enable_bias": False},
-    "diffllama": {},
 }
 OTHERS: dict[str, dict[str, Any]] = {
     "jamba": {

@@ -34,13 +34,8 @@ def step(name: str, variant: str, settings: dict[str, Any], folder: str) -> dict
         from peft import LoraConfig
 
         peft_config = LoraConfig(task_type="SEQ_CLS", r=14, target_modules="all-linear", init_lora_weights=False)
-    trainer = RewardTrainer(
-        tiny_family(name, tokenizer),
-        args,
-        train_dataset=made_up_pairs(64),
-        processing_class=tokenizer,
-        peft_config=peft_config,
-    )
+    data = {"train_dataset": made_up_pairs(64), "processing_class": tokenizer}
+    trainer = RewardTrainer(tiny_family(name, tokenizer), args, **data, peft_config=peft_config)
     trained = {name: weight for name, weight in trainer.model.named_parameters() if weight.requires_grad}
     before = to_host(trained, trainer.trl_tpu.runtime)
     for path in DUMPS.iterdir():

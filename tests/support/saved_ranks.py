@@ -48,14 +48,9 @@ def main(model: str, settings: dict[str, Any]) -> None:
     callbacks: list[TrainerCallback] = [SmallFiles(*own["small"])] if own["small"] else []
     if own["told"] and args.process_index == 1:
         callbacks.append(At("on_step_end", own["told"], sigterm))
-    trainer = trl_tpu.RewardTrainer(
-        model,
-        args,
-        train_dataset=pairs,
-        eval_dataset=pairs.select(range(8)),
-        peft_config=LoraConfig(task_type="SEQ_CLS", r=4) if own["adapters"] else None,
-        callbacks=callbacks,
-    )
+    lora = LoraConfig(task_type="SEQ_CLS", r=4) if own["adapters"] else None
+    data = {"train_dataset": pairs, "eval_dataset": pairs.select(range(8)), "callbacks": callbacks}
+    trainer = trl_tpu.RewardTrainer(model, args, **data, peft_config=lora)
     try:
         trainer.train(own["resume"])
         trainer.save_model()

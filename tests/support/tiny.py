@@ -19,15 +19,9 @@ def made_up_pairs(count: int, seed: int = 0, margin: bool = False) -> Dataset:
     for _ in range(count):
         start, length = chooser.randrange(50), chooser.randrange(2, 9)
         counted = [str(start + step) for step in range(1, length)]
-        rows.append(
-            {
-                "prompt": f"Count on from {start}:",
-                "chosen": " " + " ".join(counted),
-                "rejected": " " + " ".join(chooser.sample(counted, len(counted))) + " stop" * chooser.randrange(1, 3),
-            }
-        )
-        if margin:
-            rows[-1]["margin"] = chooser.random()
+        shuffled = " ".join(chooser.sample(counted, len(counted))) + " stop" * chooser.randrange(1, 3)
+        row = {"prompt": f"Count on from {start}:", "chosen": " " + " ".join(counted), "rejected": f" {shuffled}"}
+        rows.append(row | ({"margin": chooser.random()} if margin else {}))
     return Dataset.from_list(rows)
 
 
@@ -66,13 +60,9 @@ def tiny_tokenizer(texts: Any, vocab_size: int = 2000) -> PreTrainedTokenizerFas
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=["<pad>", "<eos>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(list(texts_in(texts)), trainer)
+    alphabet, special = pre_tokenizers.ByteLevel.alphabet(), ["<pad>", "<eos>"]
+    how = {"vocab_size": vocab_size, "special_tokens": special, "initial_alphabet": alphabet, "show_progress": False}
+    tokenizer.train_from_iterator(list(texts_in(texts)), trainers.BpeTrainer(**how))
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>")
     fast.chat_template = "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}"
     return fast

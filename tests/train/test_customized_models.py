@@ -1,7 +1,8 @@
 """A model customized by the user trains with its changes, in padded rows, and every loss equals TRL's.
 
 The tolerance is 1e-5 on losses of about 0.7: float32 sums have another order over three steps of Adam. Customized
-trainers evaluate as in transformers' loop: the reference is the same subclass of TRL's trainer."""
+trainers evaluate as in transformers' loop: the reference is the same subclass of TRL's trainer.
+"""
 
 import inspect
 from collections.abc import Callable
@@ -171,13 +172,8 @@ def evaluate(package: Any, subclass: Callable[[type], type], folder: Path) -> tu
     own = {"use_cpu": True} if package is trl else {}
     args = package.RewardConfig(str(folder), per_device_eval_batch_size=4, report_to="none", bf16=False, **own)
     torch.manual_seed(0)
-    trainer = subclass(package.RewardTrainer)(
-        tiny.tiny_model(TOKENIZER),
-        args,
-        train_dataset=PAIRS,
-        processing_class=TOKENIZER,
-        compute_metrics=compute_metrics,
-    )
+    given = {"train_dataset": PAIRS, "processing_class": TOKENIZER, "compute_metrics": compute_metrics}
+    trainer = subclass(package.RewardTrainer)(tiny.tiny_model(TOKENIZER), args, **given)
     return trainer.evaluate(trainer.train_dataset), seen
 
 

@@ -51,14 +51,9 @@ def hub(serving: tuple[hub_server.Hub, Path]) -> hub_server.Hub:
 @pytest.fixture
 def run(hub: hub_server.Hub, serving: tuple[hub_server.Hub, Path], tmp_path: Path) -> Run:
     """Return a function that runs Python with the real Hub client, connected to this hub without user settings."""
-    environment = {key: value for key, value in os.environ.items() if not key.startswith("HF_")} | {
-        "HF_ENDPOINT": hub.endpoint,
-        "HF_HOME": str(serving[1]),
-        "HF_HUB_DISABLE_TELEMETRY": "1",
-        "NO_PROXY": "127.0.0.1",
-        "PYTHONPATH": str(ROOT),
-        "USE_TORCH_XLA": "0",
-    }
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("HF_")}
+    environment |= {"HF_ENDPOINT": hub.endpoint, "HF_HOME": str(serving[1]), "HF_HUB_DISABLE_TELEMETRY": "1"}
+    environment |= {"NO_PROXY": "127.0.0.1", "PYTHONPATH": str(ROOT), "USE_TORCH_XLA": "0"}
     return partial(subprocesses.python, environment=environment, folder=tmp_path)
 
 

@@ -182,15 +182,9 @@ def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     trainer = trained(RewardTrainer(str(folder / "base"), args, **data, peft_config=lora))
     trainer.evaluate()
     trainer.save_model()
-    return Saved(
-        str(folder / "run"),
-        trainer,
-        trainer.processing_class,
-        [*texts["chosen"], *texts["rejected"]],
-        [*messages[0], *messages[1]],
-        trainer.predict(texts).predictions.T.ravel().tolist(),
-        trainer.predict(pairs).predictions.T.ravel().tolist(),
-    )
+    of_texts, of_messages = (trainer.predict(each).predictions.T.ravel().tolist() for each in (texts, pairs))
+    rows = [*texts["chosen"], *texts["rejected"]], [*messages[0], *messages[1]]
+    return Saved(str(folder / "run"), trainer, trainer.processing_class, *rows, of_texts, of_messages)
 
 
 def test_config_describes_the_reward_head(saved: Saved) -> None:

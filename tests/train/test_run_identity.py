@@ -22,14 +22,7 @@ COSINE = {"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"mi
 
 def make(model: str, folder: Path, arguments: Any = None, **settings: Any) -> RewardTrainer:
     """Build a trainer for four steps that saves at step 2 and stops there unless it resumes."""
-    defaults = {
-        "max_steps": 4,
-        "save_steps": 2,
-        "per_device_train_batch_size": 2,
-        "warmup_steps": 1,
-        **COSINE,
-        **QUIET,
-    }
+    defaults = COSINE | QUIET | {"max_steps": 4, "save_steps": 2, "warmup_steps": 1, "per_device_train_batch_size": 2}
     args = RewardConfig(str(folder), **defaults | settings)
     return RewardTrainer(model, args, train_dataset=tiny.made_up_pairs(16), **arguments or {})
 

@@ -1,6 +1,7 @@
 """Effects of settings that TRL does not have or names differently.
 
-`tests/unit/test_numbers_equal_trl.py` checks that losses under them equal TRL's on every runtime."""
+`tests/unit/test_numbers_equal_trl.py` checks that losses under them equal TRL's on every runtime.
+"""
 
 import json
 import math

@@ -1,6 +1,7 @@
 """Impossible settings and arguments are rejected before training by an error that states rule, value and fix.
 
-Every setting is declared once, and the declaration says whether it belongs to the identity of a run."""
+Every setting is declared once, and the declaration says whether it belongs to the identity of a run.
+"""
 
 import copy
 import dataclasses
@@ -256,13 +257,6 @@ def test_settings_of_a_run_are_told_from_those_that_may_change(tmp_path: Any) ->
 
     settings = Own(str(tmp_path), temperature=2.0, model_init_kwargs={"token": "hf_secret"}).identifying_settings()
     assert settings["temperature"] == 2.0 and "note" not in settings and "hf_secret" not in str(settings)
-    assert {
-        "learning_rate",
-        "seed",
-        "loss_type",
-        "optim",
-        "bf16",
-        "max_length",
-        "model_init_kwargs",
-    } <= settings.keys()
+    own = {"learning_rate", "seed", "loss_type", "optim", "bf16", "max_length", "model_init_kwargs"}
+    assert own <= settings.keys()
     assert not settings.keys() & {"output_dir", "logging_steps", "mesh", "packing", "total_batch_size", *REMOVED}

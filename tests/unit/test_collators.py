@@ -1,6 +1,7 @@
 """Collators return TRL's batches, and batches for user code have TRL's keys in planned lengths.
 
-Loaders seed their workers, and processes wait for each other as in transformers and TRL."""
+Loaders seed their workers, and processes wait for each other as in transformers and TRL.
+"""
 
 import random
 from pathlib import Path

@@ -62,13 +62,12 @@ def assert_equal(
 
 def assert_rankings_equal(some: Any, formula: Any, loss: Loss, rule: ComparisonRule = PLAIN) -> None:
     grades = [[grade for _, grade in each] for each in some]
-    assert_equal(
-        [{"grades": each} for each in grades],
-        [[[reward for reward, _ in each]] for each in some],
-        lambda number, rewards_1K: formula(list(zip(rewards_1K[0], grades[number], strict=True))),
-        loss,
-        rule,
-    )
+    rows, rewards_P1K = [{"grades": each} for each in grades], [[[reward for reward, _ in each]] for each in some]
+
+    def of_row(number: int, rewards_1K: Any) -> Any:
+        return formula(list(zip(rewards_1K[0], grades[number], strict=True)))
+
+    assert_equal(rows, rewards_P1K, of_row, loss, rule)
 
 
 def mean(values: list[Any]) -> Any:

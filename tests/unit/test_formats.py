@@ -1,6 +1,7 @@
 """The data functions return the same as TRL 1.16's, except where TRL's are wrong.
 
-Chat templates that write the current date draw a warning with a fix, and the model card names them."""
+Chat templates that write the current date draw a warning with a fix, and the model card names them.
+"""
 
 import logging
 from datetime import datetime

@@ -1,6 +1,7 @@
 """Causal language models without a classifier in transformers become reward models, also without this package.
 
-Score heads compute in float32, also within autocast, and every copy uses its own weights."""
+Score heads compute in float32, also within autocast, and every copy uses its own weights.
+"""
 
 import copy
 import json

@@ -1,6 +1,7 @@
 """Stacked, recomputed and static layers give the results of transformers' own layers, or raise.
 
-These tests run in plain torch without the loop, with given gradients; tests/xla/test_scan.py runs the loop."""
+These tests run in plain torch without the loop, with given gradients; tests/xla/test_scan.py runs the loop.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -8,19 +9,13 @@ from typing import Any
 import pytest
 import tiny
 import torch
+import transformers
 from decoders import TINY, VOCAB
 from peft import LoraConfig, get_peft_model
 from tiny import tiny_family
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import (
-    AutoModelForSequenceClassification,
-    GptOssConfig,
-    LlamaForSequenceClassification,
-    MixtralConfig,
-    Qwen3MoeConfig,
-    set_seed,
-)
+from transformers import AutoModelForSequenceClassification, LlamaForSequenceClassification, set_seed
 from transformers.optimization import Adafactor
 
 from trl_tpu import RewardConfig
@@ -182,10 +177,10 @@ def test_plain_torch_can_keep_matrix_products() -> None:
 
 
 CONFIGS = {
-    "Qwen3-MoE": Qwen3MoeConfig(**TINY, num_experts=6, num_experts_per_tok=2, moe_intermediate_size=12),
-    "Mixtral": MixtralConfig(**TINY, num_local_experts=4, num_experts_per_tok=2),
+    "Qwen3-MoE": transformers.Qwen3MoeConfig(**TINY, num_experts=6, num_experts_per_tok=2, moe_intermediate_size=12),
+    "Mixtral": transformers.MixtralConfig(**TINY, num_local_experts=4, num_experts_per_tok=2),
     # biases, and transposed weights
-    "GPT-OSS": GptOssConfig(**TINY, num_local_experts=4, num_experts_per_tok=2),
+    "GPT-OSS": transformers.GptOssConfig(**TINY, num_local_experts=4, num_experts_per_tok=2),
 }
 
 

@@ -21,21 +21,16 @@ HOSTILE = "</pre><script>alert(1)</script><img src=x onerror=alert(2)>$\\frac$"
 
 
 def scored(path: Path, **more: Any) -> Path:
-    made = [
-        {
-            "prompt": HOSTILE,
+    def row(number: int) -> dict[str, Any]:
+        answers = {
             "chosen": "a" * (1 + number % 7) + HOSTILE * 30,
             "rejected": [{"role": "assistant", "content": HOSTILE}],
-            "reward_chosen": (number * 7 % 11) / 4,
-            "reward_rejected": 1.0 if number else None,
-            "tokens_chosen": 1 + number % 7,
-            "tokens_rejected": 3,
-            "subset": HOSTILE if number % 2 else "plain",
         }
-        | more
-        for number in range(30)
-    ]
-    return write_jsonl(path, made)
+        rewards = {"reward_chosen": (number * 7 % 11) / 4, "reward_rejected": 1.0 if number else None}
+        tokens = {"tokens_chosen": 1 + number % 7, "tokens_rejected": 3}
+        return {"prompt": HOSTILE, **answers, **rewards, **tokens, "subset": HOSTILE if number % 2 else "plain"} | more
+
+    return write_jsonl(path, list(map(row, range(30))))
 
 
 def history(steps: int = 6, scale: float = 1.0) -> list[dict[str, Any]]:

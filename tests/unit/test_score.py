@@ -155,14 +155,8 @@ def test_bad_outputs_are_rejected_before_anything_is_loaded(tmp_path: Path, erro
         assert {path: path.is_file() and path.read_bytes() for path in tmp_path.rglob("*")} == before
 
 
-TYPED = {
-    "note": b"\x00\xff",
-    "made": datetime(2024, 5, 6, 7, 8, 9, 10, UTC),
-    "day": date(2024, 5, 6),
-    "price": Decimal("1.20"),
-    "weight": math.inf,
-    "of": [{"at": time(1, 2)}],
-}
+TYPED = {"note": b"\x00\xff", "made": datetime(2024, 5, 6, 7, 8, 9, 10, UTC), "day": date(2024, 5, 6)}
+TYPED |= {"price": Decimal("1.20"), "weight": math.inf, "of": [{"at": time(1, 2)}]}
 
 
 def test_parquet_output_keeps_types_also_after_a_resume(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -42,16 +42,10 @@ def test_fsdp_splits_rows_in_whole_tiles_or_the_largest_dimension(shape: tuple[i
 
 
 MESH = MeshShape(fsdp=4, tensor=2)
-LAYER = {
-    "layers.*.q": "colwise",
-    "layers.*.o": "rowwise",
-    "layers.*.qkv": "packed_colwise",
-    "layers.*.norm": "replicated_with_grad_allreduce",
-    "layers.*.sinks": "colwise",
-    "layers.*.experts": "moe_tp_experts",
-    "layers.*.experts.gate_up": "packed_colwise",
-    "layers.*.experts.down": "rowwise",
-}
+LAYER = {"q": "colwise", "o": "rowwise", "qkv": "packed_colwise", "norm": "replicated_with_grad_allreduce"}
+LAYER |= {"sinks": "colwise", "experts": "moe_tp_experts"}
+LAYER |= {"experts.gate_up": "packed_colwise", "experts.down": "rowwise"}
+LAYER = {f"layers.*.{name}": style for name, style in LAYER.items()}
 
 
 PLACED = [
@@ -121,14 +115,9 @@ def on_meta(model_type: str, **sizes: Any) -> Any:
     return model_without_weights(AutoConfig.for_model(model_type, num_labels=1, pad_token_id=0, **sizes), "float32")
 
 
-MODELS = {
-    "llama": {"num_key_value_heads": 8},
-    "qwen3": {"num_key_value_heads": 8},
-    "gemma3_text": {"num_attention_heads": 8, "num_key_value_heads": 8},
-    "qwen3_moe": {"num_key_value_heads": 8, "num_hidden_layers": 4},
-    "mistral": {},
-    "phi3": {"num_key_value_heads": 8},
-}
+EIGHT = {"num_key_value_heads": 8}
+MODELS = dict.fromkeys(("llama", "qwen3", "phi3"), EIGHT) | {"mistral": {}}
+MODELS |= {"gemma3_text": EIGHT | {"num_attention_heads": 8}, "qwen3_moe": EIGHT | {"num_hidden_layers": 4}}
 
 
 @pytest.mark.parametrize("model_type", MODELS)

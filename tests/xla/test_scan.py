@@ -1,6 +1,7 @@
 """Layers as a loop: the same loss and gradients as separate layers, from a program with one layer.
 
-Activation checkpointing: equal gradients with more multiplications, and no other change of the program."""
+Activation checkpointing: equal gradients with more multiplications, and no other change of the program.
+"""
 
 import json
 import math

@@ -28,12 +28,8 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 SHAPES = [
-    (512, 128, None, None),
-    (200, 64, 7, None),
-    (130, 16, 40, 2.0),
-    (640, 16, None, None),
-    (640, 16, 200, None),
-    (640, 80, 200, 2.0),
+    *((512, 128, None, None), (200, 64, 7, None), (130, 16, 40, 2.0)),
+    *((640, 16, None, None), (640, 16, 200, None), (640, 80, 200, 2.0)),
 ]
 
 

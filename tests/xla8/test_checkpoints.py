@@ -207,14 +207,9 @@ def test_adapters_are_saved_by_layer_and_the_best_are_loaded(config: Any, model_
     best = {"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 2, "greater_is_better": False}
     args = config(scan_layers=True, **OF_SCANS, metric_for_best_model="loss", **best)
     pairs = tiny.made_up_pairs(64)
-    trainer = RewardTrainer(
-        model_folder,
-        args,
-        train_dataset=pairs,
-        eval_dataset=pairs.select(range(16)),
-        peft_config=LoraConfig(task_type="SEQ_CLS", r=4, target_modules="all-linear"),
-        callbacks=[SavingCallback(tmp_path / "elsewhere")],
-    )
+    lora = LoraConfig(task_type="SEQ_CLS", r=4, target_modules="all-linear")
+    data = {"train_dataset": pairs, "eval_dataset": pairs.select(range(16)), "peft_config": lora}
+    trainer = RewardTrainer(model_folder, args, **data, callbacks=[SavingCallback(tmp_path / "elsewhere")])
     trainer.train()
     trainer.save_model(str(tmp_path / "saved"))
     folders = {name: tmp_path / name for name in ("saved", "checkpoint-4", "elsewhere", "checkpoint-2")}

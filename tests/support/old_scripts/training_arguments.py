@@ -19,18 +19,9 @@ def preprocess(rows):
 
 pairs = load_dataset(dataset_name, split="train").map(preprocess, batched=True)
 pairs = pairs.filter(lambda row: len(row["input_ids_chosen"]) <= 512 and len(row["input_ids_rejected"]) <= 512)
-args = TrainingArguments(
-    output_dir=output_dir,
-    per_device_train_batch_size=8,
-    num_train_epochs=1,
-    learning_rate=1e-3,
-    report_to="none",
-    remove_unused_columns=False,
-    optim="adamw_torch",
-    logging_steps=1,
-    evaluation_strategy="no",
-    save_strategy="no",
-)
+settings = {"per_device_train_batch_size": 8, "num_train_epochs": 1, "learning_rate": 1e-3, "optim": "adamw_torch"}
+settings |= {"logging_steps": 1, "evaluation_strategy": "no", "save_strategy": "no", "report_to": "none"}
+args = TrainingArguments(output_dir=output_dir, remove_unused_columns=False, **settings)
 trainer = RewardTrainer(model=model, tokenizer=tokenizer, args=args, train_dataset=pairs, max_length=512)
 trainer.train()
 trainer.save_state()
