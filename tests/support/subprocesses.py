@@ -153,13 +153,9 @@ def _server(variables: tuple[tuple[str, str], ...]) -> tuple[str, IO[str], subpr
 
 def _start(folder: Path, variables: dict[str, str]) -> subprocess.Popen[str]:
     others = {name: value for name, value in os.environ.items() if not name.startswith(READ_BY_IMPORTS)}
-    server = subprocess.Popen(
-        [sys.executable, __file__, str(folder)],
-        env={**others, **variables, "PYTHONPATH": str(ROOT)},
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
+    streams: dict[str, Any] = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "text": True}
+    environment = {**others, **variables, "PYTHONPATH": str(ROOT)}
+    server = subprocess.Popen([sys.executable, __file__, str(folder)], env=environment, **streams)
     assert server.stdout is not None and server.stdout.readline() == "ready\n", "the server failed to import"
     return server
 

@@ -73,10 +73,10 @@ def mixture_without_a_path(job: Job) -> None:
 
 
 def empty_folder(flag: str) -> Spoil:
-    return combine(lambda job: (job.folder / "empty").mkdir(), flags(**{flag: "{folder}/empty"}))
+    return both(lambda job: (job.folder / "empty").mkdir(), flags(**{flag: "{folder}/empty"}))
 
 
-def combine(*spoils: Spoil) -> Spoil:
+def both(*spoils: Spoil) -> Spoil:
     return lambda job: [spoil(job) for spoil in spoils]
 
 
@@ -98,18 +98,18 @@ def model_file(name: str, content: bytes | None) -> Spoil:
 
 def truncate_weights(job: Job) -> None:
     """Truncate the weights, as an interrupted download does."""
-    content = (job.model / "model.safetensors").read_bytes()
-    (job.model / "model.safetensors").write_bytes(content[: len(content) // 2])
+    content = (job.model / WEIGHTS).read_bytes()
+    (job.model / WEIGHTS).write_bytes(content[: len(content) // 2])
 
 
 def split_into_shards(job: Job) -> None:
     """Split the weights into two files with an index, as large models do."""
-    weights = load_file(job.model / "model.safetensors")
+    weights = load_file(job.model / WEIGHTS)
     names = sorted(weights)
     parts = {"model-00001-of-00002.safetensors": names[::2], SECOND: names[1::2]}
     for name, part in parts.items():
         save_file({weight: weights[weight] for weight in part}, job.model / name, metadata={"format": "pt"})
-    (job.model / "model.safetensors").unlink()
+    (job.model / WEIGHTS).unlink()
     index = {"metadata": {}, "weight_map": {weight: name for name, part in parts.items() for weight in part}}
     (job.model / INDEX).write_text(json.dumps(index))
 
@@ -123,9 +123,10 @@ def add_code(job: Job) -> None:
 
 
 STREAM = flags(dataset_streaming="true")
-SECOND, INDEX = "model-00002-of-00002.safetensors", "model.safetensors.index.json"
+WEIGHTS, SECOND, INDEX = "model.safetensors", "model-00002-of-00002.safetensors", "model.safetensors.index.json"
 
 
+IN_FOLDER = ("d/train.jsonl", "line 2")
 #: Name of a case: a function that spoils a good job, and a pattern for the error.
 CASES: dict[str, tuple[Any, ...]] = {
     # flags
@@ -154,13 +155,9 @@ CASES: dict[str, tuple[Any, ...]] = {
     "no such file": (flags(dataset_name="{folder}/no.jsonl"), "DIR/no.jsonl"),
     "an empty folder of data": (empty_folder("dataset_name"), "DIR/empty", ".jsonl"),
     "a file of another kind": (file("d.xyz", b"a"), "DIR/d.xyz", ".jsonl"),
-    "a broken line of a folder": (
-        combine(file("data/train.jsonl", b"{}\n{"), flags(dataset_name="{folder}/data")),
-        "data/train.jsonl",
-        "line 2",
-    ),
+    "a broken line of a folder": (both(file("d/train.jsonl", b"{}\n{"), flags(dataset_name="{folder}/d")), *IN_FOLDER),
     "a broken line": (third_line(b'{"chosen": "a", "rej'), "DIR/pairs.jsonl", "line 3: ", "column 17"),
-    "a stream of a broken line": (combine(third_line(b"{"), STREAM), "DIR/pairs.jsonl", "line 3: "),
+    "a stream of a broken line": (both(third_line(b"{"), STREAM), "DIR/pairs.jsonl", "line 3: "),
     "a byte that is not UTF-8": (third_line(b'{"chosen": "\xff"}'), "DIR/pairs.jsonl", "line 3: ", "0xff"),
     "a file that is not compressed": (file("d.jsonl.gz", b"{}"), "DIR/d.jsonl.gz", "gzip"),
     "no Parquet": (file("d.parquet", b"no"), "DIR/d.parquet", "Parquet"),
@@ -172,16 +169,16 @@ CASES: dict[str, tuple[Any, ...]] = {
     "a broken config.json": (model_file("config.json", b'{"model_type": "llama",'), "DIR/model", "config"),
     "no model_type": (edit_json("config.json", lambda c: c.pop("model_type")), "`model_type`"),
     "a model that classifies no text": (edit_json("config.json", lambda c: c.update(model_type="clip")), "CLIPConfig"),
-    "no weights": (model_file("model.safetensors", None), "model.safetensors", "DIR/model"),
+    "no weights": (model_file(WEIGHTS, None), "model.safetensors", "DIR/model"),
     "half of the weights": (truncate_weights, "DIR/model", "SafetensorError"),
-    "a shard that is missing": (combine(split_into_shards, model_file(SECOND, None)), SECOND),
+    "a shard that is missing": (both(split_into_shards, model_file(SECOND, None)), SECOND),
     "an index of files elsewhere": (
-        combine(split_into_shards, edit_json(INDEX, lambda index: index["weight_map"].update(x="a/../../private"))),
+        both(split_into_shards, edit_json(INDEX, lambda index: index["weight_map"].update(x="a/../../private"))),
         f"DIR/model/{INDEX}",
         "'a/../../private'",
     ),
-    "an invalid pickle": (
-        combine(model_file("model.safetensors", None), model_file("pytorch_model.bin", b"no")),
+    "a bad pickle": (
+        both(model_file(WEIGHTS, None), model_file("pytorch_model.bin", b"no")),
         "DIR/model",
         "Weights only",
     ),

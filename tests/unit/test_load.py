@@ -280,16 +280,17 @@ def test_errors_have_trls_types(kind: type[Exception], told: str, changed: dict[
     assert isinstance(raised.value, UserError) and str(raised.value)[0] != "'"
 
 
-def test_two_gpus_in_one_process_are_rejected_before_anything_is_loaded(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="nn.DataParallel"):
-        trainer_of(trl_tpu, tmp_path, n_gpu=2, model="no-such-model")
+REJECTED = [
+    (UserError, "nn.DataParallel", {"n_gpu": 2, "model": "no-such-model"}),  # before anything is loaded
+    (UserError, "num_labels=2", {"model": tiny_model(num_labels=2)}),
+    (AttributeError, "no attribute 'config'", {"model": torch.nn.Linear(1, 1)}),
+]
 
 
-def test_models_need_one_label_and_a_config(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="num_labels=2"):
-        trainer_of(trl_tpu, tmp_path, model=tiny_model(num_labels=2))
-    with pytest.raises(AttributeError, match="no attribute 'config'"):
-        trainer_of(trl_tpu, tmp_path, model=torch.nn.Linear(1, 1))
+@pytest.mark.parametrize(("kind", "told", "changed"), REJECTED, ids=["two GPUs", "two labels", "no config"])
+def test_unusable_models_are_rejected(kind: type[Exception], told: str, changed: Any, tmp_path: Path) -> None:
+    with pytest.raises(kind, match=told):
+        trainer_of(trl_tpu, tmp_path, **changed)
 
 
 class Processor(transformers.ProcessorMixin):

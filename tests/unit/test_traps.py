@@ -167,11 +167,8 @@ CONVERTED: dict[str, dict[str, Any]] = {
     "Python text, as in CSV files": {"chosen": str([QUESTION, YES]), "rejected": str([QUESTION, NO])},
     "JSON with a prompt": {"prompt": json.dumps([QUESTION]), "chosen": json.dumps(YES), "rejected": json.dumps([NO])},
     "single messages": {"prompt": [QUESTION], "chosen": YES, "rejected": NO},
-    "ShareGPT": {
-        "conversations": [sharegpt_message("human", "q")],
-        "chosen": sharegpt_message("gpt", "yes"),
-        "rejected": sharegpt_message("gpt", "no"),
-    },
+    "ShareGPT": {"conversations": [sharegpt_message("human", "q")]}
+    | {half: sharegpt_message("gpt", text) for half, text in TEXTS.items()},
     "LLaMA-Factory's messages": {"messages": [QUESTION], "chosen": YES, "rejected": NO},
     "whole ShareGPT conversations": {"conversations": [sharegpt_message("human", "another")]}
     | {half: [sharegpt_message("human", "q"), sharegpt_message("gpt", text)] for half, text in TEXTS.items()},
