@@ -51,7 +51,7 @@ test-native: $(READY)
 	USE_TORCH_XLA=0 $(PYTEST) $(BY_THREE) tests/train tests/unit
 
 # what most changes break first, in one minute
-FAST := $(addprefix tests/unit/test_,batch.py packing.py row_plan.py comparisons.py collators.py formats.py tokenize.py \
+FAST := $(addprefix tests/unit/test_,batch.py packing.py comparisons.py collators.py formats.py tokenize.py \
 	bad_config.py parser.py length_stats.py metrics.py verdict.py run_folder.py imports.py api_parity.py adapters.py \
 	rankings.py prompts.py traps.py packable.py bad_data.py report.py) \
 	$(addprefix tests/train/test_,packed_batches.py rankings.py settings.py process_rewards.py evaluation.py)

@@ -1,10 +1,11 @@
-"""The command line: quick help, runtime report, training from flags and YAML, and scoring of saved models."""
+"""The command line: quick help, runtime report, training from flags and YAML, scoring, and the check of a device."""
 
 import dataclasses
 import importlib.util
 import json
 import os
 import re
+import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from itertools import pairwise
@@ -15,12 +16,13 @@ import datasets
 import preference_rows
 import pytest
 import subprocesses
+from environment import ROOT
 
 import trl_tpu
 from trl_tpu import cli
 from trl_tpu.compat.arguments import REMOVED
 from trl_tpu.config.reward_config import RewardConfig
-from trl_tpu.scripts import plan, reward, synthetic
+from trl_tpu.scripts import plan, reward, selfcheck, synthetic
 from trl_tpu.trainer.model_config import ModelConfig
 
 TEXTS = ["one", "a much longer text than the other ones", "two words", "ends itself<|end|>", "x"]
@@ -174,3 +176,40 @@ def test_training_from_yaml_supports_adapters_and_mixtures(tmp_path: Path, monke
     chats = [synthetic.question("larger", 20, 30) + synthetic.answer(number) for number in (30, 20)]
     rewards = rewards_of(out, chats)
     assert None not in rewards and rewards[0] != rewards[1]
+
+
+# ---- `trl-tpu selfcheck`
+
+
+#: A sitecustomize module: it makes attention in packed rows wrong, before anything else is imported.
+WRONG_KERNEL = """
+import trl_tpu.modeling.forward as forward
+attend = forward.attend_packed
+def wrong(*args, **kwargs):
+    output, weights = attend(*args, **kwargs)
+    return output * 1.1, weights
+forward.attend_packed = wrong
+"""
+
+
+@pytest.mark.parametrize("is_wrong", [False, True])
+def test_selfcheck_passes_and_fails_with_a_wrong_kernel(is_wrong: bool, tmp_path: Path) -> None:
+    if is_wrong:
+        (tmp_path / "sitecustomize.py").write_text(WRONG_KERNEL)
+    command = [sys.executable, "-m", "trl_tpu.cli", "selfcheck", "--output", str(tmp_path / "out.json")]
+    environment = {**os.environ, "USE_TORCH_XLA": "0", "PYTHONPATH": f"{tmp_path}:{ROOT}"}
+    process = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True)
+    assert process.returncode == int(is_wrong), process.stderr
+    report = json.loads((tmp_path / "out.json").read_text())
+    passed = {line["check"]: line["passed"] for line in report["lines"]}
+    assert passed["packed: losses"] is not is_wrong and passed["padded: losses"] and passed["resumed: losses"]
+    assert report["versions"]["torch"] and report["runs"]["packed"]["marks"]
+
+
+def test_failing_lines_name_headings_of_the_guide() -> None:
+    page = (ROOT / "examples" / "guides" / "troubleshooting.md").read_text(encoding="utf-8")
+    headings = {f"selfcheck-{words.replace(' ', '-')}" for words in re.findall(r"^### selfcheck: (.+)$", page, re.M)}
+    named = {*selfcheck._TOLERANCES, "a-run-ends-early", "programs-and-reads"}
+    assert {f"selfcheck-{name}" for name in named} == headings
+    source = Path(selfcheck.__file__).read_text(encoding="utf-8")
+    assert [name for name in named if f'"{name}"' not in source and f'{{_GUIDE}}{name}"' not in source] == []
