@@ -38,9 +38,7 @@ class StepClock(TrainerCallback):
         self.times.append(time.perf_counter())
 
 
-def run(
-    system: str, trained: str, precision: str, attention: str, batch: str, folder: str, steps: str
-) -> dict[str, Any]:
+def run(system: str, trained: str, precision: str, attention: str, batch: str, folder: str, steps: str) -> Any:
     """Train, and return the measurements."""
     from peft import LoraConfig
 

@@ -72,9 +72,7 @@ def settings_of(options: argparse.Namespace) -> dict[str, Any]:
     return {name: getattr(options, name) for name in names} | {"data": real_pairs.SOURCES[-1]}
 
 
-def row(
-    model: str, what: str, scored: Iterable[dict[str, Any]], options: argparse.Namespace, measured: dict[str, Any]
-) -> str:
+def row(model: str, what: str, scored: Iterable[Any], options: argparse.Namespace, measured: dict[str, Any]) -> str:
     """Return a line of the table of runs: the quality of rewards on held-out pairs."""
     file = Path(options.output_dir, "scored.jsonl")
     file.write_text("".join(f"{json.dumps(each)}\n" for each in scored))

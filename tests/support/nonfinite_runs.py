@@ -44,7 +44,7 @@ def train(*args: Any, **settings: Any) -> Any:
 def make(
     model: str,
     out: Path,
-    poisoned: Any,
+    bad: Any,
     steps: int,
     left_out: Any = (),
     callbacks: Any = (),
@@ -61,7 +61,7 @@ def make(
     defaults |= {"learning_rate": 1e-3, "lr_scheduler_type": "constant", "train_sampling_strategy": "sequential"}
     args = RewardConfig(str(out), **defaults | more)
     accumulation = args.gradient_accumulation_steps
-    data = pairs_of(steps, poisoned, left_out, accumulation) if dataset is None else dataset
+    data = pairs_of(steps, bad, left_out, accumulation) if dataset is None else dataset
     return RewardTrainer(model, args, train_dataset=data, callbacks=list(callbacks))
 
 

@@ -44,13 +44,9 @@ def step(name: str, variant: str, settings: dict[str, Any], folder: str) -> dict
     after = to_host({name: weight.detach() for name, weight in trained.items()}, trainer.trl_tpu.runtime)
     programs = sorted(DUMPS.glob("*after_optimizations.txt"), key=lambda path: path.stat().st_size)
     program = programs[-1].read_text()
-    return {
-        "loss": trainer.state.log_history[0]["loss"],
-        "gradients": {name: (before[name] - after[name]).tolist() for name in trained},
-        "dots": program.count(" dot("),
-        "loops": program.count(" while("),
-        "program": len(program),
-    }
+    counts = {"dots": program.count(" dot("), "loops": program.count(" while("), "program": len(program)}
+    gradients = {name: (before[name] - after[name]).tolist() for name in trained}
+    return counts | {"loss": trainer.state.log_history[0]["loss"], "gradients": gradients}
 
 
 def main(out: str, *runs: str) -> None:

@@ -104,13 +104,8 @@ def make_trainer(model: str, out: Path, *callbacks: TrainerCallback, **settings:
 
     pairs_per_device = 8 // current().topology().devices
     sizes = {"per_device_train_batch_size": pairs_per_device, "per_device_eval_batch_size": pairs_per_device}
-    schedule = {
-        "num_train_epochs": 2,
-        "learning_rate": 1e-3,
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "max_shapes": 1,
-    }
+    sizes |= {"num_train_epochs": 2, "max_shapes": 1}
+    schedule = {"learning_rate": 1e-3, "logging_steps": 1, "save_strategy": "no"}
     args, pairs = RewardConfig(str(out), **QUIET | sizes | schedule | settings), tiny.made_up_pairs(40)
     train, held_out = pairs.select(range(24)), pairs.select(range(24, 40))
     return RewardTrainer(model, args, train_dataset=train, eval_dataset=held_out, callbacks=list(callbacks))

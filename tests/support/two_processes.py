@@ -78,13 +78,9 @@ def go(model: str, out: Path, way: str) -> dict[str, Any]:
     whole.train()
     resumed.train(resume_from_checkpoint=str(out / f"checkpoint-{4 if way == 'grouped' else 2}"))
     predicted = resumed.predict(test)
-    return {
-        "packed": whole.batch_plan.padding_reason is None,
-        "logged": logged(whole),
-        "resumed": logged(resumed),
-        "test": untimed(predicted.metrics or {}),
-        "predictions": predicted.predictions.tolist(),  # type: ignore[union-attr]
-    }
+    found = {"packed": whole.batch_plan.padding_reason is None, "logged": logged(whole), "resumed": logged(resumed)}
+    predictions: Any = predicted.predictions
+    return found | {"test": untimed(predicted.metrics or {}), "predictions": predictions.tolist()}
 
 
 def of_13_pairs(package: Any, model: str, out: Path) -> list[float]:

@@ -133,9 +133,7 @@ def test_nonfinite_step_is_skipped(tmp_path: Path) -> None:
 @pytest.mark.parametrize("form", label_formats.LABEL_FORMATS)
 def test_every_label_format_trains_as_on_the_cpu(form: str, model: str, tmp_path: Path) -> None:
     settings = SETTINGS | {"logging_steps": 2}
-    found = [
-        label_formats.losses(form, model, str(tmp_path), packing=packing, **settings) for packing in (True, False)
-    ]
+    found = [label_formats.losses(form, model, str(tmp_path), packing=each, **settings) for each in (True, False)]
     there = f"label_formats.losses({form!r}, {model!r}, {str(tmp_path)!r}, **{settings})"
     expected = run_on_cpu("-c", f"import label_formats; print(*{there}, sep=',')").split(",")
     assert len(expected) == 3
@@ -156,9 +154,7 @@ def test_checkpoint_resumes_in_plain_torch_and_back(make: Any, model: str, tmp_p
     assert losses(back) == pytest.approx(losses(whole), rel=0, abs=1e-6)
 
 
-def test_evaluate_predict_score_and_report_agree(
-    make: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_evaluate_predict_score_report_agree(make: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     trainer = make(eval_strategy="steps", eval_steps=3)
     trainer.train()
     trainer.save_model()

@@ -213,9 +213,7 @@ def test_auto_stops_for_another_run(name: str, first: Any, model_folder: str, tm
         make(model_folder, folder, arguments, resume_from_checkpoint="auto", **settings).train()
 
 
-def test_auto_goes_on_with_other_logs_saves_and_workers(
-    first: Any, model_folder: str, tmp_path: Path, caplog: Any
-) -> None:
+def test_auto_goes_on_with_other_logs_and_workers(first: Any, model_folder: str, tmp_path: Path, caplog: Any) -> None:
     others: dict[str, Any] = {"logging_steps": 1, "run_name": "b", "save_total_limit": 1, "dataloader_num_workers": 1}
     others |= {"gradient_checkpointing": False, "per_device_eval_batch_size": 3, "max_shapes": 2, "log_level": "error"}
     whole = make(model_folder, tmp_path / "whole")

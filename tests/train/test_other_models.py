@@ -25,9 +25,7 @@ OF_TRANSFORMERS = [dict(registry) for registry in REGISTRIES]  # before any trai
 
 
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
-def test_other_models_never_run_our_code(
-    implementation: str, tokenizer: Any, tmp_path: Path, monkeypatch: Any
-) -> None:
+def test_other_models_never_run_ours(implementation: str, tokenizer: Any, tmp_path: Path, monkeypatch: Any) -> None:
     judge = tiny.tiny_model(tokenizer, layers=3, attn_implementation=implementation).eval()
     batch = tokenizer(["Count on from 3: 4 5", "Count on from 1: 2"], padding=True, return_tensors="pt")
     with torch.no_grad():

@@ -31,9 +31,7 @@ class Recorder(RewardTrainer):
 
 
 class FixedRows(Recorder):
-    fixed_shapes = ShapePlan(
-        (BatchShape(1, 48),), (BatchShape(1, 64),)
-    )  # short: most batches need several micro-batches
+    fixed_shapes = ShapePlan((BatchShape(1, 48),), (BatchShape(1, 64),))  # most batches need several micro-batches
 
 
 def make_trainer(tokenizer: Any, out: Path, layout: str = "tight", **settings: Any) -> Recorder:

@@ -152,9 +152,7 @@ UNSUPPORTED = [
 
 
 @pytest.mark.parametrize(("settings", "named"), UNSUPPORTED)
-def test_settings_unsupported_by_a_mesh_are_rejected(
-    settings: Any, named: str, tmp_path: Path, monkeypatch: Any
-) -> None:
+def test_unsupported_settings_are_rejected(settings: Any, named: str, tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr(trl_tpu.RewardConfig, "world_size", 2)
     with pytest.raises(UserError, match=named):
         trl_tpu.RewardConfig(str(tmp_path), use_cpu=True, bf16=False, mesh="fsdp=2", **settings)

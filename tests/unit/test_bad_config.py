@@ -172,9 +172,7 @@ USELESS = [
 
 
 @pytest.mark.parametrize(("setting", "other", "given"), USELESS)
-def test_setting_without_its_condition_warns(
-    setting: str, other: str, given: Any, tmp_path: Path, caplog: Any
-) -> None:
+def test_setting_without_condition_warns(setting: str, other: str, given: Any, tmp_path: Path, caplog: Any) -> None:
     def make(**given: Any) -> str:
         caplog.clear()
         kind: Any = ModelConfig if "lora_r" in given else RewardConfig

@@ -111,9 +111,7 @@ OBSTACLES: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("kind", OBSTACLES)
-def test_obstacle_to_packing_is_logged_once_or_raised(
-    kind: str, tmp_path: Path, caplog: Any, monkeypatch: Any
-) -> None:
+def test_obstacle_to_packing_is_told_once_or_raised(kind: str, tmp_path: Path, caplog: Any, monkeypatch: Any) -> None:
     if kind == "accelerate's launcher":
         monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     arguments, obstacle = OBSTACLES[kind]

@@ -79,13 +79,8 @@ OLD_ROW = {
 }
 
 
-RECEIVED = [
-    (PAIR_ROW, False, PAIR_ROW),
-    (PAIR_ROW, True, OLD_ROW),
-    (RANKING_ROW, False, RANKING_ROW),
-    (RANKING_ROW, True, RANKING_ROW),
-    (SOLUTION_ROW, False, SOLUTION_ROW),
-]
+RECEIVED = [(PAIR_ROW, False, PAIR_ROW), (PAIR_ROW, True, OLD_ROW), (SOLUTION_ROW, False, SOLUTION_ROW)]
+RECEIVED += [(RANKING_ROW, is_old, RANKING_ROW) for is_old in (False, True)]
 
 
 @pytest.mark.parametrize(("row", "is_old", "expected"), RECEIVED)

@@ -77,9 +77,10 @@ def test_pairs_are_measured_once() -> None:
         length_stats(dataset.rename_column("chosen_ids", "other"))
 
 
-@given(
-    st.lists(st.integers(1, 2), max_size=5), st.lists(st.lists(pairs, min_size=1, max_size=4), min_size=1, max_size=4)
-)
+some = st.lists(pairs, min_size=1, max_size=4)
+
+
+@given(st.lists(st.integers(1, 2), max_size=5), st.lists(some, min_size=1, max_size=4))
 def test_stats_of_several_tables_equal_those_of_one(prompt: list[int], parts: list[Any]) -> None:
     parts = [[(prompt + one, prompt + other) for one, other in part] for part in parts]
 

@@ -267,13 +267,8 @@ def test_rates_exclude_pauses_and_steps_before_a_resume(monkeypatch: pytest.Monk
     clock.now += 1000  # a pause, for example an evaluation
     statistics.resume()
     clock.now += 1
-    assert rates(10, 200, step=5) == {
-        "pairs_per_second": 2.0,
-        "tokens_per_second": 40.0,
-        "seconds_per_step": 2.5,
-        "model_tflops_per_second": peak / 2 / 1e12,
-        "mfu": 0.5,
-    }
+    expected = {"pairs_per_second": 2.0, "tokens_per_second": 40.0, "seconds_per_step": 2.5, "mfu": 0.5}
+    assert rates(10, 200, step=5) == expected | {"model_tflops_per_second": peak / 2 / 1e12}
     clock.now += 2
     assert rates(20, 400, step=6)["pairs_per_second"] == 10.0
     assert rates(20, 400, step=6) == {}  # no time has passed

@@ -152,10 +152,8 @@ def test_trees_grow_if_sharing_saves_more_than_attention_costs() -> None:
 
 @given(batches, st.integers(1, 3), st.integers(0, 2))
 def test_micro_batches_hold_each_pair_once(pairs: list[Any], rows: int, missing: int) -> None:
-    longest = max(pair_size(*pair) for pair in pairs)
-    plan = ShapePlan(
-        (BatchShape(rows, longest), BatchShape(rows + 1, 8)), (BatchShape(rows, longest), BatchShape(1, 6))
-    )
+    most = max(pair_size(*pair) for pair in pairs)
+    plan = ShapePlan((BatchShape(rows, most), BatchShape(rows + 1, 8)), (BatchShape(rows, most), BatchShape(1, 6)))
     some = micro_batches(pairs, plan, len(pairs) + missing)
     assert [BatchShape(*rows.input_ids_RL.shape) in plan.accumulate for rows in some[:-1]] == [True] * (len(some) - 1)
     assert BatchShape(*some[-1].input_ids_RL.shape) in plan.update
@@ -179,17 +177,12 @@ def test_parts_of_processes_concatenate_to_the_whole_batch(pairs: list[Any], par
 # ---- planned shapes hold every batch of the data with little extra work
 
 
+some_sizes = st.lists(st.integers(1, 200), min_size=1, max_size=60)
+
+
 @settings(max_examples=30)
-@given(
-    st.lists(st.integers(1, 200), min_size=1, max_size=60),
-    st.integers(1, 9),
-    st.sampled_from([1, 2, 4]),
-    st.integers(1, 5),
-    st.data(),
-)
-def test_planned_shapes_hold_every_batch(
-    sizes: list[int], pairs: int, shards: int, most: int, data: st.DataObject
-) -> None:
+@given(some_sizes, st.integers(1, 9), st.sampled_from([1, 2, 4]), st.integers(1, 5), st.data())
+def test_planned_shapes_hold_every_batch(sizes: list[int], pairs: int, shards: int, most: int, data: Any) -> None:
     row_length = data.draw(st.sampled_from([None, 208]))
     given = {"max_shapes": most, "multiple": 8, "attention_crossover_length": 300, "row_length": row_length}
     plan = plan_shapes(np.array(sizes), pairs, shards, **given)

@@ -38,10 +38,8 @@ LONG = ["llama:padded", "qwen3:packed", "llama:packed"]
 
 
 @pytest.fixture(scope="module")
-def scan_results(
-    request: pytest.FixtureRequest, take_steps: Callable[[Sequence[str]], dict[str, Any]]
-) -> dict[str, Any]:
-    """Return the scan_results of one step by case and by use of the loop, for the selected cases."""
+def scans(request: pytest.FixtureRequest, take_steps: Callable[[Sequence[str]], dict[str, Any]]) -> dict[str, Any]:
+    """Return the scans of one step by case and by use of the loop, for the selected cases."""
     return take_steps([run_of(case, scan) for case in selected_cases(request, "case") for scan in (False, True)])
 
 
@@ -50,8 +48,8 @@ def run_of(case: str, scan: bool) -> str:
 
 
 @pytest.mark.parametrize("case", [pytest.param(case, marks=[pytest.mark.long] * (case in LONG)) for case in CASES])
-def test_scanned_loss_and_gradients_equal_separate_layers(scan_results: dict[str, Any], case: str) -> None:
-    unrolled, scanned = (scan_results[run_of(case, scan)] for scan in (False, True))
+def test_scanned_loss_and_gradients_equal_separate_layers(scans: dict[str, Any], case: str) -> None:
+    unrolled, scanned = (scans[run_of(case, scan)] for scan in (False, True))
     assert scanned["dots"] < 0.7 * unrolled["dots"]  # compared with two layers
     assert scanned["loss"] == pytest.approx(unrolled["loss"], abs=1e-6)
     assert scanned["gradients"].keys() == unrolled["gradients"].keys()
@@ -197,17 +195,15 @@ POLICIES = ["none", "full", "dots"]
 
 
 @pytest.fixture(scope="module")
-def remat_results(
-    request: pytest.FixtureRequest, take_steps: Callable[[Sequence[str]], dict[str, Any]]
-) -> dict[str, Any]:
+def remats(request: pytest.FixtureRequest, take_steps: Callable[[Sequence[str]], dict[str, Any]]) -> dict[str, Any]:
     """Return the results of one step by case and policy, for the selected cases."""
     runs = [f'{kind}:{{"remat": "{policy}"}}' for kind in selected_cases(request, "kind") for policy in POLICIES]
     return take_steps(runs)
 
 
 @pytest.mark.parametrize("kind", REMAT_CASES)
-def test_full_remat_repeats_products_and_dots_keeps_them(remat_results: dict[str, Any], kind: str) -> None:
-    none, full, dots = (remat_results[f'{kind}:{{"remat": "{policy}"}}'] for policy in POLICIES)
+def test_full_remat_repeats_products_and_dots_keeps_them(remats: dict[str, Any], kind: str) -> None:
+    none, full, dots = (remats[f'{kind}:{{"remat": "{policy}"}}'] for policy in POLICIES)
     layers, dots_a_layer = 2, 5  # lower bounds: XLA merges products with a common factor, such as queries and keys
     assert full["dots"] >= none["dots"] + layers * dots_a_layer
     assert dots["dots"] == none["dots"]

@@ -101,9 +101,7 @@ def test_streamed_weights_equal_transformers(checkpoint: str, config: Any, caplo
         assert [shard.data.numel() for shard in shards] == [parameter.numel() // parts] * 8, name
 
 
-def test_enlarged_embeddings_equal_unstreamed_ones(
-    checkpoint: str, tokenizer: Any, config: Any, tmp_path: Any
-) -> None:
+def test_enlarged_embeddings_equal_unstreamed(checkpoint: str, tokenizer: Any, config: Any, tmp_path: Any) -> None:
     source = copy.deepcopy(tokenizer)
     source.add_tokens(["<|turn|>", "<|over|>"], special_tokens=True)
     source.save_pretrained(tmp_path / "source")
