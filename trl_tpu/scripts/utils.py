@@ -228,8 +228,8 @@ def load(path: str, *, split: str | None = None, streaming: bool = False, **kwar
         if "corresponds to no data" in reason or (local.is_file() and not local.stat().st_size):
             raise UserError(f"{path} is empty: it has no rows.") from error
         raise broken_line([path]) or kind(
-            f"{path} cannot be loaded as a dataset: {reason}. Correct the name, or the file: its format must match its "
-            f"suffix ({', '.join(BUILDERS)}, compressed or not), and all rows must have the same columns."
+            f"{path} cannot be loaded as a dataset: {reason}. Correct the name, or the file: its format must match "
+            f"its suffix ({', '.join(BUILDERS)}, compressed or not), and all rows must have the same columns."
         ) from error
 
 
