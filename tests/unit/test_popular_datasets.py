@@ -56,6 +56,12 @@ CHATS: dict[str, Any] = {
 }
 TREE = [message(1, None, RIVER), message(2, 1, "Bonn", 1), message(3, 1, "Rhine", 0), message(4, 3, "And a sea?")]
 BETTER = {"chosen": "Rhine", "rejected": "Bonn"}
+WHOLE = {
+    column: [{"content": RIVER, "role": "user"}, {"content": text, "role": "assistant"}]
+    for column, text in BETTER.items()
+}
+GRADED = {"prompt_id": "f0e37e9f", "messages": WHOLE["chosen"], "score_chosen": 8.5, "score_rejected": 3.0}
+SOLVED = {"prompt": "2 + 3 is ?", "completions": ["2 + 3 is 5.", "So 6."], "labels": [True, False]}
 BY_TWO = {"grades": [[1.0, 0.0], [0.0, 1.0]]}
 SKIP, STEPWISE, FIRST = {"ties": "skip"}, {"step_separator": "\n"}, {"grades": [1.0, 0.0]}
 #: Rows of each schema, the settings named in the guide, and the expected grades or labels.
@@ -75,6 +81,15 @@ ROWS: dict[str, tuple[list[dict[str, Any]], dict[str, Any], dict[str, Any]]] = {
     "orca": ([BETTER | {"system": "", "question": RIVER}], {}, {}),
     "alpaca": ([BETTER | {"instruction": RIVER, "input": "Of Europe."}], {}, {}),
     "prm800k": ([{"question": {"problem": "2 + 3 is ?"}, "label": {"steps": PRM}}], STEPWISE, FIRST),
+    "HuggingFaceH4/ultrafeedback_binarized": ([WHOLE | GRADED | {"prompt": RIVER}], {}, {}),
+    "allenai/llama-3.1-tulu-3-8b-preference-mixture": (
+        [WHOLE | {"id": "a1", "prompt": RIVER, "source": "ai2-adapt-dev/wildchat"}],
+        {},
+        {},
+    ),
+    "Skywork/Skywork-Reward-Preference-80K-v0.2": ([WHOLE | {"source": "magpie_pro"}], {}, {}),
+    "trl-lib/prm800k": ([SOLVED], STEPWISE, FIRST),
+    "trl-lib/math_shepherd": ([SOLVED], STEPWISE, FIRST),
     "math_shepherd": ([{"input": STEPS.format("ки", "ки"), "label": STEPS.format("+", "-")}], STEPWISE, FIRST),
 }
 _TAKE_ALL_ROWS = ("helpsteer2", "helpsteer3", "oasst")
@@ -89,15 +104,17 @@ def functions() -> dict[str, Any]:
     return names
 
 
-def test_every_function_in_the_guide_is_tested(functions: dict[str, Any]) -> None:
-    named = set(re.findall(r"\| `(\w+)` \|", PAGE))
-    assert named == ROWS.keys() <= functions.keys()
+def test_every_dataset_in_the_guide_is_tested(functions: dict[str, Any]) -> None:
+    named, published = (
+        set(re.findall(row, PAGE, re.MULTILINE)) for row in (r"\| `(\w+)` \|", r"^\| `(\S+)`.* \| none")
+    )
+    assert named | published == ROWS.keys() and named <= functions.keys()
 
 
 @pytest.mark.parametrize("name", ROWS)
 def test_converted_rows_are_trained_on(name: str, functions: dict[str, Any], tmp_path: Any) -> None:
     rows, settings, labels = ROWS[name]
-    convert = functions[name]
+    convert = functions.get(name, dict)
     converted = list(convert(rows)) if name in _TAKE_ALL_ROWS else list(map(convert, rows))
     tokenizer = tiny.tiny_tokenizer(list(tiny.texts_in(converted)))
     kind = PRMConfig if "step_separator" in settings else RewardConfig
@@ -110,6 +127,7 @@ def test_converted_rows_are_trained_on(name: str, functions: dict[str, Any], tmp
     for key, label in labels.items():
         assert labels_of(row)[key] == (label if key == "grades" else pytest.approx(label))
     texts = [tokenizer.decode(ids) for ids in answers_of(row)]
-    if name in ("alpaca", "orca", "shp", "helpsteer3"):
+    if name in ("alpaca", "orca", "shp", "helpsteer3") or rows[0].keys() >= WHOLE.keys():
         assert "Rhine" in texts[0] and "Bonn" in texts[1]
+        assert [text.count(RIVER) for text in texts] == [1, 1]
     assert all("River" in text or "river" in text or "2 + 3" in text for text in texts)

@@ -138,16 +138,17 @@ def convert_row(row: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     Messages may be JSON text, have `from` and `value`, or be in the columns `chosen_messages` and `rejected_messages`.
     A single message becomes a list. A `completion` with a `label` or `score` becomes a single labeled answer.
     ShareGPT's `conversations`, or `messages` with answers, become the prompt if the row has no `prompt`, its answers
-    start with an assistant's message, and the turns end with another role. A null `prompt` counts as absent. Nulls in
-    messages and tools are dropped, because Arrow adds them. Null content is kept.
+    start with an assistant's message, and the turns end with another role. A null `prompt` counts as absent, and so
+    does a text that is one of the messages of every answer. Nulls in messages and tools are dropped, because Arrow
+    adds them. Null content is kept.
 
     Returns:
         The converted row, other columns included, and a description of each conversion. A row in TRL's format has
         none.
     """
-    read = (row.get(key, "") for key in ("prompt", "chosen", "rejected"))
+    read = [row[key] for key in ("prompt", "chosen", "rejected") if key in row]
     # most rows need no conversion
-    if not _OTHER_COLUMNS & row.keys() and all(map(_is_in_form, read)):
+    if not _OTHER_COLUMNS & row.keys() and len({*map(type, read)}) < 2 and all(map(_is_in_form, read)):
         return dict(row), []
     new, notes = {key: value for key, value in row.items() if key != "prompt" or value is not None}, set[str]()
     for column in _ANSWER_COLUMNS[0]:
@@ -175,6 +176,11 @@ def convert_row(row: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
         notes |= set() if _first(turns, "from") else {"`conversations` or `messages`, read as the prompt"}
     if "prompt" in new:
         new["prompt"] = _to_messages(new["prompt"], notes)
+    lists = [new[key] if key == "completions" else [new[key]] for key in answers if key != "messages"]
+    dialogues = [each for values in lists if isinstance(values, list) for each in values]
+    if dialogues and isinstance(new.get("prompt"), str) and all(_repeats(new["prompt"], each) for each in dialogues):
+        del new["prompt"]
+        notes.add("answers whose messages include the text of `prompt`, so that column is not read")
     if isinstance(new.get("tools"), list):
         new["tools"] = remove_none_values(new["tools"])
     return new, sorted(notes)
@@ -185,6 +191,12 @@ def _is_in_form(value: Any) -> bool:
     if isinstance(value, list):
         return all(isinstance(turn, dict) and {key: type(turn[key]) for key in turn} == _PLAIN_TURN for turn in value)
     return isinstance(value, str) and not _may_be_messages(value)
+
+
+def _repeats(prompt: str, conversation: Any) -> bool:
+    """Check whether the text of a prompt is a message before the last one of a conversation."""
+    turns = conversation[:-1] if isinstance(conversation, list) else []
+    return any(isinstance(turn, Mapping) and str(turn.get("content")).strip() == prompt.strip() for turn in turns)
 
 
 def _first(messages: Any, key: str) -> Any:
