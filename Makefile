@@ -16,7 +16,7 @@ BY_TWO := -n 2 $(BY_FILE)
 BY_THREE := -n 3 $(BY_FILE)
 
 .PHONY: setup setup-tpu quickstart test test-fast test-native test-xla test-xla8 test-newest test-long tpu-check torchtpu-check \
-	lint typecheck long-run bench clean
+	lint typecheck long-run bench dist site clean
 
 setup: $(READY)
 setup-tpu: $(READY_TPU)
@@ -50,7 +50,7 @@ test: $(READY)
 test-native: $(READY)
 	USE_TORCH_XLA=0 $(PYTEST) $(BY_THREE) tests/train tests/unit
 
-# what most changes break first, in one minute
+# what most changes break first
 FAST := $(addprefix tests/unit/test_,batch.py packing.py comparisons.py collators.py formats.py tokenize.py \
 	bad_config.py parser.py length_stats.py metrics.py verdict.py run_folder.py imports.py api_parity.py adapters.py \
 	rankings.py prompts.py traps.py packable.py bad_data.py report.py) \
@@ -112,6 +112,21 @@ bench: $(READY)
 	@for module in $(subst /,.,$(basename $(BENCHMARKS))); do \
 		echo "== $$module"; $(BIN)/python -m $$module || exit 1; \
 	done
+
+# the wheel and the source archive, as PyPI checks them
+dist: $(VENV)-docs/.ready
+	rm -rf dist && $(VENV)-docs/bin/python -m build --quiet
+	$(VENV)-docs/bin/twine check --strict dist/*
+
+# README and all guides as one site, in build/site
+site: $(VENV)-docs/.ready
+	$(VENV)-docs/bin/sphinx-build --quiet --fail-on-warning --keep-going --conf-dir .site . build/site
+	cp build/site/README.html build/site/index.html
+
+$(VENV)-docs/.ready:
+	$(PYTHON) -m venv $(VENV)-docs
+	$(VENV)-docs/bin/python -m pip install --quiet build twine sphinx myst-parser furo
+	touch $@
 
 clean:
 	rm -rf build dist runs *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

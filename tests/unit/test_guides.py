@@ -1,8 +1,9 @@
 """Commands and snippets of the README and the guides run, with tiny models in place of large ones.
 
-Blocks of a page run in order, in a folder that resembles a checkout. Shell blocks run in a real shell, which passes
-``trl-tpu`` to this process to avoid slow imports; ``python``, and ``trl-tpu`` with PJRT_DEVICE set, run in forks.
-Blocks that cannot run here are marked ``no-run``, and the commands' parsers check their flags.
+Pages run in random order in one folder, which resembles a checkout: none may change files of another. Shell blocks run
+in a real shell, which passes ``trl-tpu`` to this process to avoid slow imports; ``python``, and ``trl-tpu`` with
+PJRT_DEVICE set, run in forks. Blocks that cannot run here are marked ``no-run``, and the commands' parsers check their
+flags.
 """
 
 import ast
@@ -12,6 +13,7 @@ import importlib.util
 import inspect
 import io
 import os
+import random
 import re
 import runpy
 import shlex
@@ -27,6 +29,7 @@ import model_families
 import pytest
 import subprocesses
 import yaml
+from datasets import Dataset
 from environment import EXAMPLES, ROOT
 from recent_families import DECODERS, HYBRIDS, WITH_CLASS
 from transformers import AutoConfig, AutoModelForSequenceClassification
@@ -52,6 +55,8 @@ FLAGS = {option for make in MAKE_PARSER.values() for each in make()._actions for
 #: Introductory pages. Each of their Python blocks runs on its own.
 ON_THEIR_OWN = ("README.md", "examples/guides/first_reward_model.md")
 NAMES = [page.relative_to(ROOT).as_posix() for page in PAGES]
+#: Pages about the code. Their names must exist in it.
+FOR_DEVELOPERS = ("how_this_package_is_built", "add_a_model_family", "contributing")
 
 # sends the command to this process over two inherited pipes and prints the reply
 ASKS = """#!/bin/bash
@@ -148,8 +153,10 @@ def quoted(text: str) -> list[str]:
 # ---- execution in a folder
 
 
-def checkout(folder: Path) -> Path:
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Create a folder with the repository's files, and tiny models and datasets under the names of large ones."""
+    folder = tmp_path_factory.mktemp("checkout")
     for name in ("examples", "Makefile", "setup.cfg"):
         (folder / name).symlink_to(ROOT / name)
     language_model = folder / "Qwen" / "Qwen2.5-0.5B-Instruct"
@@ -162,6 +169,13 @@ def checkout(folder: Path) -> Path:
     pairs = folder / "trl-lib" / "ultrafeedback_binarized"
     for split, rows in synthetic.load_dataset(synthetic.DATASET).items():
         rows.select(range(16)).to_json(pairs / f"{split}.jsonl")
+    (folder / "allenai" / "reward-bench-2").mkdir(parents=True)
+    questions = [("Math", "1"), ("Ties", "ref:1"), ("Ties", "tied:1")]
+    rows = [
+        {"prompt": "2 + 3?", "chosen": ["5", "five"], "rejected": ["6"], "subset": name, "id": id}
+        for name, id in questions
+    ]
+    Dataset.from_list(rows).to_json(folder / "allenai" / "reward-bench-2" / "test.jsonl")
     programs = folder / "programs"
     programs.mkdir()
     for name, text in PROGRAMS.items():
@@ -225,10 +239,24 @@ def check_flags(words: list[str]) -> None:
     assert not unknown, f"trl-tpu {command} has no {unknown}"
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if any(block.runs for block in blocks(ROOT / name))])
-def test_page_blocks_run_in_order(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def shuffled(names: list[str]) -> list[str]:
+    """Return the names in random order, the same in all processes of a test run."""
+    return random.Random(os.environ.get("PYTEST_XDIST_TESTRUNUID")).sample(names, len(names))
+
+
+def changes(folder: Path) -> dict[Path, int]:
+    """Return the time of the last change of each file."""
+    files = (path for path in folder.rglob("*") if path.is_file() and path.parent.name != "programs")
+    return {path: path.stat().st_mtime_ns for path in files}
+
+
+@pytest.mark.parametrize(
+    "name", shuffled([name for name in NAMES if any(block.runs for block in blocks(ROOT / name))])
+)
+def test_page_blocks_run_in_order(name: str, checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     found = [block for block in blocks(ROOT / name) if block.runs]
-    monkeypatch.chdir(checkout(tmp_path))
+    before = changes(checkout)
+    monkeypatch.chdir(checkout)
     monkeypatch.setattr(synthetic, "TRAIN_NUMBER_PAIRS", 16)
     monkeypatch.setattr(synthetic, "TEST_NUMBER_PAIRS", 4)
     names: dict[str, object] = {"__name__": "__main__"}
@@ -236,7 +264,7 @@ def test_page_blocks_run_in_order(name: str, tmp_path: Path, monkeypatch: pytest
         if "PJRT_DEVICE" in block.text and importlib.util.find_spec("torch_xla") is None:
             pytest.skip("torch_xla is not installed")
         if block.language == "bash":
-            run_shell(block.text, tmp_path)
+            run_shell(block.text, checkout)
         elif block.language == "python":
             names = {"__name__": "__main__"} if name in ON_THEIR_OWN else names
             code = "\n" * (block.line - 1) + block.text
@@ -244,9 +272,11 @@ def test_page_blocks_run_in_order(name: str, tmp_path: Path, monkeypatch: pytest
         elif block.language == "yaml":
             file = re.match(r"# (\S+\.yaml)\n", block.text)
             assert file is not None, "the first line names the file that a block of YAML is"
-            (tmp_path / file[1]).write_text(block.text)
+            (checkout / file[1]).write_text(block.text)
         else:
             assert block.language in ("text", "diff"), f"line {block.line}: a block of {block.language} is not tested"
+    after = changes(checkout)
+    assert [path for path in before if before[path] != after.get(path)] == [], "files of other pages were changed"
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -262,6 +292,24 @@ def test_flags_links_and_files_exist_and_skipped_blocks_say_why(name: str) -> No
     paths = [span for span in spans if re.fullmatch(r"(trl_tpu|tests|examples)/[\w/.]+", span)]
     places = [*(page.parent / link for link in links), *(ROOT / path for path in paths)]
     assert [place for place in places if not place.exists()] == []
+
+
+def test_names_and_files_in_pages_for_developers_exist() -> None:
+    files = [path for folder in ("trl_tpu", "tests", "examples") for path in (ROOT / folder).rglob("*.py")]
+    words = set(re.findall(r"\w+", " ".join(path.read_text(encoding="utf-8") for path in files)))
+    for page in FOR_DEVELOPERS:
+        spans = set(quoted(prose(GUIDES / f"{page}.md")))
+        paths = {span for span in spans if re.fullmatch(r"[\w/]+(/|\.py)", span)}
+        assert [path for path in paths if not any((root / path).exists() for root in (ROOT, ROOT / "trl_tpu"))] == []
+        names = {span for span in spans - paths if re.fullmatch(r"[\w.]+(\(.*\))?", span)}
+        assert [name for name in names if not words.issuperset(re.findall(r"\w+", name))] == []
+
+
+def test_each_release_says_whether_numbers_stay_comparable() -> None:
+    releases = re.split(r"^## ", (GUIDES / "releases.md").read_text(encoding="utf-8"), flags=re.MULTILINE)[1:]
+    (version,) = re.findall(r"^version = (.+)$", (ROOT / "setup.cfg").read_text(encoding="utf-8"), re.MULTILINE)
+    assert releases[0].startswith(f"{version}\n") and f"Version {version} " in (ROOT / "README.md").read_text()
+    assert all(re.search(r"^\*\*Numbers stay comparable: (yes|no)\*\*", text, re.MULTILINE) for text in releases)
 
 
 def test_readme_links_every_guide() -> None:
