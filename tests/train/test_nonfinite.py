@@ -46,7 +46,8 @@ class Spoil(TrainerCallback):
 
 
 @pytest.mark.parametrize(
-    ("optim", "packing", "accumulation"), [("adamw_torch", True, 2), ("adamw_torch", False, 1), ("adafactor", True, 1)]
+    ("optim", "packing", "accumulation"),
+    [("adamw_torch_fused", True, 2), ("adamw_torch", False, 1), ("adafactor", True, 1)],
 )
 def test_skipped_steps_leave_weights_unchanged(train: Make, optim: str, packing: bool, accumulation: int) -> None:
     """The first and the fourth of 6 steps have one pair with a NaN."""

@@ -11,7 +11,6 @@ from decoders import PAD, StayInFloat64, gradients, packed, padded, rows_of
 from recent_families import DECODERS, HYBRIDS, WITH_CLASS, tiny_classifier
 from torch import nn
 
-from trl_tpu.modeling import forward
 from trl_tpu.modeling.forward import PackingImpossible
 from trl_tpu.modeling.packability import make_packable
 from trl_tpu.modeling.recurrent_layers import nodes_of, recompute_in_same_batch, use_tree_states
@@ -68,17 +67,17 @@ WAYS = [
     *((family, "planned") for family in (*HYBRIDS, "exaone4", "gpt_oss")),
     *(("qwen3_5_text", way) for way in ("recomputed", "LoRA", "recomputed, LoRA", "recomputed, LoRA, planned")),
     ("granitemoehybrid", "recomputed"),
-    *((family, "trees together") for family in ("llama4_text", "gpt_oss", "gemma4_text", "qwen3_5_text")),
+    *((family, "segments") for family in ("llama4_text", "gpt_oss", "gemma4_text", "qwen3_5_text")),
+    *((family, "rows") for family in ("llama4_text", "gpt_oss", "gemma4_text")),
 ]
 
 
 @pytest.mark.parametrize(("family", "way"), WAYS)
-def test_rewards_and_gradients_equal_the_padded_ones(family: str, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(forward, "few_kernels", lambda _: "together" in way)  # as on a GPU
+def test_rewards_and_gradients_equal_the_padded_ones(family: str, way: str) -> None:
     model = exact_model(family, way)
-    pack_sequences = (
-        partial(pack, plan=ShapePlan((BatchShape(2, 1600),), chunk=CHUNK)) if "planned" in way else pack_unpadded
-    )
+    pack_sequences: Any = partial(pack_unpadded, layout=way if way in ("segments", "rows") else "one by one")
+    if "planned" in way:
+        pack_sequences = partial(pack, plan=ShapePlan((BatchShape(2, 1600),), chunk=CHUNK))
     (rows,) = pack_sequences(rows_of(PAIRS))
     batch = rows.map_tensors(torch.from_numpy)
     assert "planned" in way or batch.input_ids_RL.shape[1] < 0.7 * sum(len(ids) for pair in PAIRS for ids in pair)

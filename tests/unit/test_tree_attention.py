@@ -36,9 +36,11 @@ from transformers.masking_utils import (
 
 from trl_tpu.modeling import forward
 from trl_tpu.modeling.packability import PROVEN_TYPES, check_packing_is_exact, use_tree_masks
+from trl_tpu.modeling.segments import tree_layout
 from trl_tpu.modeling.static_shapes import ExpansionImpossible, use_expanded_attention, window_of
 from trl_tpu.packing.pack import pack, pack_unpadded
 from trl_tpu.packing.shapes import BatchShape, ShapePlan
+from trl_tpu.runtime.varlen import varlen_attention
 
 EAGER = {"Llama, eager": "Llama", "Mistral, sliding window, eager": "Mistral, sliding window"}
 ALL = [*FAMILIES, *EAGER]
@@ -66,8 +68,9 @@ LONG = 32  # tokens of the largest pair in these tests
 PLANS = {
     "one micro-batch": ShapePlan((BatchShape(2, 160),)),
     "micro-batches": ShapePlan((BatchShape(1, 12), BatchShape(2, LONG)), (BatchShape(1, LONG), BatchShape(2, 8))),
-    "tight": None,
-    "tight, trees together": None,
+    "tight, one by one": None,
+    "tight, segments": None,
+    "tight, rows": None,
     "expanded": ShapePlan((BatchShape(2, 40), BatchShape(2, 64), BatchShape(1, 180))),
     "expanded, one row": ShapePlan((BatchShape(1, 180),)),
     "expanded, micro-batches": ShapePlan((BatchShape(1, LONG),), (BatchShape(2, LONG),)),
@@ -80,12 +83,12 @@ def layouts_of(name: str) -> list[str]:
 
 def packed_in(layout: str, name: str, pairs: Pairs) -> torch.Tensor:
     """Return the rewards [P, 2] of all micro-batches."""
-    rows, plan, expands = rows_of(pairs), PLANS[layout], "expanded" in layout
-    some = pack_unpadded(rows, attention_crossover_length=20) if plan is None else pack(rows, plan, expands=expands)
+    rows, plan, expands, trees = rows_of(pairs), PLANS[layout], "expanded" in layout, layout.removeprefix("tight, ")
+    some = (
+        pack(rows, plan, expands=expands) if plan else pack_unpadded(rows, attention_crossover_length=20, layout=trees)
+    )
     parts = (each.map_tensors(torch.from_numpy) for each in some)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(forward, "few_kernels", lambda _: "together" in layout)  # as on a GPU
-        return packed(model_of(name, expands), *parts, expand=expands)
+    return packed(model_of(name, expands), *parts, expand=expands)
 
 
 def assert_equal(ours: Any, theirs: Any) -> None:
@@ -155,6 +158,31 @@ def test_no_tensor_outside_the_kernel_is_quadratic_in_row_length(monkeypatch: py
     assert 512 * 32 <= max(sizes) < 512 * 512 / 2
 
 
+@pytest.mark.parametrize(
+    ("name", "dtype", "layout"),
+    [
+        ("Llama", torch.bfloat16, "segments"),
+        ("Llama, eager", torch.bfloat16, "rows"),
+        ("Llama", torch.float32, "rows"),
+    ],
+)
+def test_gpu_attends_without_masks_where_its_kernel_can(
+    name: str, dtype: torch.dtype, layout: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert tree_layout(model_of(name), torch.device("cpu"), dtype) == "one by one"
+    monkeypatch.setattr(forward, "few_kernels", lambda _: True)
+    assert tree_layout(model_of(name), torch.device("cpu"), dtype) == layout
+
+
+def test_kernel_of_a_gpu_takes_segments_and_has_gradients() -> None:
+    """Shapes only: its numbers, and that it aligns masks to the last key, show on a GPU: see `varlen_error`."""
+    q, k = (torch.empty(shape, device="meta", dtype=torch.bfloat16) for shape in ((9, 4, 64), (20, 2, 64)))
+    starts = torch.empty(3, device="meta", dtype=torch.int32)
+    output = varlen_attention((q.requires_grad_(), k.requires_grad_(), k), (starts, starts, 6, 12), 0.1, window=5)
+    output.sum().backward()
+    assert output.shape == q.shape and k.grad is not None and k.grad.shape == k.shape
+
+
 # ---- rejected models
 
 
@@ -204,10 +232,10 @@ def test_models_with_other_attention_are_rejected_with_the_reason() -> None:
     use_expanded_attention(model)
     with pytest.raises(ExpansionImpossible, match="dropout"):
         packed(model, in_rows(KNOWN_PAIRS, BatchShape(2, 64)), expand=True)
-    flash = tiny_model("Llama")
-    flash.config._attn_implementation = "flash_attention_2"
-    with pytest.raises(ValueError, match="flash_attention_2"):
-        use_tree_masks(flash)
+    flex = tiny_model("Llama")
+    flex.config._attn_implementation = "flex_attention"
+    with pytest.raises(ValueError, match="flex_attention"):
+        use_tree_masks(flex)
     causal = transformers.LlamaForCausalLM(transformers.LlamaConfig(**TINY))
     with pytest.raises(ValueError, match="LlamaForCausalLM"):
         packed(causal, in_rows(KNOWN_PAIRS, BatchShape(2, 64)))

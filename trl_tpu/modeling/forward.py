@@ -17,15 +17,12 @@ from transformers.utils.output_capturing import CompileableContextVar
 
 from ..errors import UserError
 from ..packing.batch import Batch, Tail, Tree
-from ..packing.shapes import round_up
 from .head_spec import find_score_head
 
 
 class PackingImpossible(UserError):
     """Packed rows cannot be used; the message says why."""
 
-
-_MAX_JOINT_MASK = 2**27  # entries; with longer trees, kernels are large and few
 
 #: Prefix of this package's implementations in transformers' registries and in a config's `_attn_implementation`.
 OURS = "trl_tpu_"
@@ -137,50 +134,6 @@ class TreeByTree(PackedAttention):
         return torch.cat(outputs, dim=1), None
 
 
-@dataclass(frozen=True, eq=False)
-class JointTrees(PackedAttention):
-    """Attention in all trees of an unpadded row at once, as T rows of L columns with one mask: few operations.
-
-    Attributes:
-        column_TL: Column of each token in the unpadded row; an arbitrary column for padding.
-        place_S: Place of each of the unpadded row's S tokens in the flattened T rows.
-        mask: The mask [T, 1, L, L].
-    """
-
-    column_TL: torch.Tensor
-    place_S: torch.Tensor
-    mask: torch.Tensor
-
-    @classmethod
-    def of(cls, plain: Masks, batch: Batch[Any], rule: MaskRule, *args: Any, **kwargs: Any) -> "JointTrees":
-        """Build the mask of a batch's trees by a model's mask function ``plain`` from its ``rule``."""
-
-        def rule_of_only_row(tree: torch.Tensor, *indices: torch.Tensor) -> Any:
-            return rule(torch.zeros_like(tree), *indices)  # the model knows of one packed row
-
-        end_RL: Any = batch.subtree_end_RL
-        position_RL: Any = batch.position_ids_RL
-        sizes = [tree.stop - tree.start for tree in batch.trees or ()]
-        size_T = torch.tensor(sizes, device=end_RL.device)
-        start_T = size_T.cumsum(0) - size_T
-        length = round_up(max(sizes), 8)  # kernels copy masks of other lengths
-        column_L, column_S = (torch.arange(count, device=end_RL.device) for count in (length, end_RL.shape[1]))
-        column_TL = (start_T[:, None] + column_L).clamp(max=len(column_S) - 1)
-        # padding attends to itself, since attention to nothing could give NaN
-        end_TL = torch.where(column_L < size_T[:, None], end_RL[0, column_TL] - start_T[:, None], column_L + 1)
-        in_rows = {"batch_size": len(sizes), "q_length": length, "kv_length": length, "q_offset": 0, "kv_offset": 0}
-        in_rows |= {"attention_mask": None, "allow_is_causal_skip": False}
-        in_rows |= {"mask_function": tree_rule(end_TL, position_RL[0, column_TL], rule_of_only_row)}
-        tree_S = torch.arange(len(sizes), device=end_RL.device).repeat_interleave(size_T, output_size=len(column_S))
-        return cls(column_TL, column_S + (tree_S * length - start_T[tree_S]), plain(*args, **kwargs | in_rows))
-
-    def attend(self, plain: Attention, module: nn.Module, *states_BNLD: Any, **kwargs: Any) -> Outputs:
-        column_M, shape = self.column_TL.flatten(), self.column_TL.shape
-        states = (state[0].index_select(1, column_M).unflatten(1, shape).transpose(0, 1) for state in states_BNLD)
-        output_TLND = plain(module, *states, self.mask, **kwargs)[0]
-        return output_TLND.flatten(0, 1).index_select(0, self.place_S)[None], None
-
-
 # ---- forward
 
 
@@ -227,14 +180,12 @@ def tree_masks(plain: Masks, batch: Batch[Any], rule: MaskRule, *args: Any, **kw
         in_trees = tree_rule(batch.subtree_end_RL, batch.position_ids_RL, rule)
         tree_wise = {"mask_function": in_trees, "attention_mask": None, "allow_is_causal_skip": False}
         return plain(*args, **kwargs | tree_wise)
-    return (JointTrees if few_kernels(batch) else TreeByTree).of(plain, batch, rule, *args, **kwargs)
+    return TreeByTree.of(plain, batch, rule, *args, **kwargs)
 
 
-def few_kernels(batch: Batch[Any]) -> bool:
-    """Return whether the trees of an unpadded row attend together: on a GPU, many small kernels would be slow."""
-    trees = batch.trees or ()
-    longest = max((tree.stop - tree.start for tree in trees), default=0)
-    return batch.input_ids_RL.is_cuda and len(trees) * longest**2 <= _MAX_JOINT_MASK
+def few_kernels(device: torch.device) -> bool:
+    """Return whether attention should take few large kernels: on a GPU, many small ones would be slow."""
+    return device.type == "cuda"
 
 
 def register_attention(

@@ -24,6 +24,7 @@ from .adapters import without_adapters
 from .forward import OURS, MaskRule, PackingImpossible, read_scores, record_scores, register_attention, run_packed
 from .head_spec import find_score_head
 from .recurrent_layers import States, call_with_states, carries_states, restore_layer_forwards, use_tree_states
+from .segments import use_segments
 
 # largest relative difference between float32 sums of the same numbers in two orders
 _ROUNDING = 2e-5
@@ -175,19 +176,22 @@ def use_tree_masks(model: PreTrainedModel) -> None:
     Padded batches get the same masks as before.
 
     Raises:
-        PackingImpossible: The implementation takes no mask per query and key, such as flash and flex attention, or the
-            model has its own attention code.
+        PackingImpossible: The implementation takes neither a mask per query and key nor segments, such as flex
+            attention, or the model has its own attention code.
     """
     name = model.config._attn_implementation
     if name.startswith(OURS):
         return
     mask_function = ALL_MASK_ATTENTION_FUNCTIONS.get(name)
-    if mask_function is None or name.startswith(("flash", "flex")):
+    if mask_function is None or name.startswith("flex"):
         raise PackingImpossible(
             f"packed rows need attention that takes a mask, but the model uses {name!r}. Load it with "
             "`attn_implementation=` 'sdpa' or 'eager'"
         )
-    register_attention(model, name, mask_function, ALL_ATTENTION_FUNCTIONS.get(name, _eager_attention))
+    if name == "sdpa" or "flash" in name:
+        use_segments(model, name, mask_function)
+    else:
+        register_attention(model, name, mask_function, ALL_ATTENTION_FUNCTIONS.get(name, _eager_attention))
     if not model.config._attn_implementation.startswith(OURS):
         raise PackingImpossible(f"{type(model).__name__} does not attend through transformers' attention interface")
 
@@ -216,7 +220,8 @@ def check_packing_is_exact(model: nn.Module, pad_token_id: int, *, is_unpadded: 
             "float32; bf16=True still computes in bfloat16"
         )
     base: Any = without_adapters(model)
-    attention, rows = base.config._attn_implementation, _tiny_batch(pad_token_id)
+    chosen, rows = base.config._attn_implementation, _tiny_batch(pad_token_id)
+    attention = "sdpa" if "flash" in chosen else chosen  # flash attention has no float32
     length, chunk = 32, 1
     if use_tree_states(base):
         rows += _pairs_at_chunk_boundaries(base, pad_token_id)
@@ -227,6 +232,7 @@ def check_packing_is_exact(model: nn.Module, pad_token_id: int, *, is_unpadded: 
     padded: dict[str, torch.Tensor] = {}
     try:
         with _in_eval_mode(model):
+            base.set_attn_implementation(attention)
             use_tree_masks(base)  # raises before anything is computed
             for layer in {type(part): part for part in base.modules() if carries_states(part)}.values():
                 _check_state_resumes(layer, base.config.get_text_config().hidden_size)
@@ -248,8 +254,10 @@ def check_packing_is_exact(model: nn.Module, pad_token_id: int, *, is_unpadded: 
                             f"{parameter.dtype} rounding: the model ignores the given mask or position ids, or "
                             "does not score the last token"
                         )
+        base.set_attn_implementation(chosen)
+        use_tree_masks(base)
     except Exception as error:  # the model's code may raise anything for unexpected inputs
-        base.set_attn_implementation(attention)
+        base.set_attn_implementation(chosen)
         restore_layer_forwards(base)
         if isinstance(error, PackingImpossible):
             raise

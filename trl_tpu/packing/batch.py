@@ -41,8 +41,30 @@ class Expansion(NamedTuple, Generic[Array]):
     inverse_RL: Array
 
 
+class Segments(NamedTuple, Generic[Array]):
+    """Places of all tails of an unpadded row, int32, for one attention call with segments of any length.
+
+    The queries of a segment are a tail's own tokens, in the order of the row. Its keys are the tail's path and the
+    tail, so a query sees all keys except those of later queries, and its distance to a key is their distance in the
+    sequence.
+
+    Attributes:
+        key_K: Column of each key, segment after segment.
+        query_starts: First query of each segment, and the number of queries, [N + 1].
+        key_starts: First key of each segment, and the number of keys, [N + 1].
+        max_queries: Most queries of a segment.
+        max_keys: Most keys of a segment.
+    """
+
+    key_K: Array
+    query_starts: Array
+    key_starts: Array
+    max_queries: int
+    max_keys: int
+
+
 class Arrays:
-    """Base of dataclasses of arrays. Fields may also be `Arrays`, `Expansion`, tuples of `Arrays`, or other values."""
+    """Base of dataclasses of arrays. Fields may also be `Arrays`, tuples of `Arrays` or of arrays, or other values."""
 
     def tensors(self) -> dict[str, Any]:
         """Return all arrays by name, except arrays in tuples."""
@@ -60,10 +82,8 @@ class Arrays:
         def mapped(value: Any) -> Any:
             if isinstance(value, Arrays):
                 return value.map_tensors(function)
-            if isinstance(value, Expansion):
-                return Expansion(*map(function, value))
             if isinstance(value, tuple):
-                return tuple(map(mapped, value))
+                return type(value)(*map(mapped, value)) if hasattr(value, "_fields") else tuple(map(mapped, value))
             return function(value) if hasattr(value, "dtype") else value
 
         instance: Any = self
@@ -182,6 +202,7 @@ class Batch(Arrays, Generic[Array]):
         attention_mask_RL: 1 for tokens, 0 for padding.
         expansion: Places of the tokens in expanded rows, for models that attend in rows of whole sequences.
         trees: The trees of an unpadded row: attention is computed tree by tree. None for token rows with one mask.
+        segments: The tails of an unpadded row, to compute attention in one call. None: tree by tree.
         extras: Further arguments of the model: additional keys of a user-defined collator's batch.
         earlier: Micro-batches to compute before this one, in order. They only accumulate gradients.
     """
@@ -196,6 +217,7 @@ class Batch(Arrays, Generic[Array]):
     attention_mask_RL: Array | None = None
     expansion: Expansion[Array] | None = None
     trees: tuple[Tree, ...] | None = None
+    segments: Segments[Array] | None = None
     extras: Mapping[str, Any] = field(default_factory=dict)
     pad_token_id: int = 0
     earlier: tuple["Batch[Array]", ...] = ()
@@ -222,7 +244,8 @@ class Batch(Arrays, Generic[Array]):
     # ---- the interface for loaders and scripts
 
     def to(self, device: Any, non_blocking: bool = False) -> "Batch[Array]":
-        return self.map_tensors(lambda tensor: tensor.to(device, non_blocking=non_blocking))
+        # copies of pinned memory need not wait for the device
+        return self.map_tensors(lambda array: array.to(device, non_blocking=non_blocking or array.is_pinned()))
 
     def pin_memory(self) -> "Batch[Array]":
         return self.map_tensors(torch.Tensor.pin_memory)

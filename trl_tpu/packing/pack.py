@@ -25,12 +25,12 @@ row are adjacent), R token rows, L columns per token row.
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
 from ..errors import UserError
-from .batch import Batch, Comparisons, Expansion, Tail, Tree
+from .batch import Batch, Comparisons, Expansion, Segments, Tail, Tree
 from .shapes import BatchShape, Schedule, ShapePlan, common_prefix, round_up, zigzag
 
 
@@ -156,15 +156,23 @@ class Sequences:
         return [slice(first, first + count) for first, count in zip(first_D.tolist(), count_D.tolist(), strict=True)]
 
 
-def pack_unpadded(sequences: Sequences, attention_crossover_length: float = 4096) -> list[Batch[np.ndarray]]:
-    """Pack one batch into a single token row without padding, tree after tree.
+#: How the trees of a batch attend: one after another; all tails in one call; or in token rows of trees with one mask.
+TreeLayout = Literal["one by one", "segments", "rows"]
+_MAX_MASK = 2**27  # entries; with longer trees, even tree by tree, kernels are large and few
 
-    Attention can then be computed tree by tree. Sequences that are adjacent in lexicographic order share a tree if
-    sharing saves more than attention over the larger tree costs.
+
+def pack_unpadded(
+    sequences: Sequences, attention_crossover_length: float = 4096, layout: TreeLayout = "one by one"
+) -> list[Batch[np.ndarray]]:
+    """Pack one batch into one token row without padding, tree after tree, or into rows as long as its largest tree.
+
+    Sequences that are adjacent in lexicographic order share a tree if sharing saves more than attention over the
+    larger tree costs.
 
     Args:
         sequences: At least one sequence.
         attention_crossover_length: The length at which attention costs as much as everything else.
+        layout: A single token row with trees only, or also with their `Segments`; or token rows.
     """
 
     def work(size: int) -> float:
@@ -172,16 +180,49 @@ def pack_unpadded(sequences: Sequences, attention_crossover_length: float = 4096
 
     order, prefix_DD = sequences.prefixes
     tree_D = np.zeros(len(order), np.int64)
-    tree, size, length, before = -1, 0, 0, 0
+    sizes, before = list[int](), 0  # of trees
     for index in order.tolist():
         added = len(sequences.cut[index])
-        merged = size + added - int(prefix_DD[before, index])
-        if tree >= 0 and work(merged) < work(size) + work(added):
-            length, size = length + merged - size, merged
+        merged = sizes[-1] + added - int(prefix_DD[before, index]) if sizes else 0
+        if sizes and work(merged) < work(sizes[-1]) + work(added):
+            sizes[-1] = merged
         else:
-            length, size, tree = length + added, added, tree + 1
-        tree_D[index], before = tree, index
-    return [sequences.written(np.zeros_like(tree_D), tree_D, BatchShape(1, length))]
+            sizes.append(added)
+        tree_D[index], before = len(sizes) - 1, index
+    if layout == "rows":
+        shape, row_T = _rows_of_trees(sizes)
+        if shape.rows * shape.length**2 <= _MAX_MASK:
+            rank_T = np.argsort(np.argsort(row_T, kind="stable"))  # trees of a row are adjacent
+            return [replace(sequences.written(row_T[tree_D], rank_T[tree_D], shape), trees=None)]
+    written = sequences.written(np.zeros_like(tree_D), tree_D, BatchShape(1, sum(sizes)))
+    return [replace(written, segments=segments_of(written.trees or ())) if layout == "segments" else written]
+
+
+def _rows_of_trees(sizes: list[int]) -> tuple[BatchShape, np.ndarray]:
+    """Place each tree in the first token row with room; token rows are as long as the largest tree.
+
+    Returns:
+        Number and length of the token rows, and each tree's token row [T].
+    """
+    longest = round_up(max(sizes), 8)  # attention kernels copy masks of other lengths
+    free_R, row_T = np.full(len(sizes), longest), np.empty(len(sizes), np.int64)
+    for tree in np.argsort(sizes, kind="stable")[::-1].tolist():
+        row_T[tree] = row = np.argmax(free_R >= sizes[tree])
+        free_R[row] -= sizes[tree]
+    return BatchShape(int(row_T.max()) + 1, longest), row_T
+
+
+def segments_of(trees: tuple[Tree, ...]) -> Segments[np.ndarray]:
+    """Return the segments of a row's trees."""
+    keys, queries = list[np.ndarray](), list[int]()
+    for tree in trees:
+        for tail in tree.tails:
+            ranges = [np.arange(tree.start + start, tree.start + stop) for start, stop in tail.path]
+            keys.append(np.concatenate([*ranges, np.arange(tree.start + tail.start, tree.start + tail.stop)]))
+            queries.append(tail.stop - tail.start)
+    counts = list(map(len, keys))
+    key_starts, query_starts = (np.cumsum([0, *lengths], dtype=np.int32) for lengths in (counts, queries))
+    return Segments(np.concatenate(keys, dtype=np.int32), query_starts, key_starts, max(queries), max(counts))
 
 
 def pad(sequences: Sequences, lengths: tuple[int, ...] | None = None, multiple: int = 1) -> list[Batch[np.ndarray]]:

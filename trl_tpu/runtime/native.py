@@ -21,7 +21,7 @@ from torch import nn
 from torch.autograd.graph import save_on_cpu
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import scaled_dot_product_attention
-from torch.optim import Optimizer
+from torch.optim import Adam, Optimizer
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from torch.utils.data import DataLoader
 from transformers.utils import is_torch_bf16_gpu_available
@@ -454,7 +454,9 @@ class Runtime:
 
     def skip_update_unless(self, is_finite: torch.Tensor, optimizer: Optimizer) -> None:
         """Skip the next update of ``optimizer`` unless ``is_finite``, a boolean tensor on the device, is true."""
-        if not is_finite:
+        if isinstance(optimizer, Adam) and all(group["fused"] for group in optimizer.param_groups):
+            optimizer.found_inf = (~is_finite).float()  # type: ignore[attr-defined]  # the kernel reads it on the device
+        elif not is_finite:
             optimizer.zero_grad(set_to_none=True)
 
     def optimization_barrier(self, tensors: Sequence[torch.Tensor]) -> None:

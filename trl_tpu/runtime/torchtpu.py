@@ -84,12 +84,6 @@ class TorchTpuRuntime(Runtime):
                 settings["fused"] = True
             optimizer.register_step_pre_hook(_skip_empty_shards)
 
-    def skip_update_unless(self, is_finite: torch.Tensor, optimizer: Any) -> None:
-        if isinstance(optimizer, Adam) and all(group["fused"] for group in optimizer.param_groups):
-            optimizer.found_inf = (~is_finite).float()  # type: ignore[attr-defined]  # fused kernels read it, as set by a gradient scaler
-        else:
-            super().skip_update_unless(is_finite, optimizer)
-
     def compiled(self, function: Callable[..., Any]) -> Callable[..., Any]:
         return _compiled(function)
 

@@ -16,16 +16,17 @@ from .. import runtime
 from ..data.collate import BatchCollator, ComparisonRule, PackSequences, Part
 from ..data.kinds import Answers
 from ..errors import UserError
-from ..modeling.adapters import is_peft_model
+from ..modeling.adapters import is_peft_model, without_adapters
 from ..modeling.forward import PackingImpossible, rewards_of
 from ..modeling.head_spec import HeadSpec, RewardScale, keep_heads_in_float32, saved_scale
 from ..modeling.load import load_model, load_tokenizer
 from ..modeling.model_shape import learned_positions, position_groups
 from ..modeling.packability import make_packable
 from ..modeling.recurrent_layers import shared_chunk
+from ..modeling.segments import tree_layout
 from ..modeling.static_shapes import use_static_shapes
 from ..packing.batch import Batch
-from ..packing.pack import in_order, pack, pack_unpadded, pad
+from ..packing.pack import TreeLayout, in_order, pack, pack_unpadded, pad
 from ..packing.shapes import BatchShape, ShapePlan, attention_crossover_length, round_up
 from ..parallel.mesh import BATCH_AXES, parse_mesh
 from ..parallel.shard import place_model, plan_model, shard_activations
@@ -53,6 +54,7 @@ class Batches:
         is_static: Whether padded batches must have few different shapes.
         row_length: Length of planned rows; by default chosen from the first sequences.
         chunk: See `ShapePlan`.
+        trees: How the trees of unpadded batches attend.
     """
 
     pad_token_id: int
@@ -62,10 +64,13 @@ class Batches:
     is_static: bool = False
     row_length: int | None = None
     chunk: int = 1
+    trees: TreeLayout = "one by one"
 
     def unpadded(self, dialogues: Sequence[np.ndarray]) -> Iterator[Members]:
         """Yield unpadded batches, for a device that computes any shape without compiling it."""
-        pack_sequences = partial(pack_unpadded, attention_crossover_length=self.attention_crossover_length)
+        pack_sequences = partial(
+            pack_unpadded, attention_crossover_length=self.attention_crossover_length, layout=self.trees
+        )
         order, shared = in_order(list(dialogues))
         members, tokens = list[int](), 0
         for index, common in zip(order.tolist(), [0, *shared.tolist()], strict=False):
@@ -195,6 +200,8 @@ class Scorer:
         try:
             # check this while the model is on the host: there its test pass compiles nothing
             make_packable(self.model, self.pad_token_id, is_unpadded=not is_static)
+            dtype = torch.bfloat16 if bf16 else self.model.dtype
+            makers.trees = tree_layout(without_adapters(self.model), self.device, dtype)
         except PackingImpossible as reason:
             logger.warning(f"Sequences are padded, not packed: {reason}.")
             self.batches = makers.padded

@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+import torch
 from accelerate.utils import parse_flag_from_env
 from datasets import Dataset
 from transformers import DataCollatorForTokenClassification, PreTrainedModel, PreTrainedTokenizerBase
@@ -28,8 +29,9 @@ from ..modeling.layers import find_layers
 from ..modeling.model_shape import outgrows_positions
 from ..modeling.packability import make_packable, reads_padding, user_code_in
 from ..modeling.recurrent_layers import shared_chunk
+from ..modeling.segments import tree_layout
 from ..modeling.static_shapes import ExpansionImpossible, use_expanded_attention, use_static_shapes
-from ..packing.pack import pack, pack_unpadded, pad
+from ..packing.pack import TreeLayout, pack, pack_unpadded, pad
 from ..packing.shapes import RowLengths, ShapePlan, attention_crossover_length, bucket_lengths, plan_shapes, round_up
 from ..parallel.shard import has_no_weights, of_first_process
 from ..runtime import Runtime
@@ -56,6 +58,7 @@ class Unpadded:
 
     Args:
         crossover: Length at which attention costs as much as everything else.
+        trees: How the trees of a batch attend.
 
     Attributes:
         name: The kind of token rows, as recorded in checkpoints: "packed" or "padded".
@@ -64,15 +67,17 @@ class Unpadded:
     """
 
     crossover: float
+    trees: TreeLayout
     name, shapes, accumulates = "packed", None, False
 
     def collator(self, pad_token_id: int, rule: ComparisonRule, part: Part) -> Callable[..., Any]:
         """Return the collator that makes process ``part``'s batches with comparisons by ``rule``."""
-        pack_sequences = partial(pack_unpadded, attention_crossover_length=self.crossover)
+        pack_sequences = partial(pack_unpadded, attention_crossover_length=self.crossover, layout=self.trees)
         return BatchCollator(pack_sequences, pad_token_id, rule, part if part.count > 1 else None)
 
     def __str__(self) -> str:
-        return "each packed into one token row without padding"
+        rows = "token rows as long as its largest tree" if self.trees == "rows" else "one token row without padding"
+        return f"each packed into {rows}"
 
 
 @dataclass(frozen=True)
@@ -404,7 +409,10 @@ class BatchPlan:
         """Return the layout of batches of ``dataset`` with ``batch_size`` data rows per process."""
         args, is_static = self._args, self._runtime.plans_shapes
         if self.padding_reason is None and not self._is_planned:
-            return Unpadded(attention_crossover_length(self._hidden_size))
+            device = torch.device("cpu") if args.use_cpu else self._runtime.device
+            dtype = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else self._model.dtype
+            trees = tree_layout(self._model, device, dtype)
+            return Unpadded(attention_crossover_length(self._hidden_size), trees)
         if self.padding_reason is None and can_plan(dataset, args.max_length):
             return Planned(self.shapes_of(dataset, batch_size), self._expands)
         reason = self.padding_reason or "a stream without max_length"

@@ -1,0 +1,129 @@
+"""Attention of unpadded rows in one call per layer without a mask: on a GPU, many small kernels would be slow."""
+
+import re
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.masking_utils import causal_mask_function
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from ..packing.batch import Batch, Segments
+from ..packing.pack import TreeLayout
+from ..runtime.varlen import varlen_attention, varlen_error
+from . import forward
+from .forward import OURS, Attention, MaskRule, Masks, Outputs, PackedAttention, register_attention, tree_masks
+from .recurrent_layers import shared_chunk
+from .static_shapes import ExpansionImpossible, window_of
+
+# more than rounding in bfloat16, and less than any misplaced key changes
+_MAX_ERROR = 0.1
+_FLASH = "segments_"  # of names without "flash": transformers would look for a kernel of that name
+
+
+@dataclass(frozen=True, eq=False)
+class InSegments(PackedAttention):
+    """Attention of all tails of an unpadded row in one call.
+
+    Attributes:
+        segments: The tails.
+        window: Number of tokens of its sequence that a token sees, itself included; None for all.
+    """
+
+    segments: Segments[torch.Tensor]
+    window: int | None
+
+    def attend(self, plain: Attention, module: nn.Module, *states_BNLD: Any, **kwargs: Any) -> Outputs:
+        key_K, query_starts, key_starts, max_queries, max_keys = self.segments
+        # rotary embeddings give float32 under autocast
+        query, key, value = (state.to(states_BNLD[-1].dtype) for state in states_BNLD)
+        key, value = (
+            state.squeeze(0).transpose(0, 1).index_select(0, key_K).transpose(0, 1)[None] for state in (key, value)
+        )
+        # the arguments of transformers' flash attention
+        starts = {"cu_seq_lens_q": query_starts, "cu_seq_lens_k": key_starts, "sliding_window": self.window}
+        lengths = {"max_length_q": max_queries, "max_length_k": max_keys}
+        return plain(module, query, key, value, None, **kwargs | starts | lengths)
+
+
+def segment_masks(
+    otherwise: Callable[..., Any], plain: Masks, batch: Batch[Any], rule: MaskRule, *args: Any, **kwargs: Any
+) -> Any:
+    """Return an `InSegments` if packed rows have segments and the rule allows it, else the masks of ``otherwise``."""
+    if batch.segments is not None and not kwargs.get("use_vmap"):
+        with suppress(ExpansionImpossible):
+            window = None if rule is causal_mask_function else window_of(rule, batch.segments.max_keys)
+            return InSegments(batch.segments, window)
+    return _additive(otherwise(plain, batch, rule, *args, **kwargs), kwargs["dtype"])
+
+
+def _additive(masks: Any, dtype: torch.dtype) -> Any:
+    """Return a boolean mask as numbers to add, for sdpa, which would convert it in each layer."""
+    if not isinstance(masks, torch.Tensor) or masks.dtype != torch.bool:
+        return masks
+    device = masks.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else dtype
+    return torch.zeros_like(masks, dtype=dtype).masked_fill_(~masks, -torch.inf)
+
+
+def sdpa_in_segments(
+    module: nn.Module, query: Any, key: Any, value: Any, attention_mask: Any, dropout: float = 0.0, **kwargs: Any
+) -> Any:
+    """Attend in segments if there are any, else as sdpa."""
+    if (query_starts := kwargs.get("cu_seq_lens_q")) is None:
+        return ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, attention_mask, dropout=dropout, **kwargs)
+    query, key, value = (state.squeeze(0).transpose(0, 1) for state in (query, key, value))
+    scale = query.shape[-1] ** -0.5 if kwargs.get("scaling") is None else kwargs["scaling"]
+    lengths = query_starts, kwargs["cu_seq_lens_k"], kwargs["max_length_q"], kwargs["max_length_k"]
+    return varlen_attention((query, key, value), lengths, scale, kwargs["sliding_window"], dropout)[None], None
+
+
+def flash_in_segments(name: str, module: Any, *args: Any, **kwargs: Any) -> Outputs:
+    """Attend with transformers' flash attention ``name``, padded rows or segments."""
+    # transformers loads the kernel that the layer's config names, and the config names our implementation
+    config = SimpleNamespace(**vars(module.config) | {"_attn_implementation": name})
+    layer = SimpleNamespace(config=config, is_causal=getattr(module, "is_causal", True), modules=module.modules)
+    return ALL_ATTENTION_FUNCTIONS[name](layer, *args, **kwargs)
+
+
+def reject_masks(*_: Any, **__: Any) -> Any:
+    raise forward.PackingImpossible(
+        "Flash attention takes no mask, but this layer's rule or these rows need one. Load the model with "
+        "attn_implementation='sdpa', or set packing=False."
+    )
+
+
+def use_segments(model: PreTrainedModel, name: str, masks: Masks) -> None:
+    """Let ``model`` attend in segments by sdpa or by flash attention ``name``, and with ``masks`` in other rows."""
+    if name == "sdpa":
+        register_attention(model, name, masks, sdpa_in_segments, partial(segment_masks, tree_masks))
+    else:
+        attend, ours = partial(flash_in_segments, name), _FLASH + re.sub(r"flash|\W", "", name)
+        register_attention(model, ours, masks, attend, partial(segment_masks, reject_masks))
+
+
+def tree_layout(model: PreTrainedModel, device: torch.device, dtype: torch.dtype) -> TreeLayout:
+    """Choose how the trees of unpadded batches attend.
+
+    Args:
+        model: A model that reads packed rows, without adapters.
+        device: The device of the batches.
+        dtype: The dtype that attention computes in.
+    """
+    name, config = model.config._attn_implementation, model.config.get_text_config()
+    if name.startswith(f"{OURS}{_FLASH}"):
+        return "segments"
+    if not forward.few_kernels(device):
+        return "one by one"
+    sizes = {module.head_dim for module in model.modules() if hasattr(module, "head_dim")}
+    has_kernel = dtype.itemsize == 2 and all(varlen_error(device, dtype, size) < _MAX_ERROR for size in sizes)
+    has_chunks = "chunked_attention" in (getattr(config, "layer_types", None) or ())
+    if name == f"{OURS}sdpa" and sizes and has_kernel and not has_chunks:
+        return "segments"
+    return "rows" if shared_chunk(model) == 1 else "one by one"
