@@ -8,6 +8,7 @@ import json
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -15,7 +16,7 @@ from datasets import Dataset
 from subprocesses import become_rank
 from training import QUIET
 
-MESHES = ("fsdp=2", "data=2")
+MESHES = ("fsdp=2", "data=2", "tensor=2")
 
 
 def language_model(family: str, **changes: Any) -> Any:
@@ -44,6 +45,7 @@ def different(path: Path, mesh: str, tokenizer: Any) -> list[str] | str:
     from transformers import set_seed
 
     from trl_tpu import RewardConfig, RewardTrainer
+    from trl_tpu.errors import UserError
     from trl_tpu.modeling.load import load_model
 
     ids = {"chosen_ids": [[3, 4, 5]] * 4, "rejected_ids": [[3, 4, 6]] * 4}
@@ -52,7 +54,7 @@ def different(path: Path, mesh: str, tokenizer: Any) -> list[str] | str:
     expected = tensors_of(load_model(str(path)))
     try:
         trainer = RewardTrainer(str(path), args, train_dataset=Dataset.from_dict(ids), processing_class=tokenizer)
-    except ValueError as error:
+    except UserError as error:
         return str(error)
     found = tensors_of(trainer.model)
     assert len(found) > 10
@@ -64,6 +66,8 @@ def main(rank: str, folder: Path, families: list[str]) -> None:
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast
 
+    from trl_tpu.parallel import shard
+
     PartialState(cpu=True)
     results = dict[str, Any]()
     words = Tokenizer(models.WordLevel({"<pad>": 0, "<eos>": 1}, unk_token="<pad>"))  # nothing is tokenized
@@ -73,6 +77,10 @@ def main(rank: str, folder: Path, families: list[str]) -> None:
             language_model(family).save_pretrained(folder / family)
         dist.barrier()
         results[family] = {mesh: different(folder / family, mesh, tokenizer) for mesh in MESHES}
+    # no family: a value that one process receives wrongly
+    add = int(rank)
+    with patch.object(shard, "fill", lambda tensor, value, fill=shard.fill: fill(tensor, value + add)):
+        results["received wrongly"] = {"fsdp=2": different(folder / families[-1], "fsdp=2", tokenizer)}
     (folder / f"weights of {rank}.json").write_text(json.dumps(results))
 
 

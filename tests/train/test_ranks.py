@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import shutil
 from collections.abc import Callable
 from functools import cache
@@ -12,10 +13,10 @@ import numpy as np
 import pytest
 import ranks
 import recent_families
+import shared_weights
 import subprocesses
 import torch
 from safetensors.torch import save_file
-from shared_weights import language_model
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 import trl_tpu
@@ -36,7 +37,9 @@ def folder(model_folder: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizer.save_pretrained(folder / "causal")
     for family in ranks.FAMILIES:
         vocabulary = dict.fromkeys(("vocab_size", "vocab_size_per_layer_input"), len(tokenizer))
-        language_model(family, **vocabulary, pad_token_id=tokenizer.pad_token_id).save_pretrained(folder / family)
+        shared_weights.language_model(family, **vocabulary, pad_token_id=tokenizer.pad_token_id).save_pretrained(
+            folder / family
+        )
         tokenizer.save_pretrained(folder / family)
     shutil.copytree(folder / "causal", folder / "value head")
     head = {"v_head.summary.weight": torch.ones(1, LlamaConfig.from_pretrained(model_folder).hidden_size)}
@@ -73,14 +76,24 @@ def test_new_heads_and_adapters_equal_those_of_one_process(alone: dict[str, Any]
 
 
 def test_models_of_all_families_have_the_weights_of_one_process(tmp_path: Path) -> None:
-    """All parameters and buffers, and the new head, of a model that is loaded by name on a mesh."""
+    """All parameters and buffers, and the new head, of a model that is loaded by name on a mesh, or the rejection."""
     families = [*recent_families.SETTINGS, *recent_families.MULTIMODAL]
     commands = [("shared_weights.py", rank, str(tmp_path), *families) for rank in "01"]
     subprocesses.run_ranks(*commands, USE_TORCH_XLA="0")
     found = json.loads((tmp_path / "weights of 0.json").read_text())
-    shares_parameters = {family: found.pop(family) for family in ("zamba", "zamba2")}
-    assert found == {family: {"fsdp=2": [], "data=2": []} for family in families if family not in shares_parameters}
-    assert all("share parameters" in error for errors in shares_parameters.values() for error in errors.values())
+    assert "differ from those that process 0 has loaded" in found.pop("received wrongly")["fsdp=2"]
+    errors = {(family, mesh): found[family].pop(mesh) for family in families for mesh in rejected_meshes(family)}
+    assert found == {
+        family: dict.fromkeys({*shared_weights.MESHES} - rejected_meshes(family), []) for family in families
+    }
+    assert all(re.search("share parameters|has no `tp_plan`|packed_rowwise", error) for error in errors.values())
+
+
+def rejected_meshes(family: str) -> set[str]:
+    if family in ("zamba", "zamba2"):  # their layers share parameters
+        return {*shared_weights.MESHES}
+    plan = recent_families.tiny_config(family).get_text_config().base_model_tp_plan or {}
+    return set() if plan and "packed_rowwise" not in plan.values() else {"tensor=2"}
 
 
 def test_own_loop_equals_the_trainer(run_processes: RunProcesses, folder: Path) -> None:

@@ -120,9 +120,11 @@ def build_reward_model(
             kwargs["quantization_config"] = quantization_config
         # On an SPMD mesh, weights go straight from their files to their shards, unless adapters need them on the host.
         in_files = runtime.current().is_spmd and not (peft_config is not None and reads_base_weights(peft_config))
-        if _receives_weights(args, peft_config) and not kwargs.keys() & {"distributed_config", "quantization_config"}:
+        is_sharded = args.shards_over_processes and not kwargs.keys() & {"distributed_config", "quantization_config"}
+        if is_sharded and _receives_weights(args, peft_config):
             kwargs["device_map"] = "meta"
-        model = load_model(name, outputs, in_files=in_files, **kwargs)
+        mesh = args.mesh_shape if is_sharded else None
+        model = load_model(name, outputs, in_files=in_files, mesh=mesh, **kwargs)
         if is_peft_model(model):  # `name` is a folder of saved adapters, possibly with a tokenizer
             in_files, attribute_weights = False, read_attribute_weights(model) or HeadSpec.saved(name).attributes
             if processing_class is None and find_file(name, "tokenizer_config.json", **hub_settings(kwargs)):
@@ -176,7 +178,7 @@ def _receives_weights(args: RewardConfig, peft_config: Any) -> bool:
     With a `tensor` axis all processes load: torch splits the rows of a weight over two axes only from a whole weight.
     """
     reads_values = peft_config is not None and reads_base_weights(peft_config)
-    return args.shards_over_processes and args.mesh_shape.tensor == 1 and args.process_index > 0 and not reads_values
+    return args.mesh_shape.tensor == 1 and args.process_index > 0 and not reads_values
 
 
 def with_attribute_order(model: Any, args: RewardConfig) -> RewardConfig:

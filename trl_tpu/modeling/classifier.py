@@ -1,5 +1,6 @@
 """Load a checkpoint's weights into a reward model: all of them, or an error; only a head may be new."""
 
+import copy
 import json
 import logging
 import re
@@ -17,7 +18,8 @@ from transformers.utils import CONFIG_NAME
 from transformers.utils.loading_report import LoadStateDictInfo, log_state_dict_report
 
 from ..errors import UserError, explaining
-from ..parallel.shard import fill
+from ..parallel.mesh import MeshShape
+from ..parallel.shard import distribute, fill
 from .head_spec import HeadSpec, find_file, find_heads, hub_settings
 from .heads import auto_class_of, model_without_weights
 
@@ -33,7 +35,7 @@ _NO_HEAD = re.compile(r"(lm_head|cls|sop_classifier|discriminator_predictions)\.
 
 
 def load_classifier(
-    name: str, outputs: HeadSpec, *, in_files: bool = False, **kwargs: Any
+    name: str, outputs: HeadSpec, *, in_files: bool = False, mesh: MeshShape | None = None, **kwargs: Any
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
     """Load a model with ``outputs``, and return it with transformers' loading info: missing and unexpected weights.
 
@@ -45,6 +47,7 @@ def load_classifier(
         in_files: Leave the backbone's weights, except the input embeddings, in the checkpoint's files. `place_model`
             then reads module by module; call `remove_offload_hooks` after it. Weights that transformers converts while
             loading (such as experts stored one by one) are loaded to the host anyway.
+        mesh: The mesh over whose processes the model will be split; a model that cannot be is rejected before loading.
         **kwargs: Arguments of ``from_pretrained``.
 
     Raises:
@@ -56,6 +59,11 @@ def load_classifier(
         hub_kwargs = hub_settings(kwargs) | {"trust_remote_code": kwargs.get("trust_remote_code", False)}
         config = AutoConfig.from_pretrained(name, **hub_kwargs)
         kinds, auto_class = str(config.architectures), auto_class_of(config, outputs)
+        if mesh is not None:
+            with torch.random.fork_rng(devices=[]):  # modeling code may draw numbers, also on the meta device
+                distribute(
+                    model_without_weights(copy.deepcopy(config), None, hub_kwargs["trust_remote_code"], outputs), mesh
+                )
         if mapping := getattr(auto_class._model_mapping.get(type(config), None), "names_in_checkpoint", None):
             kwargs.setdefault("key_mapping", mapping)
         random_state, loaded = torch.get_rng_state(), None

@@ -15,6 +15,7 @@ from transformers.utils import find_adapter_config_file
 from .. import runtime
 from ..config.reward_config import RewardConfig
 from ..errors import UserError, explaining
+from ..parallel.mesh import MeshShape
 from ..parallel.shard import parameter_pattern
 from .adapters import load_adapted_model
 from .classifier import load_classifier
@@ -159,7 +160,13 @@ def clone_chat_template(
 
 
 def load_model(
-    name: str, outputs: HeadSpec = ONE_REWARD, *, in_files: bool = False, is_trainable: bool = True, **kwargs: Any
+    name: str,
+    outputs: HeadSpec = ONE_REWARD,
+    *,
+    in_files: bool = False,
+    mesh: MeshShape | None = None,
+    is_trainable: bool = True,
+    **kwargs: Any,
 ) -> PreTrainedModel:
     """Load a checkpoint as a reward model with ``outputs``, or load saved adapters with their model.
 
@@ -169,7 +176,7 @@ def load_model(
     Args:
         name: A Hub id or folder.
         outputs: The head specification of the model.
-        in_files: See `load_classifier`.
+        in_files, mesh: See `load_classifier`.
         is_trainable: Whether to load for training. Otherwise the head must be in the checkpoint.
         **kwargs: Arguments of ``from_pretrained``. ``dtype`` defaults to float32.
 
@@ -189,7 +196,7 @@ def load_model(
         if kwargs.get("device_map") == "meta":  # peft reads weights: all processes load
             kwargs.pop("device_map")
         return load_adapted_model(name, outputs, is_trainable=is_trainable, **kwargs)
-    model, info = load_classifier(name, outputs, in_files=in_files, **kwargs)
+    model, info = load_classifier(name, outputs, in_files=in_files, mesh=mesh, **kwargs)
     if info["missing_keys"] and not is_trainable:
         raise UserError(
             f"{name} is not a saved reward model: it lacks {sorted(info['missing_keys'])}, so its rewards would be "

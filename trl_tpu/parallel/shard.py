@@ -5,6 +5,8 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
+from math import prod
 from typing import Any, TypeVar
 
 import torch
@@ -14,10 +16,11 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
+from transformers import PreTrainedModel
 from transformers.distributed import DistributedConfig
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from ..errors import UserError
+from ..errors import UserError, explaining
 from ..runtime import Runtime
 from .mesh import BATCH_AXES, MeshShape, as_axes, check_heads, names_of
 from .sharding_plan import GATHERED_OUTPUTS, Placement, Plan, Rules, bare_name
@@ -87,24 +90,15 @@ def shard_model(model: Any, mesh: MeshShape, runtime: Runtime, device: torch.dev
         UserError: The `tensor` axis would split an attention head, or transformers has loaded wrong rows into the
             shards.
     """
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    base, whole = _base_of(model), dict[str, torch.Tensor]()
     if mesh_of(base) is None:
-        check_heads(mesh, _heads_of(base))
         whole = _tensors_of(model)  # process 0's are the values of all
-        config, _, manager = base.prepare_distribute_model(distributed_config(mesh))
-        if any(map(_reads_embedding, base.modules())):  # keep the embedding in the root, which is whole in a forward
-            base.fsdp_plan = {name: style for name, style in base.fsdp_plan.items() if "embed_tokens" not in name}
         if mesh.tensor > 1:
             for tensor in whole.values():
                 tensor.data.copy_(_from_first(tensor, device))
         else:  # no process has weights now: TorchTPU cannot move them within FSDP2
             _replace_tensors(model, lambda tensor: torch.empty_like(tensor, device="meta"))
-        base.maybe_distribute_model(base, config, manager)
-        if separated := sorted(_tensors_of(model).keys() - whole.keys()):
-            raise UserError(
-                f"{type(base).__name__} cannot be sharded: its layers share parameters, and sharded layers would not "
-                f"({separated[0]}). Leave mesh={str(mesh)!r} out: each process then has the whole model (DDP)."
-            )
+        distribute(model, mesh)
         if mesh.tensor == 1:
             _receive(model, whole, device)
         setattr(base, _SHARDED_HERE, True)
@@ -118,9 +112,48 @@ def shard_model(model: Any, mesh: MeshShape, runtime: Runtime, device: torch.dev
     reshard(model)  # a trial of packed rows may have left gathered weights
     # tensors that are in no plan
     _replace_tensors(model, lambda tensor: tensor if isinstance(tensor, DTensor) else tensor.to(device))
+    if whole:
+        _check_values(model, whole)
     runtime.set_mesh(mesh.sizes, mesh.slices)
     placements = {name: _placement(parameter, mesh) for name, parameter in model.named_parameters()}
     return ShardReport(mesh, placements, {name: tensor.nbytes for name, tensor in model.named_parameters()})
+
+
+def distribute(model: Any, mesh: MeshShape) -> None:
+    """Split the parameters of ``model`` over processes by its plans in transformers. It may be without weights.
+
+    Raises:
+        UserError: The model cannot be split over the mesh.
+    """
+    base, names = _base_of(model), _tensors_of(model).keys()
+    check_heads(mesh, _heads_of(base))
+    if mesh.tensor > 1 and (packed := [name for name, style in base.tp_plan.items() if style == "packed_rowwise"]):
+        raise UserError(  # torch takes this style's strided shard of the last dimension for a plain one
+            f"mesh='{mesh}' cannot shard {type(base).__name__}: its plan in transformers has {packed[0]}: "
+            "'packed_rowwise', and torch splits such weights into wrong parts. Leave `tensor` out."
+        )
+    if any(map(_reads_embedding, base.modules())):  # keep the embedding whole, with FSDP2 in the root
+        base.fsdp_plan, base.tp_plan = (
+            {name: style for name, style in plan.items() if "embed_tokens" not in name}
+            for plan in (base.fsdp_plan, base.tp_plan)
+        )
+    with explaining(f"mesh='{mesh}' cannot shard {type(base).__name__}", "Choose another mesh."):
+        base.maybe_distribute_model(base, distributed_config(mesh), _process_groups(mesh))
+    if separated := sorted(_tensors_of(model).keys() - names):
+        raise UserError(
+            f"{type(base).__name__} cannot be sharded: its layers share parameters, and sharded layers would not "
+            f"({separated[0]}). Leave mesh={str(mesh)!r} out: each process then has the whole model (DDP)."
+        )
+
+
+@cache
+def _process_groups(mesh: MeshShape) -> Any:
+    """Return transformers' mesh of processes. They make its groups once: groups hold sockets and threads."""
+    return PreTrainedModel.prepare_distribute_model(distributed_config(mesh))[2]
+
+
+def _base_of(model: Any) -> Any:
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def _reads_embedding(module: nn.Module) -> bool:
@@ -158,6 +191,38 @@ def _receive(model: nn.Module, whole: Mapping[str, torch.Tensor], device: torch.
     _replace_tensors(model, lambda tensor: torch.empty_like(tensor, device=device))
     for name, tensor in _tensors_of(model).items():
         fill(tensor, _from_first(whole[name], device))
+
+
+def _check_values(model: nn.Module, whole: Mapping[str, torch.Tensor]) -> None:
+    """Compare all processes' shards with process 0's tensors, which it has loaded as a single process does.
+
+    The sum of a tensor's bits is exact in any order, so the shards' sums add up to that of each whole copy.
+
+    Raises:
+        UserError: The bits of a parameter or buffer differ.
+    """
+    tensors, sums, processes = _tensors_of(model), list[torch.Tensor](), dist.get_world_size()
+    for name, tensor in tensors.items():
+        local, copies = tensor, processes
+        if isinstance(tensor, DTensor):
+            sizes = zip(tensor.placements, tensor.device_mesh.shape, strict=True)
+            local, copies = tensor.to_local(), processes // prod(size for at, size in sizes if not at.is_replicate())
+        sums.append(_sum_of_bits(local))
+        if dist.get_rank() == 0:
+            sums[-1] -= copies * _sum_of_bits(whole[name].to(local.device))
+    differences = torch.stack(sums)
+    dist.all_reduce(differences)
+    if wrong := [name for name, each in zip(tensors, differences.tolist(), strict=True) if each]:
+        raise UserError(
+            f"{len(wrong)} of {len(sums)} tensors, such as {wrong[0]}, differ from those that process 0 has loaded. "
+            "Leave `mesh` out: each process then loads the whole model."
+        )
+
+
+def _sum_of_bits(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the sum of a tensor's numbers as 32-bit integers, modulo 2**32. Shorter numbers count as float32."""
+    numbers = tensor.detach() if tensor.element_size() >= 4 else tensor.detach().float()
+    return numbers.contiguous().flatten().view(torch.int32).sum(dtype=torch.int32)
 
 
 def fill(tensor: torch.Tensor, value: torch.Tensor) -> None:
@@ -238,7 +303,7 @@ def plan_model(model: Any, mesh: MeshShape, rules: Rules | None = None) -> Plan:
     """
     if rules is not None:
         rules.check(bare_name(name) for name, _ in model.named_parameters())
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    base = _base_of(model)
     styles, expert_styles = (getattr(base, name, None) or {} for name in ("tp_plan", "ep_plan"))
     if mesh.tensor > 1 and any("attn" in name and style == "colwise" for name, style in styles.items()):
         styles = _with_whole_heads(base, mesh, styles)

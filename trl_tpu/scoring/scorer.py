@@ -174,7 +174,7 @@ class Scorer:
         self.device = self.runtime.device
         self.tokenizer: Any = load_tokenizer(model_folder, trust_remote_code=trust_remote_code)
         self.outputs = HeadSpec.saved(model_folder)
-        code = {"trust_remote_code": trust_remote_code}
+        code: Any = {"trust_remote_code": trust_remote_code}
         self.model: Any = load_model(model_folder, self.outputs, is_trainable=False, **code).eval()
         self.model.config.get_text_config().use_cache = False  # a cache would save nothing: one pass per sequence
         self.pad_token_id = self._resolve_pad_token(model_folder)
