@@ -2,6 +2,7 @@
 
 import argparse
 import importlib
+import os
 import platform
 import signal
 import sys
@@ -55,6 +56,9 @@ def main(argv: list[str] | None = None) -> int:
         config, words = ({}, words) if command in _COMMANDS_WITHOUT_CONFIG else take_config(words)
         if command == "plan":
             pretend_devices(config, words)
+        if not sys.stderr.isatty():  # a file would keep each update of a bar
+            for library in ("HUB", "DATASETS"):  # the first one also turns off transformers' bars
+                os.environ.setdefault(f"HF_{library}_DISABLE_PROGRESS_BARS", "1")
         settle()
         script = importlib.import_module(f"trl_tpu.scripts.{'reward' if command == 'prm' else command}")
         run = script.run_prm if command == "prm" else script.run

@@ -235,9 +235,10 @@ class RewardConfig(RemovedArguments, TrainingArguments):
             Whether to log the norm of each parameter's gradient before clipping, as `grad_norm/NAME`. All norms of a
             step are one vector on the device. They are read only when they are logged.
         progress (`str`, *optional*, defaults to `"bar"`):
-            `"bar"` shows transformers' progress bar, or prints logs if `disable_tqdm` is on. `"json"` replaces both:
-            each log becomes one line of standard output, a JSON object with `step` and all numbers of the log.
-            Non-finite numbers become null.
+            `"bar"` shows transformers' progress bar, or prints logs if `disable_tqdm` is on. By default, terminals and
+            notebooks show bars, and files only the logs; `disable_tqdm=False` writes bars into files, too. `"json"`
+            replaces all: each log becomes one line of standard output, a JSON object with `step` and all numbers of
+            the log. Non-finite numbers become null.
         activation_offloading (`bool`, *optional*, defaults to `False`):
             Whether to keep activations for the backward pass in host memory: the inputs of layers that `remat`
             recomputes and, in plain torch, all saved activations of other layers. On XLA this requires `scan_layers`.
@@ -409,12 +410,15 @@ class RewardConfig(RemovedArguments, TrainingArguments):
             self.gradient_checkpointing = False  # remat overrides TRL's default of True
         if self.greater_is_better is None and (self.metric_for_best_model or "").endswith(ERRORS):
             self.greater_is_better = False  # transformers does this only for losses
+        shows_no_bars = self.disable_tqdm
         with chosen.accelerate_context(), warnings.catch_warnings():
             # our default has TRL's name, and transformers deprecates it
             warnings.filterwarnings(
                 "ignore", message="`gradient_checkpointing.*` is deprecated", category=FutureWarning
             )
             super().__post_init__()
+        if shows_no_bars is None and not self.disable_tqdm:
+            self.disable_tqdm = None  # to tqdm: bars in terminals and notebooks only
         checks.check_trackers(self)
         checks.warn_of_unmet_needs(self)
         _ = self.schedule  # raises if the schedule cannot end at learning_rate_end

@@ -30,8 +30,9 @@ _HEAD_FILES = ("value_head.safetensors", "value_head.bin")  # LLaMA-Factory's
 _HEAD_NAME = re.compile(r"v_head|value|score|reward|rm_head|regress|classifi|critic|^head$")
 _HEAD_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth")
 _MODEL_FILE = re.compile(r"(pytorch_)?model.*\.(safetensors|bin)")
-# heads of pre-training, and layers such as those for multi-token prediction
-_NO_HEAD = re.compile(r"(lm_head|cls|sop_classifier|discriminator_predictions)\.|(.*\.)?layers\.")
+_PRETRAINING_HEAD = r"(lm_head|cls|sop_classifier|discriminator_predictions)\."
+# the second kind are layers such as those for multi-token prediction
+_NO_HEAD = re.compile(rf"{_PRETRAINING_HEAD}|(.*\.)?layers\.")
 
 
 def load_classifier(
@@ -80,7 +81,8 @@ def load_classifier(
         if not new:
             torch.set_rng_state(random_state)  # a head was drawn before it was read
         report = {field.name: set[str]() for field in fields(LoadStateDictInfo)} | info
-        # every new reward model has a new head
+        # every new reward model has a new head in the place of the language model's
+        report["unexpected_keys"] = {key for key in info["unexpected_keys"] if not re.match(_PRETRAINING_HEAD, key)}
         report["missing_keys"] = {key for key in info["missing_keys"] if key not in new_head or ".pooler." in key}
     log_state_dict_report(model, name, True, LoadStateDictInfo(**report), source)
     return model, info

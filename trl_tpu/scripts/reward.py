@@ -12,6 +12,7 @@ import logging
 import signal
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -88,13 +89,14 @@ def main(
         end_by_sigterm(training_args, checkpoint)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
     trainer = make_trainer(script_args, training_args, model_args, dataset_args)
-    show = print if trainer.is_world_process_zero() else lambda _: None
+    show = partial(print, flush=True) if trainer.is_world_process_zero() else lambda _: None
     if dry_run:
         *_, steps = trainer.set_initial_training_values(trainer.args, trainer.get_train_dataloader())
         show(f"{first_row(trainer)}\n{trainer.describe()}")
         show(f"{steps:,} steps; nothing was trained, since --dry_run ends before the first.")
         return
     show(trainer.describe())
+    trainer.trl_tpu.is_described = True
     trainer.trl_tpu.at_late_sigterm = lambda: None  # the work after training is short
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # training installs its own handler; a second SIGTERM kills
     trainer.train(resume_from_checkpoint=checkpoint)

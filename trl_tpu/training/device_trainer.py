@@ -69,7 +69,7 @@ from ..parallel.mesh import BATCH_AXES
 from ..runtime import choice, current
 from .batch_plan import BatchPlan
 from .optimizer import create_schedule, unwrap
-from .progress import JsonLines, Progress
+from .progress import BusyCores, JsonLines, Progress
 from .saving import Components, SavingTrainer, saves_state
 from .statistics import StepCounts, StepStatistics
 from .stopping import SIGTERM, EvaluationInterrupted
@@ -118,11 +118,13 @@ class DeviceTrainer(SavingTrainer):
         shows_bar = self.pop_callback(trainer.DEFAULT_PROGRESS_CALLBACK) is not None  # notebooks have their own
         if is_json:
             self.pop_callback(PrinterCallback)
-        progress = JsonLines() if is_json else Progress() if shows_bar else None
+        progress = JsonLines() if is_json else Progress(self._opening) if shows_bar else None
         announce = logger.info if progress is None else progress.say
         self.trl_tpu = Components(self.args, self.model, self.accelerator, plan, announce)
         if progress is not None:
             self.add_callback(progress)
+        if self.args.device.type == "cpu" and torch.get_num_threads() > 1:
+            self.add_callback(BusyCores())
         self.batch_plan = plan
         # TRL uses this attribute name
         offload: Any = current().activations_on_host if self.args.activation_offloading else contextlib.nullcontext
@@ -142,6 +144,11 @@ class DeviceTrainer(SavingTrainer):
             f"{self.shard_report}\n"
             f"Batches of {self._train_batch_size} rows, {self.trl_tpu.batch_plan.layout}"
         )
+
+    def _opening(self) -> str:
+        """Return the first line of the log: the devices, and the layout of batches. Empty if it is known."""
+        device, *_, batches = self.describe().splitlines()
+        return "" if self.trl_tpu.is_described else f"{device}. {batches}"
 
     # ---- the entry
 

@@ -1,14 +1,18 @@
-"""Progress bar, JSON logs, announcements of compilations, and a warning about compilations after warm-up."""
+"""Progress bar, JSON logs, announcements of compilations, and warnings about late compilations and busy cores."""
 
 import json
 import logging
+import sys
+import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 from tqdm.auto import tqdm
 from transformers import ProgressCallback, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_utils import has_length
 
 from ..config.reward_config import LENGTH_METRICS, METRICS, REWARD_METRICS
 from ..runtime import Runtime
@@ -104,6 +108,35 @@ class RecompileGuard:
             )
 
 
+def seconds_without_core() -> float:
+    """Return how long this thread was ready to run, but had no CPU core. 0 if the system does not count it."""
+    counters = Path("/proc/thread-self/schedstat")
+    return int(counters.read_text(encoding="ascii").split()[1]) / 1e9 if counters.is_file() else 0.0
+
+
+_MEASURED_SECONDS, _BUSY_SHARE = 5, 0.2
+
+
+class BusyCores(TrainerCallback):
+    """Warn once if other work uses the CPU cores: the threads of each operation then wait for each other.
+
+    The first log after `_MEASURED_SECONDS` of training decides.
+    """
+
+    def on_train_begin(self, args: Any, state: TrainerState, control: Any, **_: Any) -> None:
+        self._start: tuple[float, float] | None = (time.monotonic(), seconds_without_core())
+
+    def on_log(self, args: Any, state: TrainerState, control: Any, **_: Any) -> None:
+        if self._start is None or (seconds := time.monotonic() - self._start[0]) < _MEASURED_SECONDS:
+            return
+        share, self._start = (seconds_without_core() - self._start[1]) / seconds, None
+        if share > _BUSY_SHARE and state.is_local_process_zero:
+            logger.warning(
+                f"Training has waited for a CPU core {share:.0%} of the time, since other work uses the cores. Its "
+                f"{torch.get_num_threads()} threads then wait for each other. OMP_NUM_THREADS=1 may be much faster."
+            )
+
+
 _BAR_METRICS = ("loss", "accuracy", "num_tokens")
 
 _TRACKER_ONLY = {
@@ -113,18 +146,39 @@ _TRACKER_ONLY = {
 
 
 class Progress(ProgressCallback):
-    """Progress bar of transformers that also shows compilations; logged lines omit metrics meant for trackers."""
+    """Progress bar of transformers that also shows compilations; logged lines omit metrics meant for trackers.
+
+    If `disable_tqdm` is None, bars are shown in terminals and notebooks only: a file would keep each of their updates.
+
+    Args:
+        opening: Returns the first line of a run's log.
+    """
+
+    def __init__(self, opening: Callable[[], str]) -> None:
+        super().__init__()
+        self._opening = opening
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         if state.is_world_process_zero:
+            if line := self._opening():
+                print(line, flush=True)
             # count from the resumed step; from 0, the bar would underestimate the remaining time
-            self.training_bar = tqdm(total=state.max_steps, initial=state.global_step, dynamic_ncols=True)
+            self.training_bar = _bar(args, state.max_steps, initial=state.global_step)
         self.current_step = state.global_step
 
+    def on_prediction_step(
+        self, args: Any, state: TrainerState, control: Any, eval_dataloader: Any = None, **more: Any
+    ) -> None:
+        if self.prediction_bar is None and state.is_world_process_zero and has_length(eval_dataloader):
+            self.prediction_bar = _bar(args, len(eval_dataloader), leave=self.training_bar is None)
+        super().on_prediction_step(args, state, control, eval_dataloader, **more)
+
     def say(self, message: str) -> None:
-        """Show a message in the bar, such as "compiling shape 2 of 4"; "" clears it."""
-        if self.training_bar is not None:
+        """Show a message in the bar, such as "compiling shape 2 of 4"; "" clears it. Without a bar, print it."""
+        if self.training_bar is not None and not self.training_bar.disable:
             self.training_bar.set_description_str(message)
+        elif self.training_bar is not None and message:
+            print(message, flush=True)
 
     def on_log(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: Any = None, **more: Any
@@ -135,6 +189,11 @@ class Progress(ProgressCallback):
             if name.removeprefix("eval_") not in _TRACKER_ONLY and "accuracy/" not in name and "grad_norm/" not in name
         }
         super().on_log(args, state, control, logs=shown, **more)
+        sys.stdout.flush()  # a file would get the line much later
+
+
+def _bar(args: TrainingArguments, total: int, **settings: Any) -> Any:
+    return tqdm(total=total, dynamic_ncols=True, disable=args.disable_tqdm, **settings)
 
 
 class JsonLines(TrainerCallback):

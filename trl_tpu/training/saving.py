@@ -82,7 +82,9 @@ class Components:
         build: Function that turns the return value of `model_init` into a reward model.
         date: Date that the chat template writes into conversations; None if it writes no date.
         evaluated_kind: Kind of the last evaluated rows.
+        is_described: Whether the command has shown the run's description, so that the log need not begin with it.
         identity: Everything that decides the numbers of the run, see `identity_of`.
+        own_optimizer: Whether the user passed an optimizer.
         last_step: Last result of the loss, for subclass methods that do not return it.
         seen: Number of evaluation prompts that are also in the training data, and of all, by the `id` of a dataset.
 
@@ -96,6 +98,7 @@ class Components:
     date: str | None = None
     seen: Mapping[int, tuple[int, ...]] = MappingProxyType({})
     evaluated_kind: Any = Pairs()
+    is_described = own_optimizer = False
     last_step: StepResult | None = None
 
     def __init__(
