@@ -165,8 +165,9 @@ CARDS: list[tuple[Any, dict[str, Any], list[str]]] = [
     (RANKINGS, {"ties": "davidson", "average_over": "comparisons"}, ["Davidson"]),
     (RANKINGS, {"ties": "rao_kupper"}, ["Rao and Kupper"]),
     (RANKINGS, {"margin_scale": 0.5}, ["Ouyang", "times 0.5"]),
+    (answers(8), {"weight_decay": 0.1}, ["sigmoid of its reward", "8 answers", "weight decay 0.1"]),
 ]
-NAMED_LOSSES = {"Bradley", "squared error", "Plackett", "Davidson", "Rao and Kupper"}
+NAMED_LOSSES = {"Bradley", "squared error", "Plackett", "Davidson", "Rao and Kupper", "sigmoid of its reward"}
 
 
 @pytest.mark.parametrize("case", CARDS)
@@ -177,6 +178,7 @@ def test_model_card_states_loss_and_truncation(model_folder: str, tmp_path: Path
     assert [words for words in stated if words not in card] == []
     assert len([name for name in NAMED_LOSSES if name in card]) == 1
     assert ("Nothing was truncated" in card) is ("truncation_mode" not in settings)
+    assert "licence" not in card and "None" not in card and "Seed: 42" in card
 
 
 BY_SOURCE = {"eval_accuracy/web": True, "eval_ece": False, "brier": False, "length_controlled_accuracy": True}

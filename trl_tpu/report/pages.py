@@ -17,7 +17,7 @@ from zlib import crc32
 import numpy as np
 from huggingface_hub import ModelCard, ModelCardData
 from jinja2 import Environment
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase, TrainerState
 
 from .. import __version__
 from ..errors import UserError, explaining
@@ -29,6 +29,7 @@ logger = logging.getLogger(__name__)
 
 PAGE = "index.html"
 VERDICT_FILE = "verdict.json"
+CURVE_FILE = "training.png"
 _GENERATOR = "trl-tpu report"
 _MAX_CHARACTERS = 700  # of a text from the data
 _NO_MATPLOTLIB = "Pictures are missing because matplotlib is not installed. Run `pip install matplotlib`."
@@ -267,6 +268,17 @@ def write_verdicts(verdicts: Mapping[str, AnyVerdict], folder: Path, draws: bool
     return "\n\n".join(parts)
 
 
+def write_training_curve(state: TrainerState, folder: Path) -> str:
+    """Draw loss and accuracy of a training into a model's folder; return Markdown. Empty without curves to draw."""
+    run = RunHistory("training", state.log_history, state.global_step, state.max_steps, (), {})
+    shown = [name for name in _CURVES[:2] if len(run.series(name)[0]) > 1]
+    if not shown or find_spec("matplotlib") is None:
+        return ""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / CURVE_FILE).write_bytes(_picture(3.0, draw_training, [run], shown))
+    return f"![Loss and accuracy over the steps of the training]({CURVE_FILE})"
+
+
 def write_page(
     runs: Sequence[RunHistory], scored: Mapping[str, ScoredRows], folder: Path
 ) -> tuple[Path, dict[str, AnyVerdict]]:
@@ -366,7 +378,10 @@ def make_model_card(
         **shown: Other values for the template: `location`, a Hub id or a folder; `args`, the training arguments;
             `scale`, the measured mean and std of rewards; `date`, the date that the chat template wrote into
             conversations; `kind`, the kind of the training rows; `columns`, the columns of the prepared data;
-            `own_loss`, whether the training script computed the loss; `evaluation`, a section in Markdown.
+            `own_loss`, whether the training script computed the loss; `evaluation`, a section in Markdown; `curve`, a
+            picture in Markdown; `rows`, the number of training rows; `batch`, the rows of a step; `state`, the
+            trainer's state; `first_step` since the last resume; `adapters`, their configs; `tokens` that were trained
+            on; `devices`; `own_optimizer`, whether the training script made the optimizer.
     """
     metadata = ModelCardData(  # the template reads these names, too
         base_model=base_model,
@@ -375,7 +390,6 @@ def make_model_card(
         model_name=name,
         pipeline_tag=outputs.pipeline_tag,
         tags=sorted({_TAG, *tags}),
-        licence="license",
     )
     adds_bos = tokenizer is not None and tokenizer("a")["input_ids"][:1] == [tokenizer.bos_token_id]
     return ModelCard.from_template(

@@ -14,7 +14,7 @@ from datasets import Dataset
 from torch import nn
 from transformers import EvalPrediction, PreTrainedTokenizerBase
 from transformers.trainer_pt_utils import find_batch_size
-from transformers.trainer_utils import EvalLoopOutput, denumpify_detensorize
+from transformers.trainer_utils import EvalLoopOutput, denumpify_detensorize, has_length
 from transformers.utils import CONFIG_NAME
 
 from ..data.collate import Labels
@@ -27,8 +27,8 @@ from ..modeling.forward import read_scores
 from ..modeling.head_spec import BASE_CONFIG, HeadSpec, may_be_on_the_hub, set_reward_normalization
 from ..modeling.losses import StepResult
 from ..packing.batch import Batch, micro_batches_of, tensors_in
-from ..report.pages import is_generated, make_model_card, write_verdicts
-from ..runtime import Runtime
+from ..report.pages import CURVE_FILE, is_generated, make_model_card, write_training_curve, write_verdicts
+from ..runtime import Runtime, current
 from ..training.device_trainer import DeviceTrainer
 from ..training.progress import SubclassMetrics
 from ..training.saving import write_card
@@ -398,6 +398,15 @@ class EvaluatingTrainer(DeviceTrainer):
             head_class=next(iter(getattr(self.model, "auto_map", {}).values()), None),
             is_adapters=is_peft_model(self.model),
             evaluation=evaluation,
+            curve="" if self.is_in_train else write_training_curve(self.state, path.parent),
+            rows=len(self.train_dataset) if has_length(self.train_dataset) else None,
+            batch=self.args.train_batch_size * self._batch_parts * self.args.gradient_accumulation_steps,
+            state=self.state,
+            adapters=getattr(self.model, "peft_config", {}).values(),
+            tokens=self.trl_tpu.statistics.num_tokens,
+            first_step=getattr(self, "_initial_global_step", 0) + 1,
+            own_optimizer=self.trl_tpu.own_optimizer,
+            devices=current().topology().description,
         )
         card.save(path)
 
@@ -411,9 +420,9 @@ class EvaluatingTrainer(DeviceTrainer):
         complete_config(self.model, folder)
         write_card(self.create_model_card, dataset_name=dataset_name)
         if (remote := self.trl_tpu.remote) is not None:
-            verdict = [path.name for path in sorted(folder.glob("verdict*"))]  # files that the card shows
+            shown = [path.name for path in (*sorted(folder.glob("verdict*")), *folder.glob(CURVE_FILE))]
             config = BASE_CONFIG if is_peft_model(self.model) else CONFIG_NAME
-            remote.put(folder, [config, *verdict, *(["README.md"] if (folder / "README.md").is_file() else [])])
+            remote.put(folder, [config, *shown, *(["README.md"] if (folder / "README.md").is_file() else [])])
 
 
 def rewards_in(outputs: Any, batch: Batch[torch.Tensor] | None) -> torch.Tensor | None:

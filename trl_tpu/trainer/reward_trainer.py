@@ -188,6 +188,7 @@ class RewardTrainer(SuggestsNewNames, EvaluatingTrainer):
         # parts
         self._make_components(plan)
         self.trl_tpu.build = build
+        self.trl_tpu.own_optimizer = optimizer is not None or optimizer_cls_and_kwargs is not None
         self.trl_tpu.date = date_written(built_tokenizer, first_chat(train_dataset))
         if eval_dataset is not None:
             self.trl_tpu.seen = self._prompts_seen()
