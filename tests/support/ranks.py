@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.utils import patch_environment
 from peft import LoraConfig
 from subprocesses import become_rank
 from training import QUIET, logged, trained
@@ -32,6 +33,9 @@ WAYS: dict[str, tuple[int, str, str | None]] = {
     "bf16": (2, "bf16", "fsdp=2"),
     "adapters": (2, "adapters", "fsdp=2"),
     "loaded on a mesh": (2, "plain", None),
+    "launched with FSDP2": (2, "plain", None),
+    "launched with FSDP1": (2, "adapters", None),
+    "fsdp": (2, "plain", None),
     "not finite": (2, "not finite", "fsdp=2"),
     "planned": (2, "plain", None),
     "planned, padded": (2, "padded", "fsdp=2"),
@@ -50,6 +54,12 @@ WAYS: dict[str, tuple[int, str, str | None]] = {
     "data=4,fsdp=2": (8, "plain", "data=4,fsdp=2"),
 }
 
+
+#: Variables that `accelerate launch` sets for its FSDP configs.
+LAUNCHED = {
+    **{"ACCELERATE_USE_FSDP": "true", "FSDP_SHARDING_STRATEGY": "FULL_SHARD"},
+    **{"FSDP_CPU_RAM_EFFICIENT_LOADING": "true", "FSDP_SYNC_MODULE_STATES": "true"},
+}
 
 #: Families of models that are loaded by name, from folders of these names.
 FAMILIES = ("kimi_linear", "gemma4")
@@ -72,14 +82,16 @@ class Infinite(TrainerCallback):
             local.copy_(torch.full_like(local, float("inf")) if state.global_step == 2 else self.kept)
 
 
-def train(model: str, out: Path, way: str, mesh: str | None = None, loaded_on: Any = None) -> dict[str, Any]:
+def train(
+    model: str, out: Path, way: str, mesh: str | None = None, loaded_on: Any = None, **more: Any
+) -> dict[str, Any]:
     """Train two epochs, whose last batches are short, and evaluate after each."""
     from label_formats import format_in  # imports trainers, which choose the device: RANK must be known
 
     form = format_in(way)
     pairs = form.rows(39)
     train_pairs: Any = pairs.select(range(26))
-    settings = SETTINGS | form.settings | {"mesh": mesh, "use_cpu": not current().plans_shapes}
+    settings = SETTINGS | form.settings | {"mesh": mesh, "use_cpu": not current().plans_shapes} | more
     arguments: dict[str, Any] = {"model": form.model(model), "eval_dataset": pairs.select(range(26, 39))}
     if way == "accumulated":  # an epoch's last batch is an update of its own
         settings |= {"gradient_accumulation_steps": 2, "remat": "dots", "max_steps": 4}
@@ -145,7 +157,10 @@ def main(model: str, folder: Path, count: int) -> None:
                 if choice().name == "native":
                     replace(Planning() if "planned" in name else Runtime())
                 loaded_on = DistributedConfig(fsdp_size=2) if name == "loaded on a mesh" else None
-                found[name] = train(model, folder / name, way, mesh, loaded_on)
+                launched = LAUNCHED | {"FSDP_VERSION": name[-1]} if name.startswith("launched") else {}
+                settings = {"fsdp": "full_shard"} if name == "fsdp" else {}
+                with patch_environment(**launched):
+                    found[name] = train(model, folder / name, way, mesh, loaded_on, **settings)
     if count <= 2 and (folder / "causal").is_dir():
         mesh = None if count == 1 else "fsdp=2"
         ways = {"plain": "causal", "adapters": "causal", "steps": "causal", "value head": "value head"}

@@ -139,7 +139,6 @@ CASES: dict[str, tuple[Any, ...]] = {
     "evaluation without a split": (flags(do_eval="true"), "split 'test'", "'train'", "test_split_size"),
     "adapters for nothing": (flags(use_peft="true", lora_target_modules="x"), "No modules", "--lo"),
     # flags that only transformers, accelerate or torch reject
-    "FSDP in one process": (flags(fsdp="full_shard"), "fsdp", "distributed"),
     "lengths that no row has, in training": (flags(group_by_length="true"), "lengths", "input_ids"),
     "no final rate, in training": (flags(lr_scheduler_type="cosine_with_min_lr"), "min_lr", "lr_scheduler_kwargs"),
     "a seed that is too large": (flags(seed=2**40), "2**32"),

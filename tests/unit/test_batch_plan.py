@@ -104,16 +104,12 @@ def test_row_length_too_short_for_evaluation_is_rejected_before_training(tmp_pat
 OBSTACLES: dict[str, tuple[dict[str, Any], str]] = {
     "collator": ({"data_collator": lambda rows: {}}, "data collator"),
     "loss": ({"reads_padded_rows": lambda: "compute_loss"}, "compute_loss"),
-    "FSDP": ({"settings": {"fsdp": True}}, "accelerate"),
-    "accelerate's launcher": ({}, "accelerate"),
     "tokens": ({"settings": {"include_num_input_tokens_seen": True}}, "include_num_input_tokens_seen"),
 }
 
 
 @pytest.mark.parametrize("kind", OBSTACLES)
-def test_obstacle_to_packing_is_told_once_or_raised(kind: str, tmp_path: Path, caplog: Any, monkeypatch: Any) -> None:
-    if kind == "accelerate's launcher":
-        monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+def test_obstacle_to_packing_is_told_once_or_raised(kind: str, tmp_path: Path, caplog: Any) -> None:
     arguments, obstacle = OBSTACLES[kind]
     settings = arguments.get("settings", {})
     for packing, times in ((None, 1), (False, 0)):

@@ -23,6 +23,7 @@ from ..parallel.mesh import MeshShape, parse_mesh
 from ..parallel.sharding_plan import Rules
 from ..runtime import Remat
 from . import checks
+from .launchers import apply_fsdp, launched_mesh, without_fsdp
 from .settings import DURATION, SETTINGS
 
 T = TypeVar("T")
@@ -271,7 +272,8 @@ class RewardConfig(RemovedArguments, TrainingArguments):
             weights and their work. TPU slices that are connected by a slower network form the outer part of
             `data`; their number is detected, and can be stated as `slices=2`. On XLA the default is `"fsdp=-1"`.
             Elsewhere `mesh` arranges the processes that torchrun starts, one per device, and transformers shards the
-            model (FSDP2 and tensor parallelism); by default each process has the full model (DDP).
+            model (FSDP2 and tensor parallelism). By default each process has the full model (DDP); with `fsdp`, or an
+            FSDP config of `accelerate launch`, the default is `"fsdp=-1"`.
         sharding_plan (`str`, *optional*):
             YAML file that maps patterns of parameter names to the mesh axes of each dimension. It overrides the
             model's own plan; `"*": auto` keeps that plan for all other parameters. See
@@ -410,13 +412,14 @@ class RewardConfig(RemovedArguments, TrainingArguments):
             self.gradient_checkpointing = False  # remat overrides TRL's default of True
         if self.greater_is_better is None and (self.metric_for_best_model or "").endswith(ERRORS):
             self.greater_is_better = False  # transformers does this only for losses
-        shows_no_bars = self.disable_tqdm
-        with chosen.accelerate_context(), warnings.catch_warnings():
+        shows_no_bars, launched = self.disable_tqdm, launched_mesh()
+        with without_fsdp(), chosen.accelerate_context(), warnings.catch_warnings():
             # our default has TRL's name, and transformers deprecates it
             warnings.filterwarnings(
                 "ignore", message="`gradient_checkpointing.*` is deprecated", category=FutureWarning
             )
             super().__post_init__()
+            apply_fsdp(self, launched)
         if shows_no_bars is None and not self.disable_tqdm:
             self.disable_tqdm = None  # to tqdm: bars in terminals and notebooks only
         checks.check_trackers(self)

@@ -260,7 +260,7 @@ _add(
     No("torchtpu", "set the environment variable ACCELERATE_USE_CPU=1 for plain torch on the CPU"),
 )
 _add("sharding_plan", No("ranks", "leave it out: transformers shards by its own plan"))
-_add("fsdp", No("xla", "shard with mesh='fsdp=-1' (transformers' wrapper saves broken files)"), _BY_MESH, _NOT_SHARDED)
+_add("fsdp", No("xla", "shard with mesh='fsdp=-1'"))
 _add("parallelism_config", No("xla", "arrange the devices with mesh"), _BY_MESH)
 _add(
     "activation_checkpointing_kwargs",

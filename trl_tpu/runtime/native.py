@@ -309,6 +309,9 @@ class Runtime:
         """Set training arguments that depend on the device, before transformers reads them."""
         if args.bf16 is None:
             args.bf16 = (args.use_cpu or is_torch_bf16_gpu_available()) and not args.fp16
+        launched = os.environ.get("ACCELERATE_MIXED_PRECISION")  # as in transformers, `bf16` and `fp16` come first
+        if launched in ("bf16", "fp16") and not (args.bf16 or args.fp16):
+            setattr(args, launched, True)
         if not torch.accelerator.is_available():
             args.dataloader_pin_memory = False  # without an accelerator, torch would warn
             # Without `use_cpu`, accelerate forms no group of torchrun's processes, and each process trains alone.

@@ -18,6 +18,7 @@ from ..compat.arguments import SuggestsNewNames
 from ..compat.old_columns import _tokenize
 from ..compat.trainer import has_old_columns, has_old_order, upgrade_args, upgrade_processing_class
 from ..config import checks
+from ..config.launchers import without_fsdp
 from ..config.reward_config import RewardConfig
 from ..data.formats import date_written
 from ..data.kinds import COLUMNS, Pairs, kind_of_columns
@@ -100,6 +101,7 @@ class RewardTrainer(SuggestsNewNames, EvaluatingTrainer):
     # attributes that methods copied from TRL may read
     _total_train_tokens, _tp_size = 0, 1
 
+    @without_fsdp()
     def __init__(
         self,
         model: "str | PreTrainedModel | None" = None,

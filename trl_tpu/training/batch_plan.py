@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from accelerate.utils import parse_flag_from_env
 from datasets import Dataset
 from transformers import DataCollatorForTokenClassification, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -192,8 +191,7 @@ def obstacle_to_packing(
         return "neftune_noise_alpha scales its noise by the length of token rows"
     if outgrows_positions(model, args.max_length):
         return "long sequences change the positions of shorter ones in a batch (see max_length)"
-    is_sharded = args.fsdp or args.deepspeed_plugin or args.parallelism_config
-    if is_sharded or parse_flag_from_env("ACCELERATE_USE_FSDP"):
+    if args.deepspeed_plugin or args.parallelism_config:
         return "accelerate shards the model, and packed rows are not tested with that"
     counted = args.include_num_input_tokens_seen
     if getattr(counted, "value", counted) not in (False, "no"):

@@ -51,6 +51,7 @@ from transformers.trainer_utils import has_length
 
 from ..checkpoint.folders import RunFolder
 from ..checkpoint.state_dict import gather_weights_on_save
+from ..config.launchers import without_fsdp
 from ..data.loader import (
     UnsplitStream,
     collate_marked,
@@ -152,6 +153,7 @@ class DeviceTrainer(SavingTrainer):
 
     # ---- the entry
 
+    @without_fsdp()
     def train(
         self,
         resume_from_checkpoint: str | bool | None = None,

@@ -54,9 +54,8 @@ logger = logging.getLogger(__name__)
 
 
 def saves_state(accelerator: Accelerator) -> bool:
-    """Return whether this package saves the training state, and not FSDP or DeepSpeed of accelerate."""
-    plugins = ("fsdp_plugin", "deepspeed_plugin")
-    return all(getattr(accelerator.state, plugin, None) is None for plugin in plugins)
+    """Return whether this package saves the training state, and not DeepSpeed."""
+    return getattr(accelerator.state, "deepspeed_plugin", None) is None
 
 
 def is_user_defined(method: Any) -> bool:
@@ -89,7 +88,7 @@ class Components:
         seen: Number of evaluation prompts that are also in the training data, and of all, by the `id` of a dataset.
 
     Raises:
-        UserError: Checkpoints of FSDP or DeepSpeed would go to a URL, or one process would use several GPUs.
+        UserError: Checkpoints of DeepSpeed would go to a URL, or one process would use several GPUs.
     """
 
     best_model_lost: str | None = None
@@ -114,7 +113,7 @@ class Components:
         self.remote = None if args.output_url is None else RemoteRun(args.output_url)
         if self.remote is not None and not saves_state(accelerator):
             raise UserError(
-                f"FSDP and DeepSpeed of accelerate write a part of a checkpoint in every process, but only one writes "
+                f"DeepSpeed writes a part of a checkpoint in every process, but only one process writes "
                 f"to a URL ({args.output_url}). Set output_dir to a folder that all processes share."
             )
         check_one_gpu(args.n_gpu)  # transformers sets 1 for a model that is split across GPUs
@@ -276,7 +275,7 @@ class SavingTrainer(Trainer):
             if self._shards_model:
                 weights = gather_full_weights(self.model, runtime, keeps=self.args.should_save)
             if not self.args.should_save:
-                if weights is None:  # accelerate's FSDP and DeepSpeed gather them
+                if weights is None:  # DeepSpeed gathers them
                     super(SavingTrainer, self).save_model(folder, _internal_call=True)
                 return
             Path(folder).mkdir(parents=True, exist_ok=True)

@@ -55,7 +55,7 @@ class StepStatistics:
     Attributes:
         device_counts: int32: `COUNTS`, tokens, `StepCounts`.
         device_sums: float32: `SUMS`, the lowest and highest reward, the loss up to the last finite step.
-        checks_nonfinite: False if accelerate's FSDP or DeepSpeed takes the steps.
+        checks_nonfinite: False if DeepSpeed takes the steps.
         has_scaler: True if a loss scaler runs. It causes infinite gradients, and skips their updates itself.
         flops_per_row: FLOPs of an average training row; None if unknown. Tokens that its answers share count once,
             padding does not count. See `trl_tpu.modeling.model_shape`.
