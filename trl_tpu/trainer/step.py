@@ -176,8 +176,8 @@ def evaluation_step(state: TrainState, batch: Any) -> dict[str, torch.Tensor]:
         batch: A batch from `TrainState.eval_batches`, or a dict from TRL's collator.
 
     Returns:
-        Tensors on the device: `loss` and the reward metrics of `training_step`; `rewards` of P pairs or rankings with
-        K answers, [P, K] or with several attributes [P, A, K]; and `is_real`, [P], False for padding.
+        Tensors on the device: `loss` and the reward metrics of `training_step`; `rewards` of P rows with K
+        answers, [P, K] or with several attributes [P, A, K]; and `is_real`, [P], False for padding.
     """
     trainer = state._trainer
     with trainer.paused():
