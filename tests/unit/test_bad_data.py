@@ -95,7 +95,6 @@ RANKINGS = [  # rankings are not read as streams
     BadRows([{**TWO, "ranks": [1, 2]}], "Row 0 .*`scores`", settings={"kinds": [Rankings(True, True, True)]}),
     BadRows([{**TWO, **GOOD, "ranks": [1, 2]}], "completions, ranks"),
     BadRows([{**TWO, **IDS, "scores": [1.0, 2.0]}], "completions, scores"),
-    BadRows([GOOD], "ranking_top_k=2", settings={"unused_settings": {"pairs": ["ranking_top_k=2"]}.get}),
     BadRows([{**TWO, "scores": {"helpful": [1, 2], "brief": [2, 1]}}], "Row 0 .*`scores`"),
     BadRows([{**TWO_IDS, "grades": [[1.0, 2.0], None]}], "Row 0 .*`grades` "),
     BadRows([{**TWO, "scores": [1.0, 2.0]}], "Row 0 .*`scores` of 'helpful'", settings=OF_TWO),

@@ -44,7 +44,7 @@ def prepare_preference_dataset(
     name: str,
     truncation_mode: str | None = None,
     kinds: Sequence[RowKind] = (Pairs(), Rankings(), Answers()),
-    unused_settings: Callable[[str], Sequence[str]] = lambda kind: (),
+    with_settings: Callable[[RowKind], RowKind] = lambda kind: kind,
 ) -> Dataset | IterableDataset:
     """Check and tokenize the rows, and truncate or drop rows that are too long.
 
@@ -61,8 +61,8 @@ def prepare_preference_dataset(
         num_proc: Worker processes for a dataset (not for a stream).
         name: Name of the dataset in errors and logs, such as "train".
         truncation_mode: How to truncate rows, see `keep_fitting`.
-        kinds: The kinds of rows that are accepted, with their settings.
-        unused_settings: Returns the given settings that have no meaning for the kind of a name.
+        kinds: The kinds of rows that are accepted.
+        with_settings: Returns a kind with its settings.
 
     Returns:
         The dataset with the columns of its kind. It is already measured, see `length_stats`.
@@ -75,7 +75,7 @@ def prepare_preference_dataset(
     raw, columns = dataset, checks.column_names(dataset, name)
     if len(kinds) > 1:
         check_one_form(columns, f"The {name} dataset")
-    kind, is_tokenized = choose_kind(dataset, columns, kinds, name, unused_settings)
+    kind, is_tokenized = choose_kind(dataset, columns, kinds, name, with_settings)
     if not is_tokenized:
         if processing_class.eos_token is None and not kind.has_own_tokens:
             logger.warning(f"The tokenizer has no end-of-sequence token, so none is appended to the {name} texts.")

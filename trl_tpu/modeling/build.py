@@ -17,7 +17,7 @@ from ..config.checks import unused_settings
 from ..config.reward_config import RewardConfig
 from ..data.checks import OLD_KEYS, column_names
 from ..data.formats import convert_row
-from ..data.kinds import Pairs, answers_of, kinds_for
+from ..data.kinds import Pairs, RowKind, answers_of, kinds_for
 from ..data.kinds.solutions import tokenize_solution
 from ..data.length_stats import is_prepared, length_stats
 from ..data.tokenize import prepare_preference_dataset
@@ -208,11 +208,20 @@ def build_dataset(
     Raises:
         UserError: The data cannot be trained on. The message names the dataset, the row and the fix.
     """
+
+    def with_settings(kind: RowKind) -> RowKind:
+        if unused := unused_settings(args, kind.name):
+            raise UserError(
+                f"{', '.join(unused)}: only rankings use these settings, and the {name} dataset has {kind.name}. "
+                "Leave them out, or give `completions` with `scores` or `ranks`."
+            )
+        return kind.of(args, is_eval=name != "train", tokenize_row=tokenize_row)
+
     embeddings: Any = model.get_input_embeddings()
     columns = set(column_names(dataset, name))
     if columns >= {*OLD_NAMES} and not columns >= {*Pairs.columns}:
         dataset = with_current_names(dataset)
-    kinds: Any = kinds_for(args, is_eval=name != "train", tokenize_row=tokenize_row)
+    kinds: Any = kinds_for(args)
     if (old_columns or columns & {*OLD_KEYS}) and not args.attributes:  # TRL's old columns hold no attribute grades
         kinds = (OldPairs(processing_class),)
     prepared = prepare_preference_dataset(
@@ -224,7 +233,7 @@ def build_dataset(
         num_proc=args.dataset_num_proc,
         name=name,
         kinds=kinds,
-        unused_settings=partial(unused_settings, args),
+        with_settings=with_settings,
     )
     return _within_positions(prepared, model, name)
 

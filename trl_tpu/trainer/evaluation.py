@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, cast
@@ -146,7 +147,11 @@ class EvaluatingTrainer(DeviceTrainer):
 
     processing_class: PreTrainedTokenizerBase
     _tag_names: list[str]
-    _metrics: dict[str, SubclassMetrics]
+
+    @cached_property
+    def _metrics(self) -> dict[str, SubclassMetrics]:
+        """Values that a subclass adds to the logs, by mode, as in TRL."""
+        return {mode: SubclassMetrics(self._last_metrics) for mode in ("train", "eval")}
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Log, and include averages of the values that a subclass has added to ``self._metrics[mode]``, as in TRL."""
@@ -351,7 +356,7 @@ class EvaluatingTrainer(DeviceTrainer):
         rows = self._rows_in_order(dataset, len(rewards_NAK))
         if (verdict := evaluate_rewards(rewards_NAK, labels, rows, args.eval_by, args.attributes or ())) is not None:
             verdict = replace(verdict, prompts_in_training=components.seen.get(id(dataset), ()))
-            components.statistics.verdicts[prefix] = verdict
+            components.verdicts[prefix] = verdict
             metrics |= verdict.metrics()
         return metrics
 
@@ -374,7 +379,7 @@ class EvaluatingTrainer(DeviceTrainer):
         path = Path(str(self.args.output_dir), "README.md")
         if not self.is_world_process_zero():
             return
-        evaluation = write_verdicts(self.trl_tpu.statistics.verdicts, path.parent, draws=not self.is_in_train)
+        evaluation = write_verdicts(self.trl_tpu.verdicts, path.parent, draws=not self.is_in_train)
         if path.is_file() and not is_generated(path.read_text(errors="replace")):
             return
         base = get_config_model_id(self.model.config)

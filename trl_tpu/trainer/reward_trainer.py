@@ -40,7 +40,6 @@ from ..modeling.losses import Loss, StepResult, batch_loss
 from ..packing.batch import Batch
 from ..packing.shapes import ShapePlan
 from ..training.batch_plan import BatchPlan
-from ..training.progress import SubclassMetrics
 from .evaluation import ORDER_METHODS, EvaluatingTrainer
 
 logger = logging.getLogger(__name__)
@@ -194,8 +193,7 @@ class RewardTrainer(SuggestsNewNames, EvaluatingTrainer):
         self.trl_tpu.date = date_written(built_tokenizer, first_chat(train_dataset))
         if eval_dataset is not None:
             self.trl_tpu.seen = self._prompts_seen()
-        self.verdicts = self.trl_tpu.statistics.verdicts
-        self._metrics = {mode: SubclassMetrics(self._last_metrics) for mode in ("train", "eval")}
+        self.verdicts = self.trl_tpu.verdicts
         self.tokenizer = built_tokenizer  # TRL's name up to 0.23
 
     def _check_settings(self, args: RewardConfig, model: Any, optimizer: Any, eval_dataset: Any) -> None:

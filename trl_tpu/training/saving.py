@@ -37,6 +37,7 @@ from ..config.checks import check_one_gpu
 from ..config.reward_config import RewardConfig, is_url, private_folder
 from ..data.kinds import Pairs
 from ..errors import UserAttributeError, UserError
+from ..evaluation.verdict import AnyVerdict
 from ..modeling.adapters import complete_config, save_adapter_config, without_adapters
 from ..modeling.head_spec import HeadSpec, saved_scale, set_reward_normalization
 from ..modeling.heads import CODE_FILE
@@ -86,6 +87,7 @@ class Components:
         own_optimizer: Whether the user passed an optimizer.
         last_step: Last result of the loss, for subclass methods that do not return it.
         seen: Number of evaluation prompts that are also in the training data, and of all, by the `id` of a dataset.
+        verdicts: Verdict of the last evaluation, by metric prefix.
 
     Raises:
         UserError: Checkpoints of DeepSpeed would go to a URL, or one process would use several GPUs.
@@ -108,8 +110,9 @@ class Components:
         batch_plan: BatchPlan,
         announce: Callable[[str], None],
     ) -> None:
-        self.runtime = runtime = current()
-        self._args, self.batch_plan = args, batch_plan
+        self.runtime, self.batch_plan = current(), batch_plan
+        self._args, self._accelerator, self._announce = args, accelerator, announce
+        self._attribute_weights = tuple(HeadSpec.of(without_adapters(model).config).attributes.values())
         self.remote = None if args.output_url is None else RemoteRun(args.output_url)
         if self.remote is not None and not saves_state(accelerator):
             raise UserError(
@@ -117,19 +120,32 @@ class Components:
                 f"to a URL ({args.output_url}). Set output_dir to a folder that all processes share."
             )
         check_one_gpu(args.n_gpu)  # transformers sets 1 for a model that is split across GPUs
-        self.agreement = HostAgreement(runtime, accelerator)
-        self.preemption = Preemption(args.time_limit, args.save_interval)
-        weights = tuple(HeadSpec.of(without_adapters(model).config).attributes.values())
-        self.statistics = StepStatistics(
-            runtime, args.device, accelerator, nonfinite_limit=args.nonfinite_limit, attribute_weights=weights
-        )
-        self.statistics.checks_nonfinite = saves_state(accelerator)
-        self.statistics.has_scaler = accelerator.scaler is not None
-        self.recompiles = RecompileGuard(runtime, announce)
+        self.verdicts: dict[str, AnyVerdict] = {}
         self.identity: dict[str, Any] = {}
         self.at_late_sigterm: Callable[[], None] = partial(signal.raise_signal, signal.SIGTERM)
 
-    # made when training begins, or a model is saved
+    # made when training or an evaluation begins, or a model is saved
+    @cached_property
+    def agreement(self) -> HostAgreement:
+        return HostAgreement(self.runtime, self._accelerator)
+
+    @cached_property
+    def preemption(self) -> Preemption:
+        return Preemption(self._args.time_limit, self._args.save_interval)
+
+    @cached_property
+    def statistics(self) -> StepStatistics:
+        args, accelerator = self._args, self._accelerator
+        settings: Any = {"nonfinite_limit": args.nonfinite_limit, "attribute_weights": self._attribute_weights}
+        statistics = StepStatistics(self.runtime, args.device, accelerator, **settings)
+        statistics.checks_nonfinite = saves_state(accelerator)
+        statistics.has_scaler = accelerator.scaler is not None
+        return statistics
+
+    @cached_property
+    def recompiles(self) -> RecompileGuard:
+        return RecompileGuard(self.runtime, self._announce)
+
     @cached_property
     def run_folder(self) -> RunFolder:
         return RunFolder(Path(str(self._args.output_dir)), self.remote, self._args.should_save)

@@ -10,7 +10,6 @@ import torch
 from accelerate import Accelerator
 
 from ..evaluation.evaluate import COUNTS, SUMS, RewardSums, sums_of
-from ..evaluation.verdict import AnyVerdict
 from ..modeling.head_spec import RewardScale
 from ..packing.batch import Comparisons
 from ..parallel.mesh import GiB, peak_flops_of
@@ -63,7 +62,6 @@ class StepStatistics:
         nonfinite: Nonfinite steps of this run up to the last log.
         is_finite_1: True if the last step was finite.
         evaluated: Mean and standard deviation of rewards in the last evaluation.
-        verdicts: Verdict of the last evaluation, by metric prefix.
     """
 
     checks_nonfinite, has_scaler = True, False
@@ -81,7 +79,6 @@ class StepStatistics:
     ) -> None:
         self._runtime, self._device, self._accelerator = runtime, device, accelerator
         self.limit, self.attribute_weights = nonfinite_limit, attribute_weights
-        self.verdicts: dict[str, AnyVerdict] = {}
         self._windows: deque[RewardSums] = deque()  # one entry per log
         self._load(RewardSums(), StepCounts())
         self._begin(0, RewardSums())

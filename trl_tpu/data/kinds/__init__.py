@@ -28,16 +28,11 @@ COLUMNS = tuple(dict.fromkeys(name for kind in KINDS for name in (*kind.columns,
 TOKENS = tuple(dict.fromkeys(name for kind in KINDS for name in kind.token_columns))
 
 
-def kinds_for(args: Any, **of_solutions: Any) -> tuple[RowKind, ...]:
-    """Return the kinds of rows that a `RewardConfig` accepts, with its settings.
-
-    Args:
-        args: The config. With a `step_separator`, rows are solutions.
-        **of_solutions: Arguments of `Solutions.of`.
-    """
+def kinds_for(args: Any) -> tuple[RowKind, ...]:
+    """Return the kinds of rows that a `RewardConfig` accepts. With a `step_separator`, rows are solutions."""
     if args.step_separator is not None:
-        return (Solutions.of(args, **of_solutions),)
-    rankings = (Rankings.of(args), Answers.of(args))
+        return (Solutions(),)
+    rankings = (Rankings(), Answers())
     return rankings if args.attributes else (Pairs(), *rankings)
 
 
@@ -46,7 +41,7 @@ def choose_kind(
     columns: Sequence[str],
     kinds: Sequence[RowKind],
     name: str,
-    unused_settings: Callable[[str], Sequence[str]],
+    with_settings: Callable[[RowKind], RowKind],
 ) -> tuple[RowKind, bool]:
     """Return the kind of a dataset's rows, and whether they are tokenized.
 
@@ -55,23 +50,17 @@ def choose_kind(
         columns: Its columns.
         kinds: The kinds that the settings accept.
         name: The dataset's name in errors.
-        unused_settings: Returns the given settings that have no meaning for the kind of this name.
+        with_settings: Returns a kind with its settings.
 
     Raises:
-        UserError: Columns are missing; or columns or settings have no effect on this kind.
+        UserError: Columns are missing, or have no effect on this kind.
     """
     # a stream is not read: its columns decide
     placeholders = {name: 0.0 if name in ("label", "score") else "" for name in columns}
     first, _ = convert_row(dataset[0] if isinstance(dataset, Dataset) else placeholders)
     tokenized = next((kind for kind in kinds if kind.is_tokenized(first)), None)
     kind = tokenized or next((kind for kind in kinds if kind.is_raw(first)), kinds[0])
-    kind = kind.check_dataset(dataset, first, name)
-    if unused := unused_settings(kind.name):
-        raise UserError(
-            f"{', '.join(unused)}: only rankings use these settings, and the {name} dataset has {kind.name}. Leave "
-            "them out, or give `completions` with `scores` or `ranks`."
-        )
-    return kind, tokenized is not None
+    return with_settings(kind).check_dataset(dataset, first, name), tokenized is not None
 
 
 def check_one_form(columns: Collection[str], what: str) -> None:
@@ -116,7 +105,8 @@ def scored_kind(columns: Collection[str], rows: Sequence[Mapping[str, Any]]) -> 
 
 def labels_as(args: Any) -> str | None:
     """Return how evaluations of a trained model read labels, if not as usual: saved with the model, see `HeadSpec`."""
-    return next(filter(None, (kind.labels_as for kind in kinds_for(args))), None)
+    kind = Solutions() if args.step_separator is not None else Answers()
+    return kind.of(args).labels_as
 
 
 def kind_counting(unit: str) -> RowKind:

@@ -33,10 +33,11 @@ class Answers(Rankings):
     compares_with_zero = True
     counts, counted = range(1, 2), "1 as in the first row"
 
-    @classmethod
-    def of(cls, args: Any) -> Self:
+    def of(self, args: Any, **_: Any) -> Self:
         is_regression = args.loss_type == "regression"
-        return cls(attributes=tuple(args.attributes or ()), needs_scores=is_regression, predicts_scores=is_regression)
+        return replace(
+            self, attributes=tuple(args.attributes or ()), needs_scores=is_regression, predicts_scores=is_regression
+        )
 
     def is_raw(self, row: Row) -> bool:
         is_unlabeled = "completions" not in row and "completion" in row and bool({"label", "score"} & row.keys())

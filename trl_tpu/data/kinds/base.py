@@ -78,10 +78,9 @@ class RowKind:
     def labels_as(self) -> str | None:
         return None
 
-    @classmethod
-    def of(cls, args: Any) -> Self:
-        """Return the kind for the settings of a `RewardConfig`."""
-        return cls()
+    def of(self, args: Any, **of_solutions: Any) -> Self:
+        """Return the kind with the settings of a `RewardConfig`. Only solutions have further settings."""
+        return self
 
     # ---- raw rows
 

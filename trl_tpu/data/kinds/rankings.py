@@ -46,10 +46,10 @@ class Rankings(RowKind):
     counts: ClassVar[range] = range(2, MOST_ANSWERS + 1)  # possible numbers of answers
     counted: ClassVar[str] = f"2 to {MOST_ANSWERS} to be ranked"
 
-    @classmethod
-    def of(cls, args: Any) -> Self:
+    def of(self, args: Any, **_: Any) -> Self:
         is_regression = args.loss_type == "regression"
-        return cls(
+        return replace(
+            self,
             may_tie=is_regression or args.ties is not None,
             may_all_tie=is_regression or args.ties in TIE_MODELS,
             needs_scores=is_regression,

@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import numpy as np
@@ -93,12 +93,11 @@ class Solutions(RowKind):
     sequences = 1
     compares_with_zero = is_one_sequence = weighs_comparisons = has_own_tokens = True
 
-    @classmethod
-    def of(cls, args: Any, **more: Any) -> Self:
-        """Return the kind for the settings of a `PRMConfig`; ``more`` are further fields."""
+    def of(self, args: Any, **of_solutions: Any) -> Self:
+        """Return the kind with the settings of a `PRMConfig`; ``of_solutions`` are further fields."""
         names = ("step_separator", "max_length", "max_completion_length", "train_on_last_step_only")
         settings = {name: getattr(args, name) for name in names}
-        return cls(**settings, neutral=args.neutral_steps, **more)
+        return replace(self, **settings, neutral=args.neutral_steps, **of_solutions)
 
     def rewards_of(self, scores_SA: torch.Tensor) -> torch.Tensor:
         """Return the log-odds that each step is right, from the logits of both labels."""
