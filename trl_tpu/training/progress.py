@@ -123,8 +123,10 @@ class BusyCores(TrainerCallback):
     The first log after `_MEASURED_SECONDS` of training decides.
     """
 
+    _start: tuple[float, float] | None = None  # an evaluation may log before training
+
     def on_train_begin(self, args: Any, state: TrainerState, control: Any, **_: Any) -> None:
-        self._start: tuple[float, float] | None = (time.monotonic(), seconds_without_core())
+        self._start = (time.monotonic(), seconds_without_core())
 
     def on_log(self, args: Any, state: TrainerState, control: Any, **_: Any) -> None:
         if self._start is None or (seconds := time.monotonic() - self._start[0]) < _MEASURED_SECONDS:
