@@ -5,6 +5,7 @@ candidates for a plan.
 """
 
 import itertools
+from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -184,8 +185,9 @@ class ShapePlan:
 def common_prefix(first: np.ndarray, second: np.ndarray) -> int:
     """Return the length of the common prefix of two sequences."""
     length = min(len(first), len(second))
-    same = first[:length] == second[:length]
-    return length if same.all() else int(same.argmin())  # argmin returns the first mismatch
+    differs = first[:length] != second[:length]
+    at = int(differs.argmax()) if length else 0  # argmax returns the first mismatch, or 0
+    return at if length and differs[at] else length
 
 
 def attention_crossover_length(hidden_size: int) -> float:
@@ -267,7 +269,7 @@ def plan_shapes(
     if max_shapes < 2 or len(sizes) < batch_size:
         return update_only
     batches_BP = planner.draw_batches(max(48, 2048 // batch_size))
-    work_B = planner.covering_work([(shape,) for shape in update_only.update], batches_BP).min(axis=0)
+    work_B = planner.covering_work([(shape,) for shape in update_only.update], batches_BP)
     work_B[np.isinf(work_B)] = update_only.work(update_only.update[-1])  # best fit failed: `zigzag` places the rows
     data_tokens = batches_BP.sum() + shared_prefix * shards * len(batches_BP)
     # a lower bound of the tokens in the token rows, since work is at most tokens x (1 + longest / crossover)
@@ -311,23 +313,38 @@ class _Planner:
         The last shape holds every batch, because it holds the largest rows of the data as placed by `zigzag`.
         """
         largest_P = np.sort(self.added_N)[::-1][: self.batch_size]
-        sufficient = []
-        for rows in range(self.shards, self.batch_size + self.shards, self.shards):
-            longest = max(int(np.bincount(zigzag(self.batch_size, rows), largest_P).max()) + self.shared_prefix, 1)
+        work, total, fallback = self.unplanned.work, int(largest_P.sum()), None
+        counts = range(self.shards, self.batch_size + self.shards, self.shards)
+        # no shape with as many token rows can be shorter
+        bounds = [BatchShape(rows, max(total // rows, int(largest_P[0])) + self.shared_prefix) for rows in counts]
+        for bound in bounds if self.row_length is not None else sorted(bounds, key=work):
+            if self.row_length is not None and bound.length > self.row_length:
+                continue
+            if fallback is not None and work(bound) >= work(fallback):
+                break
+            fullest = int(np.bincount(zigzag(self.batch_size, bound.rows), largest_P).max())
+            longest = max(fullest + self.shared_prefix, 1)
             if self.row_length is None:
-                sufficient.append(BatchShape(rows, int(round_up(longest, self.multiple))))
+                shape = BatchShape(bound.rows, int(round_up(longest, self.multiple)))
+                fallback = min(fallback or shape, shape, key=work)
             elif longest <= self.row_length:
-                return (BatchShape(rows, self.row_length),)
-        work = self.unplanned.work
-        fallback = min(sufficient, key=work)
+                return (BatchShape(bound.rows, self.row_length),)
+        assert fallback is not None  # a token row for each data row is enough
         batches_BP = self.draw_batches(min(512, max(64, 2**15 // self.batch_size)))
         # token rows longer than the largest data row and than every batch's part per shard gain nothing
         longest = max(largest_P[0], batches_BP.sum(axis=1).max() / self.shards, 1)
         shortest = np.clip(np.median(batches_BP), 1, longest)
         lengths = np.geomspace(shortest, longest, _CANDIDATE_LENGTHS) + self.shared_prefix
-        candidates, works = [], []
+        candidates, works = [fallback], [np.full(len(batches_BP), work(fallback))]
+        enough = work(fallback)  # work of the cheapest known shape that holds every batch
+        tokens = batches_BP.sum(axis=1).min()
         for length in np.unique(round_up(np.ceil(lengths).astype(int), self.multiple)).tolist():
+            fewest = int(round_up(-(-tokens // (length - self.shared_prefix)), self.shards))
+            if work(BatchShape(fewest, length)) >= enough:
+                continue
             rows_B = round_up(token_rows_needed(batches_BP, length - self.shared_prefix), self.shards)
+            if rows_B.all():
+                enough = min(enough, work(BatchShape(int(rows_B.max()), length)))
             for rows in np.unique(rows_B[rows_B > 0]).tolist():
                 candidates.append(BatchShape(rows, length))
                 works.append(np.where((rows_B > 0) & (rows_B <= rows), work(candidates[-1]), np.inf))
@@ -346,9 +363,8 @@ class _Planner:
         *shorter, longest_shape = (BatchShape(self.shards, length) for length in lengths)
         for accumulate in [(longest_shape,), *((longest_shape, short) for short in shorter if self.max_shapes > 2)]:
             plan = replace(self.unplanned, accumulate=accumulate)
-            schedules = [(*before, update) for update in candidates for before in plan.accumulations]
-            works_CB = self.covering_work(schedules, batches_BP)
-            works_CB = works_CB.reshape(len(candidates), -1, len(batches_BP)).min(axis=1)
+            schedules_C = [[(*before, update) for before in plan.accumulations] for update in candidates]
+            works_CB = np.array([self.covering_work(schedules, batches_BP) for schedules in schedules_C])
             # fallback: a micro-batch per data row
             fallback_work = self.batch_size * (plan.work(longest_shape) + plan.micro_batch_work)
             chosen = least_work(works_CB, fallback_work, self.max_shapes - len(accumulate))
@@ -367,16 +383,15 @@ class _Planner:
         return np.unique(round_up(lengths, self.multiple)).tolist()
 
     def covering_work(self, schedules: list[Schedule], batches_BP: np.ndarray) -> np.ndarray:
-        """Return the work of each schedule for each batch [C, B]; infinite if the batch does not fit."""
-        totals_B = batches_BP.sum(axis=1)
-        works_CB = np.full((len(schedules), len(batches_BP)), np.inf)
-        for index, schedule in enumerate(schedules):
-            lengths = np.array([shape.length - self.shared_prefix for shape in schedule for _ in range(shape.rows)])
-            may_fit = np.flatnonzero((totals_B <= lengths.sum()) & (batches_BP[:, 0] <= lengths.max()))
-            if len(may_fit):
-                fits, _ = best_fit(batches_BP[may_fit], lengths)
-                works_CB[index, may_fit[fits]] = self.unplanned.work(*schedule)
-        return works_CB
+        """Return the work of the cheapest schedule that holds each batch, [B]; infinite if none does."""
+        totals_B, works_B = batches_BP.sum(axis=1), np.full(len(batches_BP), np.inf)
+        for schedule in sorted(schedules, key=lambda schedule: self.unplanned.work(*schedule)):
+            free = sorted(shape.length - self.shared_prefix for shape in schedule for _ in range(shape.rows))
+            may_fit_B = np.isinf(works_B) & (totals_B <= sum(free)) & (batches_BP[:, 0] <= free[-1])
+            for batch in np.flatnonzero(may_fit_B).tolist():
+                if best_fit(batches_BP[batch].tolist(), free.copy()):
+                    works_B[batch] = self.unplanned.work(*schedule)
+        return works_B
 
 
 def token_rows_needed(batches_BP: np.ndarray, length: int) -> np.ndarray:
@@ -384,28 +399,27 @@ def token_rows_needed(batches_BP: np.ndarray, length: int) -> np.ndarray:
 
     The sizes of each batch are in descending order.
     """
-    # An upper bound: any two used token rows hold more than `length` tokens, or best fit would have used one.
-    rows = min(batches_BP.shape[1], int(2 * batches_BP.sum(axis=1).max() // max(length, 1)) + 2)
-    fits_B, free_BR = best_fit(batches_BP, np.full(rows, length))
-    return np.where(fits_B, np.maximum((free_BR < length).sum(axis=1), 1), 0)
+    rows_B = np.zeros(len(batches_BP), np.int64)
+    for batch in np.flatnonzero(batches_BP[:, 0] <= length).tolist():
+        free = list[int]()
+        best_fit(batches_BP[batch].tolist(), free, length)
+        rows_B[batch] = len(free)
+    return rows_B
 
 
-def best_fit(sizes_BP: np.ndarray, lengths_R: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Place each batch's data rows, in descending order of size, into the fullest token row with enough room.
+def best_fit(sizes: list[int], free: list[int], length: int = -1) -> bool:
+    """Place data rows, in descending order of size, into the fullest token row with room. Return whether all fit.
 
-    Returns:
-        The mask of batches whose data rows all fit, [B], and the free tokens of each token row, [B, R].
+    Args:
+        free: Free tokens of each token row, ascending; updated for the placed data rows.
+        length: Length of token rows that are added if none has enough room; by default none are added.
     """
-    free_BR = np.tile(lengths_R, (len(sizes_BP), 1))
-    fits_B = np.ones(len(sizes_BP), bool)
-    every_B = np.arange(len(sizes_BP))
-    for size_B in sizes_BP.T:
-        left_BR = free_BR - size_B[:, None]
-        row_B = np.where(left_BR >= 0, left_BR, np.iinfo(np.int64).max).argmin(axis=1)
-        placed_B = left_BR[every_B, row_B] >= 0
-        fits_B &= placed_B
-        free_BR[every_B, row_B] -= np.where(placed_B, size_B, 0)
-    return fits_B, free_BR
+    for size in sizes:
+        at = bisect_left(free, size)
+        if at == len(free) and size > length:
+            return False
+        insort(free, (free.pop(at) if at < len(free) else length) - size)
+    return True
 
 
 def least_work(works_CB: np.ndarray, largest_work: float, count: int) -> list[int]:
