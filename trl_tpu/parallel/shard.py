@@ -137,8 +137,9 @@ def distribute(model: Any, mesh: MeshShape) -> None:
             {name: style for name, style in plan.items() if "embed_tokens" not in name}
             for plan in (base.fsdp_plan, base.tp_plan)
         )
+    groups = _process_groups(mesh)  # outside: the error of a lost process is not about the model
     with explaining(f"mesh='{mesh}' cannot shard {type(base).__name__}", "Choose another mesh."):
-        base.maybe_distribute_model(base, distributed_config(mesh), _process_groups(mesh))
+        base.maybe_distribute_model(base, distributed_config(mesh), groups)
     if separated := sorted(_tensors_of(model).keys() - names):
         raise UserError(
             f"{type(base).__name__} cannot be sharded: its layers share parameters, and sharded layers would not "
