@@ -1,4 +1,4 @@
-"""The order of rows (random or grouped by prompt), and data loaders on the host for devices with planned shapes."""
+"""The order of rows (random or grouped by prompt), and data loaders on the host for models sharded over devices."""
 
 import json
 import logging

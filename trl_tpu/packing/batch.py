@@ -194,7 +194,7 @@ class Batch(Arrays, Generic[Array]):
         input_ids_RL: Token ids. Padding columns hold the pad token.
         token_row_S: Token row in which each reward is read, int32; 0 without a reward in these token rows.
         token_column_S: Column of the token at which each reward is read, int32; 0 without a reward here.
-        tokens_S: Tokens from the previous reward of the data row to this reward, int32; 0 without a reward in these
+        tokens_S: Tokens from the previous reward of the sequence to this reward, int32; 0 without a reward in these
             token rows. Shared tokens count for every sequence.
         table: Comparisons of the rewards that are read in these token rows.
         position_ids_RL: Index of each token in its sequence, int32.

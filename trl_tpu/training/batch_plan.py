@@ -53,7 +53,7 @@ STANDARD_COLLATORS = (DataCollatorForPreference, RewardDataCollatorWithPadding, 
 
 @dataclass(frozen=True)
 class Unpadded:
-    """Each batch is packed into one token row without padding.
+    """Each batch is packed into one token row without padding, or into token rows as long as its largest tree.
 
     Args:
         crossover: Length at which attention costs as much as everything else.

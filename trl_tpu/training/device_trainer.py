@@ -127,9 +127,8 @@ class DeviceTrainer(SavingTrainer):
         if self.args.device.type == "cpu" and torch.get_num_threads() > 1:
             self.add_callback(BusyCores())
         self.batch_plan = plan
-        # TRL uses this attribute name
         offload: Any = current().activations_on_host if self.args.activation_offloading else contextlib.nullcontext
-        self.maybe_activation_offload_context = offload()
+        self.maybe_activation_offload_context = offload()  # TRL's name
 
     @property
     def _accumulates(self) -> bool:
@@ -445,7 +444,7 @@ class DeviceTrainer(SavingTrainer):
         """
         args, ours, accelerator, events = self.args, self.trl_tpu, self.accelerator, self.callback_handler
         optimizer, schedule = cast(Any, self.optimizer), cast(Any, self.lr_scheduler)
-        self.current_gradient_accumulation_steps = self._divisor(len(batches))
+        self.current_gradient_accumulation_steps = self._divisor(len(batches))  # transformers' training_step reads it
         for number, inputs in enumerate(batches, start=1):
             is_last = number == len(batches)
             accelerator.gradient_state._set_sync_gradients(is_last and completes)
@@ -466,10 +465,10 @@ class DeviceTrainer(SavingTrainer):
         ours.gradient_norms.measure(self.model)
         norm = self._clip_grad_norm(model) if args.max_grad_norm > 0 else None
         norm = shard.full_tensor(self._get_grad_norm(model, grad_norm=norm))
-        self._tr_loss = ours.statistics.end_step(norm, self._tr_loss, optimizer)
+        self._tr_loss = ours.statistics.check_step(norm, self._tr_loss, optimizer)
         self.control = events.on_pre_optimizer_step(args, self.state, self.control)
         with ours.step_state.update():
-            optimizer.step()  # without effect if the step is nonfinite
+            optimizer.step()  # without effect if the step is nonfinite: see `check_step`
         self.control = events.on_optimizer_step(args, self.state, self.control)
         rate = self._get_learning_rate()
         follows_metrics = isinstance(schedule, ReduceLROnPlateau | GreedyLR)  # evaluations step it
@@ -518,7 +517,7 @@ class DeviceTrainer(SavingTrainer):
 
     def _add_loss(self, loss: torch.Tensor) -> None:
         statistics, runtime = self.trl_tpu.statistics, self.trl_tpu.runtime
-        # `end_step` excludes nonfinite steps without reading the device
+        # `check_step` excludes nonfinite steps without reading the device
         is_filtered = self.args.logging_nan_inf_filter and not statistics.skips_nonfinite and not runtime.is_spmd
         if is_filtered and not loss.isfinite():
             loss = self._tr_loss / (1 + self.state.global_step - self._globalstep_last_logged)

@@ -164,7 +164,7 @@ class StepStatistics:
 
         Args:
             rewards_SA: Rewards of each sequence (or step), per attribute.
-            tokens_S: Number of tokens of each sequence; 0 for padding. Their sum is at most 2**30.
+            tokens_S: See `Batch`. Their sum is at most 2**30.
             table: The comparisons between the rewards.
         """
         if self._accelerator is None or self._runtime.counts_rows():
@@ -186,11 +186,11 @@ class StepStatistics:
             self._losses_1 = self._losses_1 + loss
 
     @torch.no_grad()
-    def end_step(self, gradient_norm: torch.Tensor | float, loss_sum_1: torch.Tensor, optimizer: Any) -> torch.Tensor:
+    def check_step(self, norm: torch.Tensor | float, loss_sum_1: torch.Tensor, optimizer: Any) -> torch.Tensor:
         """Count the step and check, before its update, that its losses and gradient norm are finite.
 
         Args:
-            gradient_norm: Norm of the step's gradient.
+            norm: Norm of the step's gradient.
             loss_sum_1: The sum of losses since the last log, including this step.
             optimizer: The optimizer; its update is skipped if the step is nonfinite.
 
@@ -199,7 +199,7 @@ class StepStatistics:
         """
         if not self.skips_nonfinite:
             return loss_sum_1
-        norm = 0.0 if self.has_scaler else gradient_norm
+        norm = 0.0 if self.has_scaler else norm
         finite_1 = torch.isfinite(self._losses_1 + torch.as_tensor(norm, device=self._device))
         self._losses_1 = torch.zeros_like(self._losses_1)
         if self._accelerator is not None and self._accelerator.num_processes > 1:  # losses differ between processes

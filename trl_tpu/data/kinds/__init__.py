@@ -1,8 +1,8 @@
 """The kinds of data rows, one file each: pairs, rankings, single answers, and solutions with steps.
 
 `kind_of` recognizes prepared rows, and `choose_kind` raw ones. The rest of the package holds a kind and calls its
-methods. A new kind is a new file here, and an entry in `KINDS` and `kinds_for`. A kind whose name or unit is new also
-needs a word in `config/settings.py`: the settings that have no meaning for it.
+methods. A new kind is a new file here, and an entry in `KINDS` and `kinds_for`. A kind with a new name also needs
+a word in `config/settings.py`: the settings that have no meaning for it.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -20,7 +20,7 @@ from .rankings import TIE_MODELS as TIE_MODELS
 from .rankings import Rankings
 from .solutions import Solutions
 
-#: All kinds, with the default settings. The first that fits applies: a kind stands before the kinds it is a case of.
+#: All kinds, with the default settings. The first that fits applies.
 KINDS: tuple[RowKind, ...] = (Pairs(), Rankings(), Answers(), Solutions())
 #: All columns that training reads.
 COLUMNS = tuple(dict.fromkeys(name for kind in KINDS for name in (*kind.columns, *kind.optional_columns)))
