@@ -85,10 +85,11 @@ COMMAND_LINES = [
 
 @pytest.mark.parametrize("words", COMMAND_LINES)
 def test_command_line_gives_trls_values(words: list[str]) -> None:
-    """Flags with different defaults in TRL are set explicitly: precision, optimizer and LoRA task type."""
+    """Flags with different defaults in TRL are set explicitly: precision, optimizer, LoRA task type and bars."""
 
     def values(parser: Any) -> list[dict[str, str]]:
         alike = ["--bf16", "false", "--use_cpu", "--optim", "adamw_torch_fused", "--lora_task_type", "SEQ_CLS"]
+        alike += ["--disable_tqdm", "false"]
         try:
             made = parser.parse_args_and_config([*alike, *words])
         except ValueError:

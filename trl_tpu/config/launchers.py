@@ -66,6 +66,6 @@ def apply_fsdp(args: Any, launched: str | None) -> None:
             )
     if plugin.activation_checkpointing:
         args.gradient_checkpointing = args.activation_checkpointing = True
-    args.activation_offloading |= plugin.activation_checkpointing_offload
+    args.activation_offloading |= getattr(plugin, "activation_checkpointing_offload", False)  # since accelerate 1.15
     args.mesh = args.mesh or launched or "fsdp=-1"
     args.fsdp = args.fsdp_plugin_args = None

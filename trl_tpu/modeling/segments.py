@@ -41,8 +41,8 @@ class InSegments(PackedAttention):
 
     def attend(self, plain: Attention, module: nn.Module, *states_BNLD: Any, **kwargs: Any) -> Outputs:
         key_K, query_starts, key_starts, max_queries, max_keys = self.segments
-        # rotary embeddings give float32 under autocast
-        query, key, value = (state.to(states_BNLD[-1].dtype) for state in states_BNLD)
+        dtype = _autocast_dtype(states_BNLD[-1])  # rotary embeddings give float32 under autocast
+        query, key, value = (state.to(dtype) for state in states_BNLD)
         key, value = (
             state.squeeze(0).transpose(0, 1).index_select(0, key_K).transpose(0, 1)[None] for state in (key, value)
         )
@@ -67,9 +67,14 @@ def _additive(masks: Any, dtype: torch.dtype) -> Any:
     """Return a boolean mask as numbers to add, for sdpa, which would convert it in each layer."""
     if not isinstance(masks, torch.Tensor) or masks.dtype != torch.bool:
         return masks
-    device = masks.device.type
-    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else dtype
-    return torch.zeros_like(masks, dtype=dtype).masked_fill_(~masks, -torch.inf)
+    added = torch.zeros_like(masks, dtype=dtype)
+    return added.to(_autocast_dtype(added)).masked_fill_(~masks, -torch.inf)
+
+
+def _autocast_dtype(tensor: torch.Tensor) -> torch.dtype:
+    """Return the dtype that autocast would give to a tensor."""
+    device = tensor.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else tensor.dtype
 
 
 def sdpa_in_segments(
@@ -121,9 +126,11 @@ def tree_layout(model: PreTrainedModel, device: torch.device, dtype: torch.dtype
         return "segments"
     if not forward.few_kernels(device):
         return "one by one"
-    sizes = {module.head_dim for module in model.modules() if hasattr(module, "head_dim")}
+    layers = [config, *model.modules()]
+    sizes = {layer.head_dim for layer in layers[1:] if hasattr(layer, "head_dim")}
     has_kernel = dtype.itemsize == 2 and all(varlen_error(device, dtype, size) < _MAX_ERROR for size in sizes)
     has_chunks = "chunked_attention" in (getattr(config, "layer_types", None) or ())
-    if name == f"{OURS}sdpa" and sizes and has_kernel and not has_chunks:
+    has_short_values = any(hasattr(layer, "v_head_dim") for layer in layers)  # latent attention; the kernel lacks it
+    if name == f"{OURS}sdpa" and sizes and has_kernel and not has_chunks and not has_short_values:
         return "segments"
     return "rows" if shared_chunk(model) == 1 else "one by one"

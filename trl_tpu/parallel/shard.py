@@ -127,6 +127,10 @@ def distribute(model: Any, mesh: MeshShape) -> None:
     """
     base, names = _base_of(model), _tensors_of(model).keys()
     check_heads(mesh, _heads_of(base))
+    if getattr(base, "is_quantized", False):  # torch's shards lose the quantization's state
+        raise UserError(
+            f"mesh='{mesh}' cannot shard quantized weights. Leave `mesh` out: each process then has them all."
+        )
     if mesh.tensor > 1 and (packed := [name for name, style in base.tp_plan.items() if style == "packed_rowwise"]):
         raise UserError(  # torch takes this style's strided shard of the last dimension for a plain one
             f"mesh='{mesh}' cannot shard {type(base).__name__}: its plan in transformers has {packed[0]}: "
@@ -137,7 +141,7 @@ def distribute(model: Any, mesh: MeshShape) -> None:
             {name: style for name, style in plan.items() if "embed_tokens" not in name}
             for plan in (base.fsdp_plan, base.tp_plan)
         )
-    groups = _process_groups(mesh)  # outside: the error of a lost process is not about the model
+    groups = _process_groups(mesh, dist.group.WORLD)  # outside: the error of a lost process is not about the model
     with explaining(f"mesh='{mesh}' cannot shard {type(base).__name__}", "Choose another mesh."):
         base.maybe_distribute_model(base, distributed_config(mesh), groups)
     if separated := sorted(_tensors_of(model).keys() - names):
@@ -148,8 +152,8 @@ def distribute(model: Any, mesh: MeshShape) -> None:
 
 
 @cache
-def _process_groups(mesh: MeshShape) -> Any:
-    """Return transformers' mesh of processes. They make its groups once: groups hold sockets and threads."""
+def _process_groups(mesh: MeshShape, world: Any) -> Any:
+    """Return transformers' mesh of the processes in ``world``. They are made once: groups hold sockets."""
     return PreTrainedModel.prepare_distribute_model(distributed_config(mesh))[2]
 
 

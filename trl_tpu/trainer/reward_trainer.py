@@ -100,7 +100,6 @@ class RewardTrainer(SuggestsNewNames, EvaluatingTrainer):
     # attributes that methods copied from TRL may read
     _total_train_tokens, _tp_size = 0, 1
 
-    @without_fsdp()
     def __init__(
         self,
         model: "str | PreTrainedModel | None" = None,
@@ -139,7 +138,8 @@ class RewardTrainer(SuggestsNewNames, EvaluatingTrainer):
         given = {"processing_class": processing_class, "quantization_config": quantization_config}
         build: Any = partial(build_reward_model, args=args, peft_config=peft_config, **given)
         self.model_init = model_init  # type: ignore[assignment]  # may be None in transformers
-        built, built_tokenizer = build(model if model_init is None else super().call_model_init())
+        with without_fsdp():
+            built, built_tokenizer = build(model if model_init is None else super().call_model_init())
         built.add_model_tags(self._tag_names)
         if optimizer is None and optimizer_cls_and_kwargs is None:
             checks.warn_of_high_learning_rate(args, built)
@@ -169,19 +169,20 @@ class RewardTrainer(SuggestsNewNames, EvaluatingTrainer):
             check_best_metric(args, eval_rows)
 
         # transformers' constructor
-        super().__init__(
-            model=built,
-            args=args,
-            data_collator=data_collator or plan.default_collator(),
-            train_dataset=train_rows,
-            eval_dataset=eval_rows,
-            processing_class=built_tokenizer,
-            compute_metrics=compute_metrics,
-            callbacks=callbacks,
-            optimizers=(optimizer, schedule),
-            optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
-            preprocess_logits_for_metrics=preprocess_logits_for_metrics,
-        )
+        with without_fsdp():
+            super().__init__(
+                model=built,
+                args=args,
+                data_collator=data_collator or plan.default_collator(),
+                train_dataset=train_rows,
+                eval_dataset=eval_rows,
+                processing_class=built_tokenizer,
+                compute_metrics=compute_metrics,
+                callbacks=callbacks,
+                optimizers=(optimizer, schedule),
+                optimizer_cls_and_kwargs=optimizer_cls_and_kwargs,
+                preprocess_logits_for_metrics=preprocess_logits_for_metrics,
+            )
         self.model_init = model_init  # type: ignore[assignment]
         if type(self)._set_signature_columns_if_needed is EvaluatingTrainer._set_signature_columns_if_needed:
             self._signature_columns = [*COLUMNS]  # type: ignore[assignment]  # else transformers keeps only the model's arguments

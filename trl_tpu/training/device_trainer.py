@@ -147,7 +147,7 @@ class DeviceTrainer(SavingTrainer):
 
     def _opening(self) -> str:
         """Return the first line of the log: the devices, and the layout of batches. Empty if it is known."""
-        device, *_, batches = self.describe().splitlines()
+        device, *_, batches = DeviceTrainer.describe(self).splitlines()  # a subclass may use the name
         return "" if self.trl_tpu.is_described else f"{device}. {batches}"
 
     # ---- the entry
