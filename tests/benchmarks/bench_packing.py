@@ -1,6 +1,6 @@
 """CPU seconds of one of several hosts to plan the rows of a global batch, and to pack its part of one.
 
-python -m tests.benchmarks.bench_packing --pairs 256 2048 --hosts 8
+python -m tests.benchmarks.bench_packing --pairs 256 2048 16384 --hosts 8
 """
 
 import time
@@ -43,6 +43,6 @@ def measured(count: int, hosts: int) -> list[float]:
 
 
 if __name__ == "__main__":
-    args = options(pairs=["256", "2048"], hosts=8)
+    args = options(pairs=["256", "2048", "16384"], hosts=8)
     headings = {"plan, s": ".2f", "pack, s": ".3f", "columns per token": ".3f"}
     show("packing", headings, ((count, measured(int(count), args.hosts)) for count in args.pairs))

@@ -2,6 +2,7 @@
 
 import functools
 import os
+from itertools import combinations
 from typing import Any
 
 import numpy as np
@@ -116,6 +117,13 @@ def test_batch_gets_the_first_shape_that_holds_it() -> None:
     assert packed([short, short], shapes, 3).input_ids_RL.shape == (1, 8)
     assert packed([short, long], shapes, 3).input_ids_RL.shape == (2, 8)
     assert packed([([1] * 9, [1] * 8)], shapes, 3).input_ids_RL.shape == (2, 16)
+
+
+def test_pairs_of_a_ranking_share_its_prompt_and_all_answers() -> None:
+    """Each of two rankings takes 10 + 4 x 5 tokens, however its pairs are ordered."""
+    rankings = [[[prompt] * 10 + [answer] * 5 for answer in (3, 4, 5, 6)] for prompt in (1, 2)]
+    pairs = [pair for both in zip(*(combinations(ranking, 2) for ranking in rankings), strict=True) for pair in both]
+    assert packed(pairs, [BatchShape(2, 30), BatchShape(2, 64)]).input_ids_RL.shape == (2, 30)
 
 
 def test_oversized_pairs_raise_and_are_never_truncated() -> None:

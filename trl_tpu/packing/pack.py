@@ -14,14 +14,15 @@ subtree_end[k]``. This also isolates unrelated data rows in the same token row.
 Token rows and devices: with R token rows per micro-batch on N shards, token row r belongs to shard ``r // (R / N)``.
 All tokens of a data row are in one token row, and any token row may hold any data row: `token_row_S` and
 `token_column_S` locate the rewards, in the order of the batch. All token rows of a micro-batch have the same length,
-and devices compute padding too, so all devices have equal work. On several hosts, each host packs the whole batch
-(packing is deterministic) and keeps its slice of the token rows. If each process has one device, each process writes
-only the token rows of its device.
+and devices compute padding too, so all devices have equal work. Every host places all data rows of the
+batch, in the same token rows, since sequences may share prefixes. It writes only its own part of the token rows. If
+each process has one device, it writes the token rows of its device.
 
 Letters: B batches, P data rows, K answers per data row, S = P K scored positions, D sequences (the sequences of a data
 row are adjacent), R token rows, L columns per token row.
 """
 
+from bisect import bisect_left, insort
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
@@ -65,8 +66,11 @@ class Sequences:
 
         The last reward's number also includes the tokens after its scored token.
         """
-        scored = zip(self.ids, self.at, strict=True)
-        return [np.diff([0, *(at[:-1] + 1), len(ids)])[: len(at)] for ids, at in scored]
+        tokens_D = [at + 1 for at in self.at]
+        for ids, tokens in zip(self.ids, tokens_D, strict=True):
+            tokens[-1:] = len(ids)
+            tokens[1:] -= tokens[:-1].copy()
+        return tokens_D
 
     @cached_property
     def cut(self) -> list[np.ndarray]:
@@ -79,9 +83,9 @@ class Sequences:
 
     @cached_property
     def prefixes(self) -> tuple[np.ndarray, np.ndarray]:
-        """Lexicographic order and common prefixes, in whole chunks: see `common_prefixes`."""
-        order, prefix_DD = common_prefixes(self.cut)
-        return order, prefix_DD // self.chunk * self.chunk
+        """Lexicographic order, and each sequence's common prefix with the one before it, in whole chunks, [D] each."""
+        order, shared = in_order(self.cut)
+        return order, np.array([0, *shared // self.chunk * self.chunk])
 
     def written(self, token_row_D: np.ndarray, tree_D: np.ndarray, shape: BatchShape) -> Batch[np.ndarray]:
         """Write sequences into token rows of ``shape``, depth first, tree after tree.
@@ -91,7 +95,8 @@ class Sequences:
             tree_D: Number of each sequence's tree, ascending from token row to token row.
             shape: Number and length of the token rows.
         """
-        order, prefix_DD = self.prefixes
+        order = self.prefixes[0]
+        order = order[token_row_D[order] >= 0]
         columns = np.arange(max(shape.length, max(map(len, self.cut))), dtype=np.int32)
         input_ids_RL = np.full((shape.rows, shape.length), self.pad_token_id, np.int32)
         position_ids_RL = np.zeros((shape.rows, shape.length), np.int32)
@@ -106,12 +111,10 @@ class Sequences:
         before, first, stop = -1, 0, 0
         for index in order[np.argsort(tree_D[order], kind="stable")].tolist():
             row, ids, at = int(token_row_D[index]), self.cut[index], self.at[index]
-            if row < 0:
-                continue
             is_new = before < 0 or tree_D[index] != tree_D[before]
             if before < 0 or row != token_row_D[before]:
                 stop = 0
-            depth = 0 if is_new else int(prefix_DD[before, index])
+            depth = 0 if is_new else common_prefix(self.cut[before], ids) // self.chunk * self.chunk
             if is_new:
                 first, tails = stop, []
                 trees.append((first, tails))
@@ -178,17 +181,17 @@ def pack_unpadded(
     def work(size: int) -> float:
         return size * (1 + size / attention_crossover_length)
 
-    order, prefix_DD = sequences.prefixes
+    order, shared_D = sequences.prefixes
     tree_D = np.zeros(len(order), np.int64)
-    sizes, before = list[int](), 0  # of trees
-    for index in order.tolist():
+    sizes = list[int]()  # of trees
+    for index, shared in zip(order.tolist(), shared_D.tolist(), strict=True):
         added = len(sequences.cut[index])
-        merged = sizes[-1] + added - int(prefix_DD[before, index]) if sizes else 0
+        merged = sizes[-1] + added - shared if sizes else 0
         if sizes and work(merged) < work(sizes[-1]) + work(added):
             sizes[-1] = merged
         else:
             sizes.append(added)
-        tree_D[index], before = len(sizes) - 1, index
+        tree_D[index] = len(sizes) - 1
     if layout == "rows":
         shape, row_T = _rows_of_trees(sizes)
         if shape.rows * shape.length**2 <= _MAX_MASK:
@@ -269,21 +272,6 @@ def in_order(sequences: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
     return order, np.array(shared, np.int64)
 
 
-def common_prefixes(sequences: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-    """Return the sequences' lexicographic order [D], and the common prefix length of any two sequences [D, D].
-
-    The common prefix of two sequences is the shortest common prefix of all neighbors between them in the order.
-    """
-    order, neighbors = in_order(sequences)
-    by_rank_DD = np.diag([len(sequences[index]) for index in order])
-    for rank in range(len(order) - 1):
-        by_rank_DD[rank, rank + 1 :] = np.minimum.accumulate(neighbors[rank:])
-    by_rank_DD = np.maximum(by_rank_DD, by_rank_DD.T)
-    prefix_DD = np.empty_like(by_rank_DD)
-    prefix_DD[np.ix_(order, order)] = by_rank_DD
-    return order, prefix_DD
-
-
 # ---- planned shapes
 
 # A shared token saves work for certain; a tighter fit only may save work for later data rows. So sharing weighs more.
@@ -321,27 +309,15 @@ def pack(
     return micro_batches
 
 
-def _tree_sizes(sequences: Sequences) -> tuple[np.ndarray, np.ndarray]:
-    """Return the size of each data row's prefix tree [P], and the number of tokens that any two trees share [P, P]."""
-    row_D, (order, prefix_DD) = sequences.row_D, sequences.prefixes
-    firsts_P = np.searchsorted(row_D, np.arange(row_D[-1] + 1))
-    by_row_D = order[np.argsort(row_D[order], kind="stable")]  # sorted by data row, then lexicographically
-    left_D, right_D = by_row_D[:-1], by_row_D[1:]
-    common_D = np.where(row_D[left_D] == row_D[right_D], prefix_DD[left_D, right_D], 0)
-    # leading tokens that are in each data row's tree
-    in_tree_DP = np.maximum.reduceat(prefix_DD, firsts_P, axis=1)[by_row_D]
-    before_DP = np.minimum(np.minimum(in_tree_DP[:-1], in_tree_DP[1:]), common_D[:, None])
-    shared_PP = np.add.reduceat(in_tree_DP, firsts_P, axis=0)
-    shared_PP -= np.add.reduceat(np.pad(before_DP, ((0, 1), (0, 0))), firsts_P, axis=0)
-    return shared_PP.diagonal().copy(), shared_PP
-
-
 def _choose(sequences: Sequences, plan: ShapePlan, expands: bool) -> tuple[Schedule, np.ndarray]:
     """Return the cheapest schedule that the batch fits into, and the token row of each data row [P]."""
-    sizes_P, shared_PP = _tree_sizes(sequences)
-    lengths_D, (order, prefix_DD) = np.array(list(map(len, sequences.cut))), sequences.prefixes
-    lengths_P2 = lengths_D.reshape(-1, 2) if expands else None
-    fewest = lengths_D.sum() - prefix_DD[order[:-1], order[1:]].sum()  # tokens if all sequences were in one tree
+    row_D, cut, (order, shared_D) = sequences.row_D, sequences.cut, sequences.prefixes
+    lengths_D = np.array(list(map(len, cut)))
+    sizes_P = np.bincount(row_D, lengths_D).astype(np.int64)  # tokens of each data row's prefix tree
+    by_row_D = order[np.argsort(row_D[order], kind="stable")]  # sorted by data row, then lexicographically
+    for left, right, row in zip(by_row_D[:-1], by_row_D[1:], row_D[1:], strict=True):
+        if row_D[left] == row:
+            sizes_P[row] -= common_prefix(cut[left], cut[right]) // plan.chunk * plan.chunk
     if sizes_P.max() > plan.longest:
         row = int(sizes_P.argmax())
         raise UserError(
@@ -349,19 +325,27 @@ def _choose(sequences: Sequences, plan: ShapePlan, expands: bool) -> tuple[Sched
             f"longest planned shape has {plan.longest}. Rows are never split: include this row's size when you plan "
             "the shapes, or drop long sequences with `max_length`."
         )
+    # data rows in the lexicographic order of their first sequences, and the ranks of their sequences in this order
+    first_P = np.searchsorted(row_D, np.arange(len(sizes_P)))
+    rank_D = np.argsort(order)[by_row_D]
+    order_P = np.argsort(rank_D[first_P])
+    ranks_P = np.split(rank_D, first_P[1:])
+    tries = Tries(lengths_D[order], shared_D)
+    lengths_P2 = lengths_D.reshape(-1, 2)[order_P] if expands else None
+    token_row_P = np.empty(len(sizes_P), np.int64)
     for schedule in plan.schedules():
         lengths_R = np.array([shape.length for shape in schedule for _ in range(shape.rows)])
-        if lengths_R.sum() < fewest or lengths_R.max() < sizes_P.max():
+        if lengths_R.sum() < lengths_D.sum() - shared_D.sum() or lengths_R.max() < sizes_P.max():
             continue
-        token_row_P = _place(sizes_P, shared_PP, lengths_P2, lengths_R)
-        if token_row_P is not None:
+        placed = _place(sizes_P[order_P], [ranks_P[row].tolist() for row in order_P], tries, lengths_P2, lengths_R)
+        if placed is not None:
+            token_row_P[order_P] = placed
             return schedule, token_row_P
     # Best fit can fail even if the last shape is large enough. `zigzag` cannot fail: the shape was planned with it.
     last = plan.update[-1]
-    token_row_P = np.empty(len(sizes_P), np.int64)
     token_row_P[np.argsort(-sizes_P, kind="stable")] = zigzag(len(sizes_P), last.rows)
-    common = int(prefix_DD.min())  # a token row holds it once
-    if np.bincount(token_row_P, sizes_P - common).max() + common > last.length:
+    of_all = tries.of_all  # a token row holds it once
+    if np.bincount(token_row_P, sizes_P - of_all).max() + of_all > last.length:
         raise UserError(
             f"A batch of {len(sizes_P)} rows with {sizes_P.sum()} tokens fits none of the planned shapes "
             f"{plan}. Include the sizes of these rows when you plan the shapes."
@@ -369,34 +353,121 @@ def _choose(sequences: Sequences, plan: ShapePlan, expands: bool) -> tuple[Sched
     return (last,), token_row_P
 
 
-def _place(
-    sizes_P: np.ndarray, shared_PP: np.ndarray, lengths_P2: np.ndarray | None, lengths_R: np.ndarray
-) -> np.ndarray | None:
-    """Place data rows by best fit, largest first, and return the token row of each [P]; None if they do not fit.
+class Tries:
+    """Sizes of prefix trees of any sequences, which are known by their ranks in lexicographic order.
 
-    A data row adds at most its size minus the largest number of tokens shared with a single data row of that token
-    row. The tree may share more. With ``lengths_P2``, both sequences also need unshared room in expanded rows.
+    Attributes:
+        of_all: Number of tokens that all sequences share.
     """
-    free_R = lengths_R.copy()
-    free_R2 = np.repeat(lengths_R[:, None], 2, axis=1)
-    shared_RP = np.zeros((len(lengths_R), len(sizes_P)), shared_PP.dtype)
-    token_row_P = np.empty(len(sizes_P), np.int64)
-    leader_P = np.where(2 * shared_PP >= sizes_P[:, None], sizes_P, 0).argmax(axis=1)
-    for row in np.lexsort((-sizes_P, leader_P, -sizes_P[leader_P])):
-        added_R = sizes_P[row] - shared_RP[:, row]
-        full_R = added_R > free_R
-        if lengths_P2 is not None:
-            full_R |= (lengths_P2[row] > free_R2).any(axis=1)
-        score_R = free_R + _SHARING_WEIGHT * added_R
-        score_R[full_R] = np.iinfo(np.int64).max
-        token_row = score_R.argmin()
-        if full_R[token_row]:
+
+    def __init__(self, length_D: np.ndarray, shared_D: np.ndarray) -> None:
+        """Build it from the sequences' lengths, and their common prefixes with the one before, by rank."""
+        self._length_D, self.of_all = length_D.tolist(), int(shared_D[1:].min(initial=length_D.min()))
+        levels, width = [shared_D[1:]], 1  # the common prefix of 1, 2, 4, ... neighbors and the sequence before them
+        while len(levels[-1]) > width:
+            levels.append(np.minimum(levels[-1][:-width], levels[-1][width:]))
+            width *= 2
+        self._levels = [level.tolist() for level in levels]
+
+    def common_prefix(self, low: int, high: int) -> int:
+        """Return the length of the common prefix of two sequences, of which ``low`` has the lower rank."""
+        power = (high - low).bit_length() - 1
+        level = self._levels[power]
+        return min(level[low], level[high - (1 << power)])
+
+    def added(self, ranks: list[int], held: list[int]) -> int:
+        """Return how many tokens sequences add to the tree of the sequences that are held; both are ascending."""
+        total, before = 0, -1
+        for rank in ranks:
+            at = bisect_left(held, rank)
+            nearest = max(before, held[at - 1] if at else -1)
+            shared = self.common_prefix(nearest, rank) if nearest >= 0 else 0
+            if at < len(held):
+                shared = max(shared, self.common_prefix(rank, held[at]))
+            total, before = total + self._length_D[rank] - shared, rank
+        return total
+
+
+def _place(
+    sizes_P: np.ndarray, ranks_P: list[list[int]], tries: Tries, lengths_P2: np.ndarray | None, lengths_R: np.ndarray
+) -> list[int] | None:
+    """Place data rows by best fit, largest first, and return the token row of each; None if they do not fit.
+
+    A run of data rows that each share at least half of their tokens with a neighbor is placed together. A data row
+    may go to the token rows of its sequences' neighbors, and to the fullest with room among those that hold a prefix
+    of its first sequence.
+
+    Args:
+        sizes_P: Size of each data row. They are in the lexicographic order of their first sequences.
+        ranks_P: Ranks of each data row's sequences, ascending.
+        tries: The sizes of prefix trees.
+        lengths_P2: Lengths of both sequences of each pair, if they also need unshared room in expanded rows.
+        lengths_R: Length of each token row.
+    """
+    of_all = tries.of_all
+    shared_P = np.array([*(tries.common_prefix(low[0], high[0]) for low, high in pairwise(ranks_P)), 0])
+    is_first_P = np.append(True, 2 * shared_P[:-1] < np.minimum(sizes_P[1:], sizes_P[:-1]))
+    run_P, longest_P = np.cumsum(is_first_P), np.maximum.reduceat(sizes_P, np.flatnonzero(is_first_P))
+    order = np.lexsort((-sizes_P, run_P, -longest_P[run_P - 1])).tolist()
+    # free tokens besides those that all sequences share
+    sizes, free, free_R2 = sizes_P.tolist(), (lengths_R - of_all).tolist(), np.repeat(lengths_R[:, None], 2, axis=1)
+    # Each prefix has a list of the token rows that hold it, by free tokens. Outdated numbers are too large.
+    all_rows = sorted((room, token_row) for token_row, room in enumerate(free))
+    prefixes_P = [[(of_all, all_rows)] for _ in sizes]
+    least = 1
+    while (shared_P >= of_all + least).any():
+        first_N = np.flatnonzero(np.append(True, shared_P[:-1] < of_all + least))
+        size_N = np.diff(first_N, append=len(sizes))
+        for first, size in zip(first_N[size_N > 1].tolist(), size_N[size_N > 1].tolist(), strict=True):
+            common = int(shared_P[first : first + size - 1].min())
+            if common < of_all + 2 * least:  # else the next round finds this prefix
+                rows = list[tuple[int, int]]()
+                for data_row in range(first, first + size):
+                    prefixes_P[data_row].append((common, rows))
+        least *= 2
+
+    def has_room(data_row: int, token_row: int) -> bool:
+        return lengths_P2 is None or bool((lengths_P2[data_row] <= free_R2[token_row]).all())
+
+    held_R, placed = [list[int]() for _ in free], list[tuple[int, int]]()  # ranks, and ranks with their token rows
+    token_row_P = [-1] * len(sizes)
+    for data_row in order:
+        ranks, near = ranks_P[data_row], set[int]()
+        for rank in ranks:
+            at = bisect_left(placed, (rank,))
+            near.update(token_row for _, token_row in placed[max(at - 1, 0) : at + 1])
+        near = {token_row for token_row in near if has_room(data_row, token_row)}
+        for common, rows in prefixes_P[data_row]:
+            added = sizes[data_row] - common
+            at = bisect_left(rows, (added, -1))
+            while at < len(rows):
+                room, token_row = rows[at]
+                if room != free[token_row]:  # the token row got data rows without this prefix
+                    del rows[at]
+                    insort(rows, (free[token_row], token_row))
+                    at = bisect_left(rows, (added, -1))
+                elif not has_room(data_row, token_row):
+                    at += 1
+                else:
+                    near.add(token_row)
+                    break
+        options = list[tuple[int, int, int]]()
+        for token_row in near:
+            added = tries.added(ranks, held_R[token_row]) - (0 if held_R[token_row] else of_all)
+            if added <= free[token_row]:
+                options.append((free[token_row] + _SHARING_WEIGHT * added, token_row, added))
+        if not options:
             return None
-        token_row_P[row] = token_row
-        free_R[token_row] -= added_R[token_row]
+        _, token_row, added = min(options)
+        free[token_row] -= added
+        for _, rows in prefixes_P[data_row]:
+            insort(rows, (free[token_row], token_row))
+        for rank in ranks:
+            insort(held_R[token_row], rank)
+            insort(placed, (rank, token_row))
         if lengths_P2 is not None:
-            free_R2[token_row] -= lengths_P2[row]
-        np.maximum(shared_RP[token_row], shared_PP[row], out=shared_RP[token_row])
+            free_R2[token_row] -= lengths_P2[data_row]
+        token_row_P[data_row] = token_row
     return token_row_P
 
 
