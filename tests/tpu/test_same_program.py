@@ -30,9 +30,9 @@ def lora() -> Any:
 TRAINED_BY_ADAPTERS = 2 * 4 * (2 * (64 + 64) + 2 * (64 + 32) + 3 * (64 + 128)) + 64
 
 CASES: dict[str, dict[str, Any]] = {
-    "packed": {"rows": 4},
-    "rankings": {"rows": 4, "answers": 3},
-    "steps": {"rows": 4, "answers": 3, "model": {"step_separator": "\n"}},
+    "packed": {"token_rows": 4},
+    "rankings": {"token_rows": 4, "answers": 3},
+    "steps": {"token_rows": 4, "answers": 3, "model": {"step_separator": "\n"}},
     "attributes, padded": {
         "answers": 3,
         "model": {"attribute_weights": [0.5, 0.5], "id2label": {0: "a", 1: "b"}},
@@ -44,12 +44,12 @@ CASES: dict[str, dict[str, Any]] = {
         "arguments": {"packing": "false", "mesh": "fsdp=2,tensor=2", "remat": "dots"},
     },
     "adapters, accumulated gradients": {
-        "rows": 4,
+        "token_rows": 4,
         "arguments": {"gradient_accumulation_steps": 2, "remat": "none"},
         "peft": lora,
     },
     "layers as a loop": {
-        "rows": 4,
+        "token_rows": 4,
         "arguments": {"scan_layers": True, "mesh": "fsdp=2,tensor=2", "per_device_train_batch_size": 4},
     },
 }

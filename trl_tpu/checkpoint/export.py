@@ -56,7 +56,7 @@ _COPIED_FILES = (
     *("vocab.txt", "vocab*.json", "*_vocab.json", "merges.txt", "dict.txt", "bpe.codes", "byte_maps.json"),
     *("emoji.json", "normalizer.json", "tekken.json", "word_shape.json", "word_pronunciation.json"),
     *("*.model", "*.spm", "*.tiktoken", "*.tokenizer"),
-    *("README.md", "LICENSE*", "NOTICE*", "USE_POLICY*"),
+    *("README.md", "training.png", "verdict_*.png", "LICENSE*", "NOTICE*", "USE_POLICY*"),
 )
 
 
