@@ -41,7 +41,7 @@ class InSegments(PackedAttention):
 
     def attend(self, plain: Attention, module: nn.Module, *states_BNLD: Any, **kwargs: Any) -> Outputs:
         key_K, query_starts, key_starts, max_queries, max_keys = self.segments
-        dtype = _autocast_dtype(states_BNLD[-1])  # rotary embeddings give float32 under autocast
+        dtype = _autocast_dtype(key_K.device, states_BNLD[-1].dtype)  # rotary embeddings give float32 under autocast
         query, key, value = (state.to(dtype) for state in states_BNLD)
         key, value = (
             state.squeeze(0).transpose(0, 1).index_select(0, key_K).transpose(0, 1)[None] for state in (key, value)
@@ -60,21 +60,17 @@ def segment_masks(
         with suppress(ExpansionImpossible):
             window = None if rule is causal_mask_function else window_of(rule, batch.segments.max_keys)
             return InSegments(batch.segments, window)
-    return _additive(otherwise(plain, batch, rule, *args, **kwargs), kwargs["dtype"])
-
-
-def _additive(masks: Any, dtype: torch.dtype) -> Any:
-    """Return a boolean mask as numbers to add, for sdpa, which would convert it in each layer."""
-    if not isinstance(masks, torch.Tensor) or masks.dtype != torch.bool:
+    masks = otherwise(plain, batch, rule, *args, **kwargs)
+    if not isinstance(masks, torch.Tensor) or masks.dtype != torch.bool or not forward.few_kernels(masks.device):
         return masks
-    added = torch.zeros_like(masks, dtype=dtype)
-    return added.to(_autocast_dtype(added)).masked_fill_(~masks, -torch.inf)
+    # numbers to add: sdpa would convert a boolean mask in each layer
+    dtype = _autocast_dtype(masks.device, kwargs["dtype"])
+    return torch.zeros_like(masks, dtype=dtype).masked_fill_(~masks, -torch.inf)
 
 
-def _autocast_dtype(tensor: torch.Tensor) -> torch.dtype:
-    """Return the dtype that autocast would give to a tensor."""
-    device = tensor.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else tensor.dtype
+def _autocast_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype that autocast gives to numbers of ``dtype``."""
+    return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else dtype
 
 
 def sdpa_in_segments(

@@ -388,6 +388,35 @@ class Tries:
         return total
 
 
+#: Token rows that hold a prefix, with their free tokens before them, ascending.
+_Holders = list[tuple[int, int]]
+
+
+def _lists_by_prefix(shared_P: np.ndarray, of_all: int, all_rows: _Holders) -> list[list[tuple[int, _Holders]]]:
+    """Return for each data row the lengths of some of its prefixes, each with a list of the token rows that hold it.
+
+    Data rows with the same prefix have the same list. The lengths about double, so there are few.
+
+    Args:
+        shared_P: Number of tokens that each data row shares with the next one.
+        of_all: Number of tokens that all data rows share.
+        all_rows: The list for these tokens. The others are empty.
+    """
+    lists_P: list[list[tuple[int, _Holders]]] = [[(of_all, all_rows)] for _ in shared_P]
+    least = 1
+    while (shared_P >= of_all + least).any():
+        first_N = np.flatnonzero(np.append(True, shared_P[:-1] < of_all + least))
+        size_N = np.diff(first_N, append=len(shared_P))
+        for first, size in zip(first_N[size_N > 1].tolist(), size_N[size_N > 1].tolist(), strict=True):
+            common = int(shared_P[first : first + size - 1].min())
+            if common < of_all + 2 * least:  # else the next round finds this prefix
+                rows: _Holders = []
+                for data_row in range(first, first + size):
+                    lists_P[data_row].append((common, rows))
+        least *= 2
+    return lists_P
+
+
 def _place(
     sizes_P: np.ndarray, ranks_P: list[list[int]], tries: Tries, lengths_P2: np.ndarray | None, lengths_R: np.ndarray
 ) -> list[int] | None:
@@ -411,20 +440,8 @@ def _place(
     order = np.lexsort((-sizes_P, run_P, -longest_P[run_P - 1])).tolist()
     # free tokens besides those that all sequences share
     sizes, free, free_R2 = sizes_P.tolist(), (lengths_R - of_all).tolist(), np.repeat(lengths_R[:, None], 2, axis=1)
-    # Each prefix has a list of the token rows that hold it, by free tokens. Outdated numbers are too large.
-    all_rows = sorted((room, token_row) for token_row, room in enumerate(free))
-    prefixes_P = [[(of_all, all_rows)] for _ in sizes]
-    least = 1
-    while (shared_P >= of_all + least).any():
-        first_N = np.flatnonzero(np.append(True, shared_P[:-1] < of_all + least))
-        size_N = np.diff(first_N, append=len(sizes))
-        for first, size in zip(first_N[size_N > 1].tolist(), size_N[size_N > 1].tolist(), strict=True):
-            common = int(shared_P[first : first + size - 1].min())
-            if common < of_all + 2 * least:  # else the next round finds this prefix
-                rows = list[tuple[int, int]]()
-                for data_row in range(first, first + size):
-                    prefixes_P[data_row].append((common, rows))
-        least *= 2
+    # outdated numbers in these lists are too large
+    prefixes_P = _lists_by_prefix(shared_P, of_all, sorted((room, token_row) for token_row, room in enumerate(free)))
 
     def has_room(data_row: int, token_row: int) -> bool:
         return lengths_P2 is None or bool((lengths_P2[data_row] <= free_R2[token_row]).all())

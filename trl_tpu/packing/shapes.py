@@ -313,23 +313,23 @@ class _Planner:
         The last shape holds every batch, because it holds the largest rows of the data as placed by `zigzag`.
         """
         largest_P = np.sort(self.added_N)[::-1][: self.batch_size]
-        work, total, fallback = self.unplanned.work, int(largest_P.sum()), None
+        work, total, sufficient = self.unplanned.work, int(largest_P.sum()), list[BatchShape]()
         counts = range(self.shards, self.batch_size + self.shards, self.shards)
         # no shape with as many token rows can be shorter
         bounds = [BatchShape(rows, max(total // rows, int(largest_P[0])) + self.shared_prefix) for rows in counts]
-        for bound in bounds if self.row_length is not None else sorted(bounds, key=work):
-            if self.row_length is not None and bound.length > self.row_length:
-                continue
-            if fallback is not None and work(bound) >= work(fallback):
+
+        def longest_of(rows: int) -> int:
+            fullest = int(np.bincount(zigzag(self.batch_size, rows), largest_P).max())
+            return max(fullest + self.shared_prefix, 1)
+
+        if (length := self.row_length) is not None:  # a token row for each data row is enough
+            rows = next(each.rows for each in bounds if each.length <= length and longest_of(each.rows) <= length)
+            return (BatchShape(rows, length),)
+        for bound in sorted(bounds, key=work):
+            if sufficient and work(bound) >= min(map(work, sufficient)):
                 break
-            fullest = int(np.bincount(zigzag(self.batch_size, bound.rows), largest_P).max())
-            longest = max(fullest + self.shared_prefix, 1)
-            if self.row_length is None:
-                shape = BatchShape(bound.rows, int(round_up(longest, self.multiple)))
-                fallback = min(fallback or shape, shape, key=work)
-            elif longest <= self.row_length:
-                return (BatchShape(bound.rows, self.row_length),)
-        assert fallback is not None  # a token row for each data row is enough
+            sufficient.append(BatchShape(bound.rows, int(round_up(longest_of(bound.rows), self.multiple))))
+        fallback = min(sufficient, key=work)
         batches_BP = self.draw_batches(min(512, max(64, 2**15 // self.batch_size)))
         # token rows longer than the largest data row and than every batch's part per shard gain nothing
         longest = max(largest_P[0], batches_BP.sum(axis=1).max() / self.shards, 1)

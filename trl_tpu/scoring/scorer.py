@@ -246,9 +246,8 @@ class Scorer:
         compute = self.runtime.compiled(_rewards_of)
         members, places, computed = list[np.ndarray](), list[np.ndarray](), list[torch.Tensor]()
 
-        def send(
-            tensor: torch.Tensor,
-        ) -> torch.Tensor:  # shards token rows over the batch axes, replicates 1-D tensors
+        # shards token rows over the batch axes, replicates 1-D tensors
+        def send(tensor: torch.Tensor) -> torch.Tensor:
             axes = (None,) if tensor.ndim == 1 else (BATCH_AXES, *[None] * (tensor.ndim - 1))
             return self.runtime.place(tensor, axes, self.device)
 

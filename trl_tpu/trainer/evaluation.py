@@ -259,9 +259,8 @@ class EvaluatingTrainer(DeviceTrainer):
         # skipped. Turn inference mode off: XLA cannot shard inference tensors.
         with torch.inference_mode(False), torch.set_grad_enabled(gradients), torch.random.fork_rng(devices=[]):
             for inputs in dataloader:
-                if has_batch_metrics and len(
-                    evaluated
-                ):  # in a stream, a batch is known not to be the last one only now
+                # in a stream, the batch before is known not to be the last one only now
+                if has_batch_metrics and len(evaluated):
                     metrics_of_last_batch(is_last=False)
                 is_planned = components.runtime.plans_shapes and isinstance(inputs, Batch)
                 evaluated.add(*self._evaluate_batch(model, inputs, ignore_keys), is_planned)

@@ -407,9 +407,8 @@ class BatchPlan:
         """Return the layout of batches of ``dataset`` with ``batch_size`` data rows per process."""
         args, is_static = self._args, self._runtime.plans_shapes
         if self.padding_reason is None and not self._is_planned:
-            device = torch.device("cpu") if args.use_cpu else self._runtime.device
             dtype = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else self._model.dtype
-            trees = tree_layout(self._model, device, dtype)
+            trees = tree_layout(self._model, args.device, dtype)
             return Unpadded(attention_crossover_length(self._hidden_size), trees)
         if self.padding_reason is None and can_plan(dataset, args.max_length):
             return Planned(self.shapes_of(dataset, batch_size), self._expands)

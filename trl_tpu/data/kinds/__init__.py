@@ -105,8 +105,7 @@ def scored_kind(columns: Collection[str], rows: Sequence[Mapping[str, Any]]) -> 
 
 def labels_as(args: Any) -> str | None:
     """Return how evaluations of a trained model read labels, if not as usual: saved with the model, see `HeadSpec`."""
-    kind = Solutions() if args.step_separator is not None else Answers()
-    return kind.of(args).labels_as
+    return next(filter(None, (kind.of(args).labels_as for kind in reversed(kinds_for(args)))), None)
 
 
 def kind_counting(unit: str) -> RowKind:

@@ -60,7 +60,7 @@ class Answers(Rankings):
         return super().tokenized(self._read(row), ids_K, where)
 
     def _read(self, row: Row) -> Row:
-        """Return a row with its score, not its label, where a reward predicts scores and the row has both."""
+        """Return a row without its label if rewards predict scores and it has a score."""
         has_both = None not in (row.get("label"), row.get("score")) and row["completions"] == [row.get("completion")]
         return {**row, "scores": [row["score"]]} if has_both and self.predicts_scores else row
 

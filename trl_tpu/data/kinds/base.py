@@ -37,7 +37,7 @@ class RowKind:
         swapped: What may be swapped if the model is worse than chance.
         lacks: What excludes a scored row from a verdict.
         centered: The penalty of `center_rewards_coefficient`.
-        too_long: What was left out of the training if it had too many tokens.
+        too_long: Words for rows with too many tokens, such as "rankings with an answer".
         columns: The columns of a prepared row.
         optional_columns: Further columns of labels that a prepared row may have.
         token_columns: The columns of token ids among `columns`.
