@@ -33,13 +33,13 @@ def measured(count: int, hosts: int) -> list[float]:
     seconds, pairs = list[float](), list(islice(dialogues(), 4 * count))
     lengths = RowLengths.of((same := common_prefix(*both), *(len(ids) - same for ids in both)) for both in pairs)
     with timed(seconds, time.process_time):
-        plan = plan_shapes(lengths.sizes_P, count, hosts, attention_crossover_length=6 * 1024)
+        plan = plan_shapes(lengths.sizes_N, count, hosts, attention_crossover_length=6 * 1024)
     chosen = np.random.default_rng(0).permutation(len(pairs))[:count]
     sequences = sequences_of([to_columns({"answers": pairs[index]}) for index in chosen], 0)
     with timed(seconds, time.process_time):
         batches = pack(sequences, plan, part=(0, hosts))
     columns = hosts * sum(batch.input_ids_RL.size for batch in batches)
-    return [*seconds, columns / lengths.sizes_P[chosen].sum()]
+    return [*seconds, columns / lengths.sizes_N[chosen].sum()]
 
 
 if __name__ == "__main__":

@@ -275,7 +275,7 @@ def test_batch_keys_return_trls_tensors(kind: str) -> None:
 def test_process_without_rows_gets_an_empty_batch(pack_sequences: Any) -> None:
     batch = BatchCollator(pack_sequences, UNUSED, part=Part(MOST, 1, 2))(EXAMPLES)
     assert batch["input_ids"].shape == batch["attention_mask"].shape == (0, 0)
-    assert not batch.table.weight_C.any() and not batch.present_P().any()
+    assert not batch.table.weight_C.any() and not batch.present_P.any()
     with pytest.raises(KeyError, match="Its keys are input_ids and attention_mask"):
         dict(batch)
 

@@ -68,9 +68,9 @@ def test_pairs_are_measured_once() -> None:
     pairs = [([1, 2, 3], [1, 2, 4, 5]), ([1], [1]), ([6, 1], [7])]
     dataset = dataset_of(pairs * 500)  # large enough to be read in two parts
     measured = length_stats(dataset)
-    found = np.column_stack([measured.lengths.prefix_P, measured.lengths.tails_PK])
+    found = np.column_stack([measured.lengths.prefix_N, measured.lengths.tails_NK])
     assert found.tolist() == [[2, 1, 2], [1, 0, 0], [0, 2, 1]] * 500
-    assert measured.lengths.longest_P.tolist() == [4, 1, 2] * 500
+    assert measured.lengths.longest_N.tolist() == [4, 1, 2] * 500
     assert length_stats(dataset) is measured
     assert len(length_stats(dataset.select([])).lengths) == 0
     with pytest.raises(ValueError, match="other"):
@@ -96,7 +96,7 @@ def test_stats_of_several_tables_equal_those_of_one(prompt: list[int], parts: li
     common = min(shared(every[0][0], ids) for pair in every for ids in pair)
     assert in_parts.shared_prefix == at_once.shared_prefix == common
     assert in_parts.checksum == at_once.checksum
-    assert in_parts.lengths.sizes_P.tolist() == [size(*pair) for pair in every]
+    assert in_parts.lengths.sizes_N.tolist() == [size(*pair) for pair in every]
     changed = [*every[:-1], (every[-1][0], [*every[-1][1], 3])]
     assert measured([changed]).checksum != at_once.checksum
 
@@ -126,4 +126,4 @@ def test_only_selected_rows_of_the_dataset_are_measured(change: str) -> None:
     sizes = [size(row["chosen_ids"], row["rejected_ids"]) for row in dataset]
     common = min(shared(dataset[0]["chosen_ids"], ids) for row in dataset for ids in row.values())
     assert common >= 4
-    assert (length_stats(dataset).lengths.sizes_P.tolist(), length_stats(dataset).shared_prefix) == (sizes, common)
+    assert (length_stats(dataset).lengths.sizes_N.tolist(), length_stats(dataset).shared_prefix) == (sizes, common)

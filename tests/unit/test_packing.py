@@ -231,7 +231,7 @@ def tokenized(source: str) -> list[tuple[list[int], list[int]]]:
 def test_packing_computes_few_tokens_per_real_token(source: str, pairs: int, shards: int, most_tokens: float) -> None:
     """Hidden size 1,024, at most four shapes. Padding to the longest sequence computes 2.5 tokens per real token."""
     both = tokenized(source)
-    sizes = length_stats(dataset_of(both)).lengths.sizes_P
+    sizes = length_stats(dataset_of(both)).lengths.sizes_N
     plan = plan_shapes(sizes, pairs, shards, attention_crossover_length=6 * 1024)
     assert len(plan.shapes) <= 4
     columns = real = unpadded = 0

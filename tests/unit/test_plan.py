@@ -152,7 +152,7 @@ def test_training_yaml_is_traced_unchanged(model: str, tmp_path: Path, trace_req
 def test_dataset_and_adapters_are_planned_without_weights(model: str, capsys: pytest.CaptureFixture) -> None:
     (layout,) = planned("synthetic:tiny", "--dataset_name synthetic:numbers --max_length 16 --bf16 false")
     # a sequence has 13 tokens, and answers differ in the last two
-    assert set(layout.lengths.sizes_P.tolist()) == {15}
+    assert set(layout.lengths.sizes_N.tolist()) == {15}
     assert "6,144 rows" in capsys.readouterr().out
     (layout,) = planned(model, "--use_peft true --lora_r 4 --lora_target_modules q_proj v_proj")
     adapters = 2 * 2 * (256 * 4 + 4 * 256)

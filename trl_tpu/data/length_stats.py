@@ -196,7 +196,7 @@ def group_prompts(prompts: Iterable[Prompt]) -> np.ndarray:
 
 def shared_prefixes(dataset: Dataset) -> Iterator[bytes]:
     """Yield the common prefix of each row's tokenized answers, 4 bytes per token."""
-    for row, prefix in zip(rows_of(dataset), length_stats(dataset).lengths.prefix_P.tolist(), strict=True):
+    for row, prefix in zip(rows_of(dataset), length_stats(dataset).lengths.prefix_N.tolist(), strict=True):
         yield answers_of(row)[0][:prefix].tobytes()
 
 

@@ -133,14 +133,14 @@ def sizes_by_prompt(dataset: Any, batch_size: int) -> np.ndarray:
         added_D = np.array([len(ids) for ids in sequences])
         added_D[order] -= [stats.shared_prefix, *shared]
         added += added_D.reshape(-1, 2).sum(axis=1).tolist()
-    grouped, alone = np.mean(added), stats.lengths.sizes_P.mean() - stats.shared_prefix
+    grouped, alone = np.mean(added), stats.lengths.sizes_N.mean() - stats.shared_prefix
     logger.warning(
         f"group_by_prompt: {len(group_N):,} rows have {group_N.max() + 1:,} prompts. A row in packed batches of "
         f"{batch_size} takes {grouped:,.0f} tokens, not {alone:,.0f} ({1 - grouped / alone:.0%} less), not counting "
         "the prefix that all rows share."
     )
     sizes_N = np.resize(added, len(dataset)) + stats.shared_prefix
-    return np.append(sizes_N, np.sort(stats.lengths.sizes_P)[-batch_size:])
+    return np.append(sizes_N, np.sort(stats.lengths.sizes_N)[-batch_size:])
 
 
 # settings of a DataLoader; in TrainingArguments their names begin with "dataloader_"

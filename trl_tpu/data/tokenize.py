@@ -217,11 +217,11 @@ def keep_fitting(
         dataset = dataset.select(np.flatnonzero(fits_N))
     STATS[dataset] = stats
     if truncates:
-        cut = (length_stats(original).lengths.longest_P > max_length).sum() - dropped
+        cut = (length_stats(original).lengths.longest_N > max_length).sum() - dropped
         logger.warning(
             f"{name} dataset: {cut} of {len(longest_N)} {kind.name} truncated to max_length={max_length} tokens."
         )
-    same_N = np.flatnonzero(stats.lengths.sizes_P == stats.lengths.prefix_P)
+    same_N = np.flatnonzero(stats.lengths.sizes_N == stats.lengths.prefix_N)
     if len(same_N) and not kind.compares_with_zero:
         first = int(np.flatnonzero(fits_N)[same_N[0]])
         report_equal_answers(dataset[int(same_N[0])], traps_N[first], len(same_N), len(dataset), first, name)

@@ -25,7 +25,7 @@ Collate = Callable[[list[Any]], dict[str, Any]]
 
 def needs_table(row: Row) -> bool:
     """Check whether a prepared row has labels that TRL's batch keys cannot hold, so its batch needs a table."""
-    return bool({"grades", "chosen_probability"} & labels_of(row).keys())
+    return bool(labels_of(row).keys() - {"margin"})
 
 
 @dataclass
@@ -167,7 +167,7 @@ def read_dict(inputs: Mapping[str, Any], pad_token_id: int, padding_side: str = 
     batch, known_keys = inputs.get(TABLE), {*tokens, TABLE, "margin", "return_loss"}
     if TABLE in inputs and batch is None:
         raise UserError(
-            "The data has grades or `chosen_probability`, but a batch of `trainer.data_collator` cannot hold them. "
+            "The data has labels that a batch of `trainer.data_collator` cannot hold: grades or `chosen_probability`. "
             "Take batches from `trainer.get_train_dataloader()` or `get_eval_dataloader()`."
         )
     if not isinstance(batch, Batch):

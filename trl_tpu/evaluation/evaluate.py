@@ -489,7 +489,7 @@ def evaluate_rewards(
         prompts = [prompt for prompt in islice(prompts_of(dataset), rows) for _ in range(per_row)]
         if is_prepared(dataset) and not labels.kind.compares_with_zero:
             lengths = length_stats(dataset).lengths
-            lengths_NK = (lengths.prefix_P[:, None] + lengths.tails_PK)[:rows].repeat(attributes, axis=0)
+            lengths_NK = (lengths.prefix_N[:, None] + lengths.tails_NK)[:rows].repeat(attributes, axis=0)
         try:
             if eval_by is not None:
                 groups = [label for label in _group_labels(dataset, eval_by)[:rows] for _ in range(per_row)]

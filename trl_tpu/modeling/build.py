@@ -267,7 +267,7 @@ def _within_positions(dataset: Any, model: PreTrainedModel, name: str) -> Any:
         return dataset
     if not isinstance(dataset, Dataset):
         return dataset.map(_check_length, with_indices=True, fn_kwargs={"limit": limit, "name": name})
-    longest = int(length_stats(dataset).lengths.longest_P.argmax())
+    longest = int(length_stats(dataset).lengths.longest_N.argmax())
     _check_length(dataset[longest], longest, limit, name)
     return dataset
 

@@ -236,8 +236,9 @@ class Batch(Arrays, Generic[Array]):
     def is_packed(self) -> bool:
         return self.subtree_end_RL is not None
 
+    @property
     def present_P(self) -> Any:
-        """Return the mask of the data rows in this micro-batch, [P]."""
+        """Mask of the data rows in this micro-batch, [P]."""
         tokens_S: Any = self.tokens_S
         return tokens_S.reshape(-1, self.table.answers).any(-1)
 

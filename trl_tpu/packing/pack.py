@@ -110,30 +110,30 @@ class Sequences:
         trees, tails = list[tuple[int, list[Tail]]](), list[Tail]()  # first column and tails of each tree
         before, first, stop = -1, 0, 0
         for index in order[np.argsort(tree_D[order], kind="stable")].tolist():
-            row, ids, at = int(token_row_D[index]), self.cut[index], self.at[index]
+            token_row, ids, at = int(token_row_D[index]), self.cut[index], self.at[index]
             is_new = before < 0 or tree_D[index] != tree_D[before]
-            if before < 0 or row != token_row_D[before]:
+            if before < 0 or token_row != token_row_D[before]:
                 stop = 0
             depth = 0 if is_new else common_prefix(self.cut[before], ids) // self.chunk * self.chunk
             if is_new:
                 first, tails = stop, []
                 trees.append((first, tails))
             start, stop, before = stop, stop + len(ids) - depth, index
-            input_ids_RL[row, start:stop] = ids[depth:]
-            position_ids_RL[row, start:stop] = columns[depth : len(ids)]
+            input_ids_RL[token_row, start:stop] = ids[depth:]
+            position_ids_RL[token_row, start:stop] = columns[depth : len(ids)]
             if depth and path[depth - 1] == start - 1:  # the previous sequence is a prefix: extend its tail
                 tails[-1] = replace(tails[-1], stop=stop - first)
             else:
                 tails.append(Tail(start - first, stop - first, _ranges(path[:depth] - first)))
             path[depth : len(ids)] = columns[start:stop]
-            segments.append((row, start, stop, depth, len(ids)))
-            scores_3S[:, slots[index]] = np.full_like(at, row), path[at], self.tokens[index]
+            segments.append((token_row, start, stop, depth, len(ids)))
+            scores_3S[:, slots[index]] = np.full_like(at, token_row), path[at], self.tokens[index]
 
         end, after = np.empty_like(columns), -1  # end of the subtree of the token at each depth
-        for row, start, stop, depth, size in reversed(segments):
-            if row != after:
-                end[:], after = stop, row
-            subtree_end_RL[row, start:stop] = end[depth:size]
+        for token_row, start, stop, depth, size in reversed(segments):
+            if token_row != after:
+                end[:], after = stop, token_row
+            subtree_end_RL[token_row, start:stop] = end[depth:size]
             end[depth:] = start
         whole = tuple(Tree(first, first + tails[-1].stop, tuple(tails)) for first, tails in trees)
         of_tokens = {"position_ids_RL": position_ids_RL, "subtree_end_RL": subtree_end_RL}
@@ -147,9 +147,9 @@ class Sequences:
             scores_3S: Token row, column and number of tokens of each reward; 0 tokens if it is in other token rows.
             **layout: Other fields of the batch.
         """
-        row_S, column_S, tokens_S = scores_3S
+        token_row_S, column_S, tokens_S = scores_3S
         table = self.table.among(tokens_S.reshape(-1, self.table.answers).any(-1))
-        return Batch(input_ids_RL, row_S, column_S, tokens_S, table, pad_token_id=self.pad_token_id, **layout)
+        return Batch(input_ids_RL, token_row_S, column_S, tokens_S, table, pad_token_id=self.pad_token_id, **layout)
 
     def slots(self) -> list[slice]:
         """Return the range of each sequence's rewards in arrays over S."""
@@ -193,10 +193,10 @@ def pack_unpadded(
             sizes.append(added)
         tree_D[index] = len(sizes) - 1
     if layout == "rows":
-        shape, row_T = _rows_of_trees(sizes)
+        shape, token_row_T = _rows_of_trees(sizes)
         if shape.rows * shape.length**2 <= _MAX_MASK:
-            rank_T = np.argsort(np.argsort(row_T, kind="stable"))  # trees of a row are adjacent
-            return [replace(sequences.written(row_T[tree_D], rank_T[tree_D], shape), trees=None)]
+            rank_T = np.argsort(np.argsort(token_row_T, kind="stable"))  # trees of a token row are adjacent
+            return [replace(sequences.written(token_row_T[tree_D], rank_T[tree_D], shape), trees=None)]
     written = sequences.written(np.zeros_like(tree_D), tree_D, BatchShape(1, sum(sizes)))
     return [replace(written, segments=segments_of(written.trees or ())) if layout == "segments" else written]
 
@@ -208,11 +208,11 @@ def _rows_of_trees(sizes: list[int]) -> tuple[BatchShape, np.ndarray]:
         Number and length of the token rows, and each tree's token row [T].
     """
     longest = round_up(max(sizes), 8)  # attention kernels copy masks of other lengths
-    free_R, row_T = np.full(len(sizes), longest), np.empty(len(sizes), np.int64)
+    free_R, token_row_T = np.full(len(sizes), longest), np.empty(len(sizes), np.int64)
     for tree in np.argsort(sizes, kind="stable")[::-1].tolist():
-        row_T[tree] = row = np.argmax(free_R >= sizes[tree])
-        free_R[row] -= sizes[tree]
-    return BatchShape(int(row_T.max()) + 1, longest), row_T
+        token_row_T[tree] = token_row = np.argmax(free_R >= sizes[tree])
+        free_R[token_row] -= sizes[tree]
+    return BatchShape(int(token_row_T.max()) + 1, longest), token_row_T
 
 
 def segments_of(trees: tuple[Tree, ...]) -> Segments[np.ndarray]:
@@ -241,14 +241,14 @@ def pad(sequences: Sequences, lengths: tuple[int, ...] | None = None, multiple: 
     count, longest = len(sequences.ids), max(map(len, sequences.ids))
     length = next((planned for planned in lengths or () if planned >= longest), round_up(longest, multiple))
     has_several = sequences.row_D[-1] + 1 < count  # the steps of a solution are one sequence
-    rows = count if lengths is None else sequences.rows * (sequences.table.answers if has_several else 1)
-    input_ids_RL = np.full((rows, length), sequences.pad_token_id, np.int32)
-    mask_RL = np.zeros((rows, length), np.int32)
+    token_rows = count if lengths is None else sequences.rows * (sequences.table.answers if has_several else 1)
+    input_ids_RL = np.full((token_rows, length), sequences.pad_token_id, np.int32)
+    mask_RL = np.zeros((token_rows, length), np.int32)
     mask_RL[:, 0] = 1  # attention in token rows without a token could give NaN
     scores_3S = np.zeros((3, sequences.rows * sequences.table.answers), np.int32)
-    for row, (ids, at, slots) in enumerate(zip(sequences.ids, sequences.at, sequences.slots(), strict=True)):
-        input_ids_RL[row, : len(ids)], mask_RL[row, : len(ids)] = ids, 1
-        scores_3S[:, slots] = np.full_like(at, row), at, sequences.tokens[row]
+    for token_row, (ids, at, slots) in enumerate(zip(sequences.ids, sequences.at, sequences.slots(), strict=True)):
+        input_ids_RL[token_row, : len(ids)], mask_RL[token_row, : len(ids)] = ids, 1
+        scores_3S[:, slots] = np.full_like(at, token_row), at, sequences.tokens[token_row]
     return [sequences.batch_of(input_ids_RL, scores_3S, attention_mask_RL=mask_RL)]
 
 
@@ -392,7 +392,7 @@ class Tries:
 _Holders = list[tuple[int, int]]
 
 
-def _lists_by_prefix(shared_P: np.ndarray, of_all: int, all_rows: _Holders) -> list[list[tuple[int, _Holders]]]:
+def _lists_by_prefix(shared_P: np.ndarray, of_all: int, every_token_row: _Holders) -> list[list[tuple[int, _Holders]]]:
     """Return for each data row the lengths of some of its prefixes, each with a list of the token rows that hold it.
 
     Data rows with the same prefix have the same list. The lengths about double, so there are few.
@@ -400,9 +400,9 @@ def _lists_by_prefix(shared_P: np.ndarray, of_all: int, all_rows: _Holders) -> l
     Args:
         shared_P: Number of tokens that each data row shares with the next one.
         of_all: Number of tokens that all data rows share.
-        all_rows: The list for these tokens. The others are empty.
+        every_token_row: The list for these tokens. The others are empty.
     """
-    lists_P: list[list[tuple[int, _Holders]]] = [[(of_all, all_rows)] for _ in shared_P]
+    lists_P: list[list[tuple[int, _Holders]]] = [[(of_all, every_token_row)] for _ in shared_P]
     least = 1
     while (shared_P >= of_all + least).any():
         first_N = np.flatnonzero(np.append(True, shared_P[:-1] < of_all + least))
@@ -410,9 +410,9 @@ def _lists_by_prefix(shared_P: np.ndarray, of_all: int, all_rows: _Holders) -> l
         for first, size in zip(first_N[size_N > 1].tolist(), size_N[size_N > 1].tolist(), strict=True):
             common = int(shared_P[first : first + size - 1].min())
             if common < of_all + 2 * least:  # else the next round finds this prefix
-                rows: _Holders = []
+                holders: _Holders = []
                 for data_row in range(first, first + size):
-                    lists_P[data_row].append((common, rows))
+                    lists_P[data_row].append((common, holders))
         least *= 2
     return lists_P
 
@@ -454,15 +454,15 @@ def _place(
             at = bisect_left(placed, (rank,))
             near.update(token_row for _, token_row in placed[max(at - 1, 0) : at + 1])
         near = {token_row for token_row in near if has_room(data_row, token_row)}
-        for common, rows in prefixes_P[data_row]:
+        for common, holders in prefixes_P[data_row]:
             added = sizes[data_row] - common
-            at = bisect_left(rows, (added, -1))
-            while at < len(rows):
-                room, token_row = rows[at]
+            at = bisect_left(holders, (added, -1))
+            while at < len(holders):
+                room, token_row = holders[at]
                 if room != free[token_row]:  # the token row got data rows without this prefix
-                    del rows[at]
-                    insort(rows, (free[token_row], token_row))
-                    at = bisect_left(rows, (added, -1))
+                    del holders[at]
+                    insort(holders, (free[token_row], token_row))
+                    at = bisect_left(holders, (added, -1))
                 elif not has_room(data_row, token_row):
                     at += 1
                 else:
@@ -477,8 +477,8 @@ def _place(
             return None
         _, token_row, added = min(options)
         free[token_row] -= added
-        for _, rows in prefixes_P[data_row]:
-            insort(rows, (free[token_row], token_row))
+        for _, holders in prefixes_P[data_row]:
+            insort(holders, (free[token_row], token_row))
         for rank in ranks:
             insort(held_R[token_row], rank)
             insort(placed, (rank, token_row))
@@ -499,7 +499,7 @@ def expand_rows(packed: Batch[np.ndarray]) -> Expansion[np.ndarray]:
             only if pairs share tokens with other pairs: either sequence of a pair fits into the pair's own tokens.
     """
     assert packed.subtree_end_RL is not None  # packed rows have it
-    rows, length = packed.subtree_end_RL.shape
+    token_rows, length = packed.subtree_end_RL.shape
     here_P = packed.tokens_S.reshape(-1, 2)[:, 0] > 0
     half_D = (packed.token_row_S.reshape(-1, 2)[here_P] * 2 + [0, 1]).T.ravel()
     order = np.argsort(half_D, kind="stable")
@@ -508,7 +508,7 @@ def expand_rows(packed: Batch[np.ndarray]) -> Expansion[np.ndarray]:
     sees_DL = packed.subtree_end_RL[half_D // 2] > last_D[:, None]
     sees_DL &= np.arange(length) <= last_D[:, None]
     sequence_T, column_T = np.nonzero(sees_DL)
-    longest = np.bincount(half_D[sequence_T], minlength=2 * rows).max()
+    longest = np.bincount(half_D[sequence_T], minlength=2 * token_rows).max()
     if longest > length:
         raise UserError(
             f"The chosen or the rejected sequences of a packed row have {longest} tokens, but it has {length} columns."
@@ -519,13 +519,13 @@ def expand_rows(packed: Batch[np.ndarray]) -> Expansion[np.ndarray]:
     first_D = np.searchsorted(sequence_T, np.searchsorted(half_D, half_D))
     place_T = (half_D * length - first_D)[sequence_T] + np.arange(len(sequence_T))
     token_T = (half_D // 2 * length)[sequence_T] + column_T
-    gather = np.full(2 * rows * length, -1, np.int32)
-    scatter, segment, inverse = gather.copy(), np.zeros_like(gather), np.full(rows * length, -1, np.int32)
+    gather = np.full(2 * token_rows * length, -1, np.int32)
+    scatter, segment, inverse = gather.copy(), np.zeros_like(gather), np.full(token_rows * length, -1, np.int32)
     gather[place_T] = column_T
     segment[place_T] = sequence_T + 1
     inverse[token_T] = place_T  # of several copies, the last one gives the output
     token_M = np.flatnonzero(inverse >= 0)
     scatter[inverse[token_M]] = token_M % length
     inverse[token_M] -= (token_M // length * 2 * length).astype(np.int32)
-    gather, segment, scatter = (index.reshape(rows, 2, length) for index in (gather, segment, scatter))
-    return Expansion(gather, segment, scatter, inverse.reshape(rows, length))
+    gather, segment, scatter = (index.reshape(token_rows, 2, length) for index in (gather, segment, scatter))
+    return Expansion(gather, segment, scatter, inverse.reshape(token_rows, length))

@@ -24,25 +24,25 @@ class RowLengths:
     """Lengths of the common prefix of each row's answers and of the tails after it, in tokens.
 
     Attributes:
-        tails_PK: Lengths of the tails; 0 for missing answers.
+        tails_NK: Lengths of the tails; 0 for missing answers.
     """
 
-    prefix_P: np.ndarray
-    tails_PK: np.ndarray
+    prefix_N: np.ndarray
+    tails_NK: np.ndarray
 
     @classmethod
     def of(cls, pairs: Iterable[tuple[int, int, int]]) -> "RowLengths":
         """Make lengths from one triple per pair: tokens of the prefix, the chosen tail and the rejected tail."""
-        lengths_P3 = np.array(list(pairs), dtype=np.int64).reshape(-1, 3)
-        return cls(lengths_P3[:, 0], lengths_P3[:, 1:])
+        lengths_N3 = np.array(list(pairs), dtype=np.int64).reshape(-1, 3)
+        return cls(lengths_N3[:, 0], lengths_N3[:, 1:])
 
     @classmethod
     def joined(cls, parts: Sequence["RowLengths"]) -> "RowLengths":
         """Concatenate the rows of all parts."""
-        max_tails = max((part.tails_PK.shape[1] for part in parts), default=2)
+        max_tails = max((part.tails_NK.shape[1] for part in parts), default=2)
         parts = [cls.of([]), *parts]
-        tails = [np.pad(part.tails_PK, ((0, 0), (0, max_tails - part.tails_PK.shape[1]))) for part in parts]
-        return cls(np.concatenate([part.prefix_P for part in parts]), np.concatenate(tails))
+        tails = [np.pad(part.tails_NK, ((0, 0), (0, max_tails - part.tails_NK.shape[1]))) for part in parts]
+        return cls(np.concatenate([part.prefix_N for part in parts]), np.concatenate(tails))
 
     @classmethod
     def of_size(cls, size: int) -> "RowLengths":
@@ -51,31 +51,31 @@ class RowLengths:
         return cls.of([(size - 2 * answer, answer, answer)])
 
     def __len__(self) -> int:
-        return len(self.prefix_P)
+        return len(self.prefix_N)
 
     @property
-    def sizes_P(self) -> np.ndarray:
+    def sizes_N(self) -> np.ndarray:
         """Number of unique tokens of each row: the prefix counts once."""
-        return self.prefix_P + self.tails_PK.sum(axis=1)
+        return self.prefix_N + self.tails_NK.sum(axis=1)
 
     def in_chunks(self, chunk: int) -> "RowLengths":
         """Return the lengths in whole chunks: prefixes rounded down, tails rounded up.
 
         Prefix tokens after the last whole chunk become part of every tail.
         """
-        prefix_P = self.prefix_P // chunk * chunk
-        tails_PK = self.tails_PK + (self.prefix_P - prefix_P)[:, None]
-        return RowLengths(prefix_P, -(-tails_PK // chunk) * chunk)
+        prefix_N = self.prefix_N // chunk * chunk
+        tails_NK = self.tails_NK + (self.prefix_N - prefix_N)[:, None]
+        return RowLengths(prefix_N, -(-tails_NK // chunk) * chunk)
 
     @property
-    def longest_P(self) -> np.ndarray:
+    def longest_N(self) -> np.ndarray:
         """Length of the longest sequence of each row, in tokens."""
-        return self.prefix_P + self.tails_PK.max(axis=1, initial=0)
+        return self.prefix_N + self.tails_NK.max(axis=1, initial=0)
 
     @property
     def tokens(self) -> int:
         """Number of unique tokens of all rows."""
-        return int(self.sizes_P.sum())
+        return int(self.sizes_N.sum())
 
     def attended(self, window: int | None = None) -> int:
         """Count the (query, key) pairs of causal attention over all unique tokens.
@@ -84,12 +84,12 @@ class RowLengths:
             window: Maximum number of keys per query, the query's own token included; None for no limit.
         """
 
-        def entries(length_P: np.ndarray) -> np.ndarray:
-            windowed_P = length_P if window is None else np.minimum(length_P, window)
-            return windowed_P * (windowed_P + 1) // 2 + (length_P - windowed_P) * (window or 0)
+        def entries(length_N: np.ndarray) -> np.ndarray:
+            windowed_N = length_N if window is None else np.minimum(length_N, window)
+            return windowed_N * (windowed_N + 1) // 2 + (length_N - windowed_N) * (window or 0)
 
-        shared_P = entries(self.prefix_P)
-        return int((shared_P + sum(entries(self.prefix_P + tail_P) - shared_P for tail_P in self.tails_PK.T)).sum())
+        shared_N = entries(self.prefix_N)
+        return int((shared_N + sum(entries(self.prefix_N + tail_N) - shared_N for tail_N in self.tails_NK.T)).sum())
 
 
 # ---- shapes and plans
@@ -237,7 +237,7 @@ def plan_shapes(
     """Choose at most ``max_shapes`` shapes with the least expected work on batches drawn from the data.
 
     Args:
-        sizes: Unique tokens of each row of the data, [N]: see `RowLengths.sizes_P`. For a stream: the sizes of a
+        sizes: Unique tokens of each row of the data, [N]: see `RowLengths.sizes_N`. For a stream: the sizes of a
             sample, followed by ``batch_size`` copies of the largest possible size.
         batch_size: P, data rows per batch.
         shards: Number of devices that the token rows are sharded over. Their number is a multiple of it.

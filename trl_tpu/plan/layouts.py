@@ -74,10 +74,10 @@ class Layout:
         args, shards = self.args, self.mesh.batch_shards
         if args.packing == "false":
             sequences = 1 if args.step_separator is not None else self.answers or 2  # a solution is one sequence
-            return sequences * self.batch_size, int(self.lengths.longest_P.max())
+            return sequences * self.batch_size, int(self.lengths.longest_N.max())
         chunk = shared_chunk(self.module)
         if self.tokens is None:
-            size = int(self.lengths.in_chunks(chunk).sizes_P[0])
+            size = int(self.lengths.in_chunks(chunk).sizes_N[0])
             length = args.row_length or int(round_up(size, 128))
             return ceil(self.batch_size / (length // size) / shards) * shards, length
         plan_shapes = partial(
@@ -309,10 +309,10 @@ def found(attempts: list[Attempt]) -> str:
 
 def notes(layout: Layout, depths: Sequence[int]) -> str:
     """Return notes on the sources and limits of the figures."""
-    sizes_P, optim = layout.lengths.sizes_P, layout.args.optim
+    sizes_N, optim = layout.lengths.sizes_N, layout.args.optim
     source = "No dataset is named, so lengths are assumed" if layout.tokens is None else "Lengths of the dataset"
     parts = [
-        f"{source}: {len(sizes_P):,} rows of {sizes_P.mean():,.0f} unique tokens, {sizes_P.max():,} at most.",
+        f"{source}: {len(sizes_N):,} rows of {sizes_N.mean():,.0f} unique tokens, {sizes_N.max():,} at most.",
         "Real steps take longer than these bounds. Only a run on the TPU shows by how much.",
     ]
     if layout.args.gradient_accumulation_steps > 1 and not optim.startswith("adam"):

@@ -253,7 +253,7 @@ class Scorer:
 
         for members_N, micro_batches in self._batches_by_positions(dialogues, batches):
             for batch in micro_batches:
-                place_N = np.flatnonzero(batch.present_P().numpy())  # members in this micro-batch
+                place_N = np.flatnonzero(batch.present_P.numpy())  # members in this micro-batch
                 sent = batch.map_tensors(send)
                 with torch.no_grad(), torch.autocast(self.device.type, torch.bfloat16, enabled=self.bf16):
                     rewards_SA = compute(self.model, sent)

@@ -320,7 +320,7 @@ class EvaluatingTrainer(DeviceTrainer):
             batch: Any = inputs.get(TABLE) if isinstance(inputs, Mapping) else None
             columns |= {} if loss is None else {"losses": loss.mean().expand(rows)}
             if isinstance(batch, Batch):
-                return columns, batch.present_P()
+                return columns, batch.present_P
             return columns, torch.ones(rows, dtype=torch.bool, device=self.args.device)
         table = result.table
         self.trl_tpu.evaluated_kind = table.kind

@@ -307,7 +307,7 @@ class RewardTrainer(SuggestsNewNames, EvaluatingTrainer):
 
     def _prepared(self, dataset: Any, name: str) -> Any:
         if isinstance(dataset, Mapping):
-            return {key: self._prepared(split, key) for key, split in dataset.items()}
+            return {key: self._prepared(split, f"{name}_{key}") for key, split in dataset.items()}
         prepared = self._prepare_dataset(dataset, self.processing_class, self.args, name)
         if not self._is_original("_prepare_dataset") and kind_of_columns(prepared.column_names or ()) == Pairs():
             prepared = build_dataset(prepared, self.model, self.processing_class, self.args, name)

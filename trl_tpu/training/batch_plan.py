@@ -238,7 +238,7 @@ def plan_shapes_of(
     """
     shared_prefix = length_stats(dataset).shared_prefix if isinstance(dataset, Dataset) and not expands else 0
     plan = plan_shapes(
-        length_stats(dataset).lengths.in_chunks(chunk).sizes_P if sizes_N is None else sizes_N,
+        length_stats(dataset).lengths.in_chunks(chunk).sizes_N if sizes_N is None else sizes_N,
         batch_size,
         shards,
         max_shapes=args.max_shapes,
@@ -494,7 +494,7 @@ class BatchPlan:
         """Return the sizes of a sample, repeated, and of one batch of the longest rows without shared tokens."""
         self._streamed = self._streamed or length_stats_of_stream(stream)
         longest = 2 * round_up(self._args.max_length or 0, chunk)
-        sizes_N = self._streamed.in_chunks(chunk).sizes_P if len(self._streamed) else np.array([longest])
+        sizes_N = self._streamed.in_chunks(chunk).sizes_N if len(self._streamed) else np.array([longest])
         return np.append(np.resize(sizes_N, _STREAM_BATCHES * rows), [longest] * rows)
 
     def _rows_together(self, batch_size: int) -> int:
@@ -514,7 +514,7 @@ class BatchPlan:
         if self._keeps_lengths():
             return None
         is_known = isinstance(dataset, Dataset) and len(dataset) > 0
-        longest = int(length_stats(dataset).lengths.longest_P.max()) if is_known else self._args.max_length
+        longest = int(length_stats(dataset).lengths.longest_N.max()) if is_known else self._args.max_length
         if not longest:
             return None
         if multiple := self._args.pad_to_multiple_of:

@@ -9,7 +9,7 @@ import numpy as np
 from ...errors import UserError
 from ..checks import Row
 from ..formats import convert_row
-from .base import LABELS_AS, Part
+from .base import LABELS_AS, ScoredItem
 from .rankings import Rankings
 
 _SCORES = "scores"  # the value of `labels_as`
@@ -78,7 +78,7 @@ class Answers(Rankings):
             probability_GK = np.where(np.isnan(grade_GK), np.nan, 0.5)
         return np.array([0]), np.array([-1]), probability_GK
 
-    def from_scored(self, row: Row) -> Iterator[Part]:
+    def from_scored(self, row: Row) -> Iterator[ScoredItem]:
         yield from super().from_scored(self._read(convert_row(row)[0]))
 
     def loss_sentences(self, args: Any, columns: Sequence[str]) -> list[str]:

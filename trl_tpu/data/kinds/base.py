@@ -24,7 +24,7 @@ from ..formats import apply_template, convert_row, template_arguments
 LABELS_AS = "labels_as"
 
 #: An evaluated item of a scored row, the rewards of its answers, and their grades.
-Part = tuple[Row, list[float], list[float]]
+ScoredItem = tuple[Row, list[float], list[float]]
 
 
 class RowKind:
@@ -245,7 +245,7 @@ class RowKind:
         """Return the numbers of tokens of both answers of a scored pair; None for other rows."""
         return None
 
-    def from_scored(self, row: Row) -> Iterator[Part]:
+    def from_scored(self, row: Row) -> Iterator[ScoredItem]:
         """Yield the items that a scored row adds to a verdict. A NaN reward with a grade counts as left out."""
         raise NotImplementedError
 

@@ -12,7 +12,7 @@ import torch
 from ...errors import UserError, UserKeyError
 from .. import checks
 from ..checks import OLD_KEYS, RAW_COLUMNS, Row
-from .base import Part, RowKind, numbers_in
+from .base import RowKind, ScoredItem, numbers_in
 
 logger = logging.getLogger(__name__)
 
@@ -105,7 +105,7 @@ class Pairs(RowKind):
     def token_counts(self, row: Row) -> list[Any]:
         return [row.get(f"tokens_{half}") for half in RAW_COLUMNS]
 
-    def from_scored(self, row: Row) -> Iterator[Part]:
+    def from_scored(self, row: Row) -> Iterator[ScoredItem]:
         """Yield the row's pair, or its list of right and wrong answers; the better half is shown as chosen."""
         chosen, rejected = (numbers_in(row.get(column)) for column in _REWARDS)
         probability = row.get("chosen_probability")

@@ -11,7 +11,7 @@ from datasets import Dataset, IterableDataset
 from ...errors import UserError, UserTypeError
 from .. import checks
 from ..checks import RAW_COLUMNS, Row
-from .base import Part, RowKind, numbers_in
+from .base import RowKind, ScoredItem, numbers_in
 from .pairs import BRADLEY_TERRY, Pairs, rejects_several
 
 MOST_ANSWERS = 64
@@ -184,7 +184,7 @@ class Rankings(RowKind):
         has_several = any(len(rewards_K) > 1 for row in rows for _, rewards_K, _ in self.from_scored(row))
         return None if has_several == (1 in self.counts) else self
 
-    def from_scored(self, row: Row) -> Iterator[Part]:
+    def from_scored(self, row: Row) -> Iterator[ScoredItem]:
         scores, by_attribute = row.get("scores"), row.get("rewards_by_attribute") or [None]
         graded = scores if isinstance(scores, dict) and None not in by_attribute else {}
         if names := [name for name in graded if name in by_attribute[0]]:

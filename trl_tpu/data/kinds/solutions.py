@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from ...errors import UserError
 from .. import checks
 from ..checks import TRAPS, Row, find_traps
-from .base import LABELS_AS, Part, RowKind, numbers_in
+from .base import LABELS_AS, RowKind, ScoredItem, numbers_in
 
 logger = logging.getLogger(__name__)
 
@@ -242,7 +242,7 @@ class Solutions(RowKind):
     def labels_as(self) -> str | None:
         return _NEUTRAL_IS_WRONG if self.neutral == "wrong" else None
 
-    def from_scored(self, row: Row) -> Iterator[Part]:
+    def from_scored(self, row: Row) -> Iterator[ScoredItem]:
         """Yield each labeled step, with the solution up to it."""
         rewards, labels, steps = row.get("step_rewards"), row.get("labels"), row.get("completions") or []
         if not isinstance(rewards, list) or not isinstance(labels, list) or not is_label_list(labels, len(rewards)):
