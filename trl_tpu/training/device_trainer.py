@@ -260,8 +260,7 @@ class DeviceTrainer(SavingTrainer):
             dataset = dataset.take(min(rows, len(dataset)) if has_length(dataset) else rows)
         collate = self.trl_tpu.batch_plan.collator(dataset, batch_size, self.data_collator)
         is_stream = isinstance(dataset, torch.utils.data.IterableDataset)
-        is_grouped = is_training and self.args.group_by_prompt
-        if is_grouped:
+        if is_training and self.args.group_by_prompt:
             sampler_fn = partial(prompt_group_sampler, sampler_fn, self.args, parts)
         if not self._shards_model:
             if is_stream and parts > 1:
@@ -276,10 +275,6 @@ class DeviceTrainer(SavingTrainer):
                 )
             finally:
                 self.data_collator = collator
-            if is_grouped:
-                batches = loader.batch_sampler  # with several processes accelerate's, around torch's
-                # the loader passes the epoch to this sampler, also after a resume
-                loader.set_sampler(getattr(batches, "batch_sampler", batches).sampler)
             inner = getattr(loader, "base_dataloader", loader)  # accelerate wraps torch's loader
             inner.worker_init_fn = partial(ignore_foreign_sigterm, inner.worker_init_fn)
             return loader
@@ -658,9 +653,11 @@ class DeviceTrainer(SavingTrainer):
 
 
 def begin_epoch(loader: Any, epoch: int) -> None:
-    """Set the epoch of a loader, and of a batch sampler that accelerate's loader does not pass it to."""
-    wrapped = getattr(getattr(loader, "batch_sampler", None), "batch_sampler", None)
-    parts: tuple[Any, ...] = (loader, wrapped)
+    """Set the epoch of a loader, and of the samplers inside accelerate's, which do not always pass it on."""
+    batches: Any = getattr(loader, "batch_sampler", None)
+    while hasattr(batches, "batch_sampler"):
+        batches = batches.batch_sampler
+    parts: tuple[Any, ...] = (loader, batches, getattr(batches, "sampler", None))
     for part in parts:
         if hasattr(part, "set_epoch"):
             part.set_epoch(epoch)
