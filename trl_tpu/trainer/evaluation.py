@@ -13,8 +13,9 @@ import torch
 from accelerate import Accelerator
 from datasets import Dataset
 from torch import nn
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 from transformers import EvalPrediction, PreTrainedTokenizerBase
-from transformers.trainer_pt_utils import find_batch_size
+from transformers.trainer_pt_utils import find_batch_size, nested_detach
 from transformers.trainer_utils import EvalLoopOutput, denumpify_detensorize, has_length
 from transformers.utils import CONFIG_NAME
 
@@ -43,8 +44,8 @@ logger = logging.getLogger(__name__)
 ORDER_METHODS = ("get_eval_dataloader", "get_test_dataloader", "_get_eval_sampler")
 
 #: Tensors of N rows of the data by name: losses [N], weight [N], rewards [N, K] or [N, A, K], grade [N, A, K],
-#: predictions and labels.
-Evaluated = dict[str, torch.Tensor]
+#: predictions and labels, which may be nested.
+Evaluated = dict[str, Any]
 
 
 class EvaluatedRows:
@@ -76,21 +77,20 @@ class EvaluatedRows:
                 batch, and the mask is true for rows in its own token rows.
         """
         columns = columns | {"is_real": mask_P.int() * self._runtime.counts_rows()}
-        if self._accelerator.num_processes == 1:  # also on XLA, with one process per host for all its devices
-            constrain = self._runtime.constrain
-            columns = {name: constrain(tensor, (None,) * tensor.dim()) for name, tensor in columns.items()}
+        gather, count = self._accelerator.gather_for_metrics, self._accelerator.num_processes
+        if count == 1:  # also on XLA, with one process per host for all its devices
+            columns = tree_map(lambda tensor: self._runtime.constrain(tensor, (None,) * tensor.dim()), columns)
         else:
-            gather, count = self._accelerator.gather_for_metrics, self._accelerator.num_processes
-            columns = {name: gather(tensor.contiguous()) for name, tensor in columns.items()}
-            if is_planned:
-                columns = {name: _interleave(tensor, count) for name, tensor in columns.items()}
+            columns = tree_map(lambda tensor: gather(tensor.contiguous()), columns)
+        if count > 1 and is_planned:
+            columns = tree_map(lambda tensor: _interleave(tensor, count), columns)
         self._on_device.append(columns)
         if len(self._on_device) == self._most_on_device:
             self._move_to_host()
 
     def _move_to_host(self) -> None:
-        host = iter(self._runtime.fetch([tensor for batch in self._on_device for tensor in batch.values()]))
-        self._on_host += [{name: next(host) for name in batch} for batch in self._on_device]
+        tensors, structure = tree_flatten(self._on_device)
+        self._on_host += tree_unflatten(self._runtime.fetch(tensors), structure)
         self._on_device = []
 
     def fetch(self, first: int = 0) -> Evaluated:
@@ -99,12 +99,9 @@ class EvaluatedRows:
             return {}
         if self._on_device:
             self._move_to_host()
-        batches = self._on_host[first:]
-        columns = {name: torch.cat([batch[name] for batch in batches]) for name in batches[0]}
+        columns = tree_map(lambda *parts: torch.cat(parts), *self._on_host[first:])
         is_real_N = columns.pop("is_real").bool()
-        return {
-            name: column[is_real_N] if len(column) == len(is_real_N) else column for name, column in columns.items()
-        }
+        return tree_map(lambda column: column[is_real_N] if len(column) == len(is_real_N) else column, columns)
 
 
 def _interleave(values_N: torch.Tensor, processes: int) -> torch.Tensor:
@@ -112,17 +109,11 @@ def _interleave(values_N: torch.Tensor, processes: int) -> torch.Tensor:
     return values_N.unflatten(0, (processes, -1)).transpose(0, 1).flatten(0, 1)
 
 
-def numbered(name: str, value: Any) -> Evaluated:
-    """Name the tensors in a value (one, several or None): "predictions 0", "predictions 1" and so on."""
-    tensors = value if isinstance(value, tuple | list) else [] if value is None else [value]
-    return {f"{name} {number}": tensor.detach() for number, tensor in enumerate(tensors)}
-
-
 def prediction_of(columns: Evaluated, with_losses: bool, kind: RowKind) -> EvalPrediction | None:
     """Return the argument of `compute_metrics`; None if predictions or labels are missing."""
-    predictions, labels = _arrays(columns, "predictions"), _arrays(columns, "labels")
-    if predictions is None or labels is None:
+    if not columns.keys() >= {"predictions", "labels"}:
         return None
+    predictions, labels = (tree_map(_as_array, columns[name]) for name in ("predictions", "labels"))
     if isinstance(labels, np.ndarray):
         labels = kind.label_ids(labels)
     losses = losses_of(columns).numpy() if with_losses else None
@@ -135,11 +126,12 @@ def losses_of(columns: Evaluated) -> torch.Tensor:
     return columns["losses"].double() / weights.mean()
 
 
-def _arrays(columns: Mapping[str, torch.Tensor], name: str) -> Any:
-    """Return the tensors that `numbered` has named, as an array, a tuple of arrays, or None."""
-    tensors = [tensor for key, tensor in columns.items() if key.startswith(f"{name} ")]
-    arrays = tuple((tensor.float() if tensor.is_floating_point() else tensor).numpy() for tensor in tensors)
-    return arrays if len(arrays) > 1 else arrays[0] if arrays else None
+def _as_array(tensor: torch.Tensor) -> np.ndarray:
+    return (tensor.float() if tensor.is_floating_point() else tensor).numpy()
+
+
+def _rows_in(columns: Evaluated) -> int:
+    return len(next(iter(tree_leaves(columns)), ()))
 
 
 class EvaluatingTrainer(DeviceTrainer):
@@ -278,7 +270,7 @@ class EvaluatingTrainer(DeviceTrainer):
             metrics = metrics_of_last_batch(is_last=True) if has_batch_metrics else compute_metrics(prediction)
         defaults = self._default_metrics(columns, metric_key_prefix, getattr(dataloader, "evaluated_dataset", None))
         if description == "Evaluation" and args.max_eval_steps is not None:
-            defaults["pairs"] = len(next(iter(columns.values()), ()))
+            defaults["pairs"] = _rows_in(columns)
         # processes must stop, save and keep checkpoints by the same metrics
         metrics = components.agreement.all_gather_object(denumpify_detensorize(defaults | metrics))[0]
         prefix = f"{metric_key_prefix}_"
@@ -288,7 +280,7 @@ class EvaluatingTrainer(DeviceTrainer):
             predictions=predictions,
             label_ids=labels,
             metrics={key if key.startswith(prefix) else prefix + key: value for key, value in metrics.items()},
-            num_samples=len(next(iter(columns.values()), ())),
+            num_samples=_rows_in(columns),
         )
 
     def _model_to_evaluate(self) -> nn.Module:
@@ -314,9 +306,10 @@ class EvaluatingTrainer(DeviceTrainer):
         result = self.trl_tpu.last_step
         if predictions is not None and self.preprocess_logits_for_metrics is not None:
             predictions = self.preprocess_logits_for_metrics(predictions, labels)  # type: ignore[arg-type]
-        columns = numbered("predictions", predictions) | numbered("labels", labels)
+        outputs: Any = {"predictions": predictions, "labels": labels}
+        columns: Evaluated = {name: nested_detach(each) for name, each in outputs.items() if each is not None}
         if result is None:
-            rows = len(next(iter(columns.values()))) if columns else find_batch_size(inputs) or 1
+            rows = _rows_in(columns) or find_batch_size(inputs) or 1
             batch: Any = inputs.get(TABLE) if isinstance(inputs, Mapping) else None
             columns |= {} if loss is None else {"losses": loss.mean().expand(rows)}
             if isinstance(batch, Batch):
