@@ -544,12 +544,12 @@ class RewardConfig(RemovedArguments, TrainingArguments):
     @property
     def train_batch_size(self) -> int:
         """Number of rows in a training batch over all devices of the mesh."""
-        return self._batch_size_over_mesh(self.per_device_train_batch_size, super().train_batch_size)
+        return self._over_devices(super().train_batch_size)
 
     @property
     def eval_batch_size(self) -> int:
         """Number of rows in an evaluation batch over all devices of the mesh."""
-        return self._batch_size_over_mesh(self.per_device_eval_batch_size, super().eval_batch_size)
+        return self._over_devices(super().eval_batch_size)
 
     def _divide_total_batch(self, total: int, is_batch_given: bool) -> None:
         """Set `per_device_train_batch_size` or `gradient_accumulation_steps` for updates of ``total`` rows.
@@ -579,17 +579,16 @@ class RewardConfig(RemovedArguments, TrainingArguments):
         else:
             self.per_device_train_batch_size = count
 
-    def _batch_size_over_mesh(self, per_device: int, native: int) -> int:
-        shards = self.mesh_shape.batch_shards
-        if shards == 1 or self.shards_over_processes:
-            return native
+    def _over_devices(self, rows: int) -> int:
+        """Return the rows of a batch over this process's devices, for the batch size of one device."""
+        shards = 1 if self.shards_over_processes else self.mesh_shape.batch_shards
         config = cast(AcceleratorConfig, self.accelerator_config)  # __post_init__ has parsed dicts and JSON
         if not config.split_batches:
-            return per_device * shards
-        if per_device % shards:
+            return rows * shards
+        if rows % shards:
             raise UserError(
-                f"With split_batches the batch of {per_device} rows is split into {shards} shards over the mesh "
-                f"{self.mesh_shape}, but {per_device} / {shards} is not a whole number. Choose a batch of "
-                f"{per_device + -per_device % shards} rows."
+                f"With split_batches the batch of {rows} rows is split into {shards} shards over the mesh "
+                f"{self.mesh_shape}, but {rows} / {shards} is not a whole number. Choose a batch of "
+                f"{rows + -rows % shards} rows."
             )
-        return per_device
+        return rows
