@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import tiny
-import torch
 from datasets import Dataset
 from preference_rows import dataset_of
 from recent_families import tiny_classifier
@@ -13,6 +12,8 @@ from recent_families import tiny_classifier
 from trl_tpu import RewardConfig
 from trl_tpu.data.length_stats import length_stats
 from trl_tpu.data.trl_dict import DataCollatorForPreference
+from trl_tpu.modeling import forward
+from trl_tpu.packing.pack import TreeLayout
 from trl_tpu.packing.shapes import BatchShape
 from trl_tpu.parallel.mesh import MeshShape, parse_topology
 from trl_tpu.plan.layouts import Layout
@@ -48,18 +49,10 @@ def make(folder: Path, runtime: Any = None, model: Any = None, data: Any = None,
     return plan
 
 
-def test_recurrent_layers_are_padded_on_a_gpu_unless_packing_is_set(tmp_path: Path) -> None:
-    class OnGpu(Runtime):
-        device = torch.device("cuda")
-
-    recurrent = tiny_classifier("qwen3_5_text")
-    for model, settings, kind in (
-        (None, {}, Unpadded),
-        (recurrent, {}, Padded),
-        (recurrent, {"packing": True}, Unpadded),
-        (recurrent, {"use_cpu": True}, Unpadded),
-    ):
-        assert type(make(tmp_path, OnGpu(), model, settings=settings).layout) is kind
+def test_recurrent_layers_are_packed_on_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forward, "few_kernels", lambda _: True)
+    layout = make(tmp_path, model=tiny_classifier("qwen3_5_text"), settings={"bf16": False}).layout
+    assert isinstance(layout, Unpadded) and layout.trees == TreeLayout("rows", is_recurrent=True)
 
 
 def test_compiling_devices_get_planned_rows_and_plain_torch_tight_rows(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Models whose packing is inexact are rejected, and the trial changes no model. See also `test_recent_families.py`."""
 
 import copy
+import functools
 from contextlib import nullcontext
 from typing import Any
 
@@ -12,10 +13,11 @@ import transformers
 from decoders import PAD
 from recent_families import tiny_classifier
 from torch import nn
+from transformers.models.qwen3_5 import modeling_qwen3_5
 
+from trl_tpu.modeling import forward, recurrent_layers
 from trl_tpu.modeling.forward import PackingImpossible
 from trl_tpu.modeling.packability import make_packable
-from trl_tpu.modeling.recurrent_layers import States
 
 TINY: dict[str, Any] = decoders.TINY | {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "head_dim": 8}
 TINY["max_position_embeddings"] = 1024
@@ -48,18 +50,33 @@ def test_families_with_inexact_packing_are_rejected(family: str) -> None:
         make_packable(transformers.AutoModelForSequenceClassification.from_config(config), PAD)
 
 
-def test_states_without_gradient_are_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
-    get_state = States.get_recurrent_state
+STATES: dict[str, Any] = {"kept": lambda state: state, "lost": lambda state: None, "detached": torch.Tensor.detach}
 
-    def detached(*args: Any, **kwargs: Any) -> Any:
-        state = get_state(*args, **kwargs)
-        return None if state is None else state.detach()
 
-    model = tiny_classifier("qwen3_5_text")
-    make_packable(model, PAD)
-    monkeypatch.setattr(States, "get_recurrent_state", detached)
-    with pytest.raises(PackingImpossible, match="gradients"):
-        make_packable(model, PAD)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("state", STATES)
+def test_lost_states_and_states_without_gradient_are_rejected(
+    state: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In bfloat16, the layer calls a kernel with the signature and the limits of flash-linear-attention's."""
+    rule = modeling_qwen3_5.torch_chunk_gated_delta_rule
+
+    def changed(*args: Any, initial_state: Any = None, **kwargs: Any) -> Any:
+        return rule(*args, initial_state=None if initial_state is None else STATES[state](initial_state), **kwargs)
+
+    @functools.wraps(rule)
+    def kernel(q: Any, k: Any, v: Any, g: Any, beta: Any, **kwargs: Any) -> Any:
+        assert q.dtype == torch.bfloat16
+        return changed(q, k, v, g, beta, **kwargs)
+
+    chosen = changed if dtype == torch.float32 else kernel
+    monkeypatch.setattr(modeling_qwen3_5, "torch_chunk_gated_delta_rule", chosen)
+    monkeypatch.setattr(forward, "few_kernels", lambda _: dtype == torch.bfloat16)
+    recurrent_layers._with_other_functions.cache_clear()
+    model = tiny_classifier("qwen3_5_text", hidden_size=256)
+    with nullcontext() if state == "kept" else pytest.raises(PackingImpossible, match=f"go on from .* in {dtype}"):
+        make_packable(model, PAD, dtype=dtype)
+    recurrent_layers._with_other_functions.cache_clear()
 
 
 def rejected_unless_exact(family: str) -> Any:

@@ -13,9 +13,8 @@ from torch import nn
 
 from trl_tpu.modeling.forward import PackingImpossible
 from trl_tpu.modeling.packability import make_packable
-from trl_tpu.modeling.recurrent_layers import nodes_of, recompute_in_same_batch, use_tree_states
-from trl_tpu.packing.batch import Tail, Tree
-from trl_tpu.packing.pack import pack, pack_unpadded
+from trl_tpu.modeling.recurrent_layers import recompute_in_same_batch, use_tree_states
+from trl_tpu.packing.pack import TreeLayout, pack, pack_unpadded
 from trl_tpu.packing.shapes import CHUNK, BatchShape, ShapePlan
 
 _IDS = torch.randint(1, 64, (400,), generator=torch.Generator().manual_seed(5)).tolist()
@@ -38,6 +37,7 @@ PAIRS = [
         pair_with_prefix(128, 1, 0),
     ),
     *(([9, 8, 7], [9, 8, 7]), ([3], [4]), (_IDS[300:320], _IDS[350:390])),
+    (_IDS[250:390] + [5], _IDS[250:390] + [6, 7]),
 ]
 
 
@@ -68,14 +68,15 @@ WAYS = [
     *(("qwen3_5_text", way) for way in ("recomputed", "LoRA", "recomputed, LoRA", "recomputed, LoRA, planned")),
     ("granitemoehybrid", "recomputed"),
     *((family, "segments") for family in ("llama4_text", "gpt_oss", "gemma4_text", "qwen3_5_text")),
-    *((family, "rows") for family in ("llama4_text", "gpt_oss", "gemma4_text")),
+    *((family, "rows") for family in ("llama4_text", "gpt_oss", "gemma4_text", "kimi_linear", "falcon_h1", "lfm2")),
 ]
 
 
 @pytest.mark.parametrize(("family", "way"), WAYS)
 def test_rewards_and_gradients_equal_the_padded_ones(family: str, way: str) -> None:
     model = exact_model(family, way)
-    pack_sequences: Any = partial(pack_unpadded, layout=way if way in ("segments", "rows") else "one by one")
+    attention: Any = way if way in ("segments", "rows") else "one by one"
+    pack_sequences: Any = partial(pack_unpadded, layout=TreeLayout(attention, is_recurrent=True))
     if "planned" in way:
         pack_sequences = partial(pack, plan=ShapePlan((BatchShape(2, 1600),), chunk=CHUNK))
     (rows,) = pack_sequences(rows_of(PAIRS))
@@ -96,13 +97,14 @@ def test_rewards_and_gradients_equal_the_padded_ones(family: str, way: str) -> N
         assert difference < (1e-4 if "planned" in way else 100 * rounding), name
 
 
-def test_tree_nodes_are_the_tokens_between_branches() -> None:
-    whole = Tree(3, 9, (Tail(0, 6, ()),))
-    tails = Tail(0, 5, ()), Tail(5, 7, ((0, 3),)), Tail(7, 9, ((0, 3), (5, 6))), Tail(9, 10, ())
-    tree = Tree(9, 19, tails)
-    assert nodes_of((whole, tree)) == (
-        *((3, 9, -1), (9, 12, -1), (12, 14, 1), (14, 15, 1), (15, 16, 3), (16, 18, 3), (18, 19, -1)),
-    )
+@pytest.mark.parametrize(
+    ("shared", "attention", "groups"),
+    [(130, "one by one", ((2, 130), (2, 60), (2, 70))), (130, "rows", ((2, 130), (4, 70))), (30, "rows", ((4, 100),))],
+)
+def test_rules_read_shared_tokens_once_if_that_saves_chunks(shared: int, attention: Any, groups: Any) -> None:
+    pairs = [([at] * shared + [7] * 60, [at] * shared + [8] * 70) for at in (1, 2)]
+    (rows,) = pack_unpadded(rows_of(pairs), layout=TreeLayout(attention, is_recurrent=True))
+    assert rows.read_order is not None and rows.read_order.groups == groups
 
 
 @pytest.mark.parametrize("family", ["jamba", "zamba"])

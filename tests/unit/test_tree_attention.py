@@ -38,7 +38,7 @@ from trl_tpu.modeling import forward
 from trl_tpu.modeling.packability import PROVEN_TYPES, check_packing_is_exact, use_tree_masks
 from trl_tpu.modeling.segments import tree_layout
 from trl_tpu.modeling.static_shapes import ExpansionImpossible, use_expanded_attention, window_of
-from trl_tpu.packing.pack import pack, pack_unpadded
+from trl_tpu.packing.pack import TreeLayout, pack, pack_unpadded
 from trl_tpu.packing.shapes import BatchShape, ShapePlan
 from trl_tpu.runtime.varlen import varlen_attention
 
@@ -83,7 +83,8 @@ def layouts_of(name: str) -> list[str]:
 
 def packed_in(layout: str, name: str, pairs: Pairs) -> torch.Tensor:
     """Return the rewards [P, 2] of all micro-batches."""
-    rows, plan, expands, trees = rows_of(pairs), PLANS[layout], "expanded" in layout, layout.removeprefix("tight, ")
+    rows, plan, expands = rows_of(pairs), PLANS[layout], "expanded" in layout
+    trees: Any = TreeLayout(layout.removeprefix("tight, "))  # type: ignore[arg-type]
     some = (
         pack(rows, plan, expands=expands) if plan else pack_unpadded(rows, attention_crossover_length=20, layout=trees)
     )
@@ -169,9 +170,9 @@ def test_no_tensor_outside_the_kernel_is_quadratic_in_row_length(monkeypatch: py
 def test_gpu_attends_without_masks_where_its_kernel_can(
     name: str, dtype: torch.dtype, layout: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert tree_layout(model_of(name), torch.device("cpu"), dtype) == "one by one"
+    assert tree_layout(model_of(name), torch.device("cpu"), dtype).attention == "one by one"
     monkeypatch.setattr(forward, "few_kernels", lambda _: True)
-    assert tree_layout(model_of(name), torch.device("cpu"), dtype) == layout
+    assert tree_layout(model_of(name), torch.device("cpu"), dtype).attention == layout
 
 
 def test_kernel_of_a_gpu_takes_segments_and_has_gradients() -> None:

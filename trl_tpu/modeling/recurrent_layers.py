@@ -11,42 +11,43 @@ forwards read packed rows, and no model code is copied. This relies on:
 3. A tensor whose first dimensions are rows and columns has a value per token, and all other arguments are for all
    tokens (`is_per_token`). Masks of padding are left out, since packed rows have no padding.
 4. Only functions of the family's module with a parameter for an initial state carry a recurrent state over a sequence.
-   Planned rows replace these rules in a copy of the layer's forward (`replace_rules`): the module itself
-   belongs to all models of the process.
-5. A call with a state and one token is a step of generation (`_read_node`).
+   Packed rows replace these rules in a copy of the layer's forward (`_forward_of`): the module itself belongs to all
+   models of the process. A rule is transformers' own code or an installed kernel with the same order of arguments.
+5. Convolutions read at most `CONTEXT` earlier tokens.
 
 `tests/unit/test_recurrent_layers.py` lists the layers that this finds and misses in transformers' source. The list is
 not used here: unlisted families qualify alike, by the trial `packability.check_packing_is_exact`. It rejects a model
 if one of its layers was missed, or takes no initial state.
 
-In unpadded rows, each branch of a prefix tree resumes from the state after the shared prefix. A layer is called once
-per node of the prefix trees. A node is a stretch of tokens without a branch, and its call gets a cache that holds the
-states after its parent node. All other modules of the model read the whole row. Results are exact in float64 for every
-family of transformers 5.23 whose scan takes an initial state.
+The layer's forward is called once with all token rows, so products, norms and adapters read each token once. All other
+modules of the model read the token rows as they are. In unpadded rows, convolutions read one long row, and a rule
+reads the groups of a `ReadOrder`: paths up to branches, then what follows, from the states after the paths. Results
+are exact in float64 for every family of transformers 5.23 whose rule takes an initial state.
 
 A device that compiles once per shape cannot split token rows at data-dependent branches. Instead every planned row
 is split into chunks of `CHUNK` tokens, and sequences share whole chunks only (`Sequences.chunk`). A chunk then
-continues exactly one other chunk of its row, or none. The layer's own forward is called once, with the chunks of all
-token rows as its batch:
+continues exactly one other chunk of its row, or none. The layer's forward is called with the chunks of all token rows
+as its batch:
 
 - A convolution takes its last inputs from the parent chunk, through the layer's cache.
 - The rule that carries the recurrent state runs as a loop over the chunks of a token row. All rows advance together.
 
-Letters: R token rows, M chunks per token row, C tokens per chunk.
+Letters: R token rows, M chunks per token row, C tokens per chunk; E and G as in `packing.read_order`.
 """
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import lru_cache, partial
 from types import FunctionType, MethodType
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
-from ..packing.batch import Batch, Tree
+from ..packing.batch import Batch, ReadOrder
 from ..packing.shapes import CHUNK
 from ..runtime import current
 from .forward import PackingImpossible, current_packed_batch, reading
@@ -75,35 +76,9 @@ def is_per_token(value: Any, rows: int, columns: int) -> bool:
     return isinstance(value, torch.Tensor) and value.shape[:2] == (rows, columns)
 
 
-class LayerCall(NamedTuple):
-    """A call of a recurrent layer, with its arguments by their meaning.
-
-    Attributes:
-        cache: Name of the cache parameter.
-        tokens: Arguments with a value per token, [R, L, ...].
-    """
-
-    forward: Callable[..., Any]
-    cache: str
-    tokens: dict[str, torch.Tensor]
-    others: dict[str, Any]
-
-    @classmethod
-    def of(cls, forward: Callable[..., Any], signature: inspect.Signature, args: Any, kwargs: Any, shape: Any) -> Self:
-        """Sort the arguments of a layer's ``forward`` that reads token rows of a shape."""
-        cache, arguments = _cache_parameter(signature), arguments_of(signature, args, kwargs)
-        kept = {name: value for name, value in arguments.items() if name not in (cache, *_MASK_PARAMETERS)}
-        tokens = {name: value for name, value in kept.items() if is_per_token(value, *shape)}
-        return cls(forward, cache, tokens, {name: value for name, value in kept.items() if name not in tokens})
-
-    def read(self, tokens: Mapping[str, torch.Tensor], states: "States") -> Any:
-        """Read other tokens with ``states``; the layer replaces them by the states after these tokens."""
-        return self.forward(**tokens, **self.others, **{self.cache: states})
-
-
-def call_with_states(layer: nn.Module, hidden_1LH: torch.Tensor, states: "States") -> Any:
-    """Call a recurrent layer with ``states``; the layer replaces them by the states after these tokens."""
-    return layer(hidden_1LH, **{_cache_parameter(inspect.signature(layer.forward)): states})
+def cache_parameter(signature: inspect.Signature) -> str:
+    """Return the name of the cache's parameter of a recurrent layer's forward."""
+    return next(name for name in _CACHE_PARAMETERS if name in signature.parameters)
 
 
 def arguments_of(signature: inspect.Signature, args: Any, kwargs: Any) -> dict[str, Any]:
@@ -113,117 +88,107 @@ def arguments_of(signature: inspect.Signature, args: Any, kwargs: Any) -> dict[s
     return arguments | further
 
 
-def _cache_parameter(signature: inspect.Signature) -> str:
-    return next(name for name in _CACHE_PARAMETERS if name in signature.parameters)
-
-
 class States:
-    """A recurrent layer's cache for one node: holds the parent's states until the layer writes the node's states.
+    """A recurrent layer's cache without states: packed rows give states to convolutions and rules in other ways.
 
     It has the methods of transformers' `Cache` that recurrent layers call.
     """
 
-    def __init__(self, before: "States | None" = None) -> None:
-        self._states: dict[tuple[str, int], torch.Tensor] = dict(before._states) if before else {}
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> None:
+        return None
 
-    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
-        return self._states.get(("conv", state_idx))
-
-    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
-        return self._states.get(("recurrent", state_idx))
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> None:
+        return None
 
     def is_recording_past(self, layer_idx: int) -> bool:
         return True  # a layer that recorded no past would write into a state in place
 
-    def update_conv_state(
-        self, conv_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
-    ) -> torch.Tensor:
-        """Store the last inputs of a convolution, and return the inputs with the parent's last inputs before them."""
-        before, inputs = self._states.get(("conv", state_idx)), conv_states
-        if (size := kwargs.get("conv_kernel_size")) is not None:  # else `conv_states` is the state, not the inputs
-            inputs = conv_states if before is None else torch.cat([before, conv_states], dim=-1)
-            last = inputs[..., -size:]
-            conv_states = nn.functional.pad(last, (size - last.shape[-1], 0))
-        self._states["conv", state_idx] = conv_states
-        return inputs
-
-    def update_recurrent_state(
-        self, recurrent_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **_: Any
-    ) -> torch.Tensor:
-        self._states["recurrent", state_idx] = recurrent_states
+    def update_recurrent_state(self, recurrent_states: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
         return recurrent_states
 
 
-def replace_rules(forward: Callable[..., Any], scan: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a layer's forward that calls ``scan(rule, state parameter, ...)`` in place of each of its rules.
+def has_rule(layer: nn.Module) -> bool:
+    """Return whether a recurrent layer's forward calls a function that takes an initial state."""
+    return any(states for _, states in _functions_of(inspect.unwrap(type(layer).forward)).values())
 
-    It is a copy with other globals: the family's module, which all other models share, is unchanged.
+
+def _functions_of(forward: FunctionType) -> dict[str, tuple[FunctionType, frozenset[str]]]:
+    """Return the functions of its module that a forward names, with their parameters for an initial state."""
+    named = {name: forward.__globals__.get(name) for name in forward.__code__.co_names}
+    return {
+        name: (function, INITIAL_STATES & inspect.signature(function).parameters.keys())
+        for name, function in named.items()
+        if inspect.isfunction(function)
+    }
+
+
+def _forward_of(layer: nn.Module, scans: bool, has_kernels: bool) -> Callable[..., Any]:
+    """Return a copy of a layer's forward with other globals: all models share the family's module.
+
+    Args:
+        layer: The layer.
+        scans: Whether `_scan` calls the layer's rules.
+        has_kernels: Whether to use installed kernels. They run on GPUs only, and some take no float32.
     """
-    return MethodType(_with_scanned_rules(inspect.unwrap(forward.__func__), scan), forward.__self__)  # type: ignore[attr-defined]
+    return MethodType(_with_other_functions(inspect.unwrap(type(layer).forward), scans, has_kernels), layer)
 
 
 @lru_cache
-def _with_scanned_rules(function: FunctionType, scan: Callable[..., Any]) -> FunctionType:
-    scans = {
-        name: partial(scan, rule, state)
-        for name in function.__code__.co_names
-        if inspect.isfunction(rule := function.__globals__.get(name))
-        for state in INITIAL_STATES & inspect.signature(rule).parameters.keys()
-    }
+def _with_other_functions(forward: FunctionType, scans: bool, has_kernels: bool) -> FunctionType:
+    functions = dict[str, Any]()
+    for name, (function, states) in _functions_of(forward).items():
+        functions[name] = function if has_kernels else inspect.unwrap(function)
+        for state in states if scans else ():
+            functions[name] = partial(_scan, functions[name], state)
     copy = FunctionType(
-        function.__code__, function.__globals__ | scans, function.__name__, function.__defaults__, function.__closure__
+        forward.__code__, forward.__globals__ | functions, forward.__name__, forward.__defaults__, forward.__closure__
     )
-    copy.__kwdefaults__ = function.__kwdefaults__
+    copy.__kwdefaults__ = forward.__kwdefaults__
     return copy
 
 
-# ---- unpadded rows, node by node
-
-
-class Node(NamedTuple):
-    """A stretch of an unpadded row's tokens without a branch, as a range of its columns.
-
-    Attributes:
-        parent: Number of the node that this one continues; -1 for the first node of a tree.
-    """
-
-    start: int
-    stop: int
-    parent: int
-
-
-@lru_cache(maxsize=2)  # each recurrent layer needs the same nodes
-def nodes_of(trees: tuple[Tree, ...]) -> tuple[Node, ...]:
-    """Split trees into nodes in the order of the unpadded row: a parent comes before its children."""
-    nodes = list[Node]()
-    for tree in trees:
-        branch_columns = {tail.start: tail.path[-1][1] if tail.path else -1 for tail in tree.tails}
-        boundaries = sorted({*branch_columns, *branch_columns.values(), *(tail.stop for tail in tree.tails)} - {-1})
-        number_by_stop = dict[int, int]()
-        for start, stop in zip(boundaries, boundaries[1:], strict=False):
-            parent = number_by_stop.get(branch_columns.get(start, start), -1)
-            number_by_stop[stop] = len(nodes)
-            nodes.append(Node(tree.start + start, tree.start + stop, parent))
-    return tuple(nodes)
+def _scan(rule: Callable[..., Any], state: str, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Call ``rule`` for packed rows. A rule takes an initial ``state``, and returns outputs and the last state."""
+    batch = current_packed_batch()
+    assert batch is not None
+    if batch.read_order is None:
+        outputs = _scan_chunks(parents_of_chunks(batch), rule, state, args, kwargs)
+    else:
+        outputs = _scan_groups(batch.read_order, rule, state, args, kwargs)
+    return outputs, outputs.new_zeros(())
 
 
 def use_tree_states(model: nn.Module) -> bool:
-    """Let the recurrent layers of ``model`` read packed rows node by node. Other batches are read as before.
+    """Let the recurrent layers of ``model`` read packed rows. Other batches are read as before.
 
     Returns:
         Whether the model has recurrent layers.
     """
     layers = [module for module in model.modules() if carries_states(module)]
     for layer in layers:
-        wrap_forward(layer, _read_by_nodes, inspect.signature(layer.forward))
+        wrap_forward(layer, _read_packed, layer, inspect.signature(layer.forward), True)
     return bool(layers)
 
 
 def restore_layer_forwards(model: nn.Module) -> None:
     """Restore the forwards that `use_tree_states` wrapped."""
     for module in model.modules():
-        if is_wrapped(module, _read_by_nodes):
+        if is_wrapped(module, _read_packed):
             module.forward = module.forward.__wrapped__  # type: ignore[union-attr, attr-defined]
+
+
+@contextmanager
+def without_kernels(model: nn.Module) -> Iterator[None]:
+    """Let layers that `use_tree_states` prepared compute without installed kernels while the context is open."""
+    layers: list[Any] = [module for module in model.modules() if is_wrapped(module, _read_packed)]
+    forwards = [layer.forward for layer in layers]
+    for layer in layers:
+        layer.forward = partial(_read_packed, *layer.forward.args[:-1], False)
+    try:
+        yield
+    finally:
+        for layer, forward in zip(layers, forwards, strict=True):
+            layer.forward = forward
 
 
 def recompute_in_same_batch(model: nn.Module) -> None:
@@ -233,7 +198,7 @@ def recompute_in_same_batch(model: nn.Module) -> None:
     """
     for module in model.modules():
         checkpoint = getattr(module, "_gradient_checkpointing_func", None)
-        if checkpoint is not None and any(is_wrapped(part, _read_by_nodes) for part in module.modules()):
+        if checkpoint is not None and any(is_wrapped(part, _read_packed) for part in module.modules()):
             module._gradient_checkpointing_func = partial(_checkpoint_in_batch, checkpoint)  # type: ignore[assignment]
 
 
@@ -250,52 +215,96 @@ def _call_in_batch(batch: Batch[Any] | None, forward: Callable[..., Any], /, *ar
         return forward(*args, **kwargs)
 
 
-def _read_by_nodes(forward: Callable[..., Any], signature: inspect.Signature, *args: Any, **kwargs: Any) -> Any:
-    """Call a layer's ``forward`` once per node of the unpadded row, or once for a batch that is not packed."""
+def _read_packed(
+    forward: Callable[..., Any],
+    layer: nn.Module,
+    signature: inspect.Signature,
+    has_kernels: bool,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Read packed rows with a recurrent layer; read other batches by its ``forward``."""
     batch = current_packed_batch()
     if batch is None:
-        return forward(*args, **kwargs)
-    call = LayerCall.of(forward, signature, args, kwargs, batch.input_ids_RL.shape)
-    if batch.trees is None:
-        return call_by_chunks(call, batch)
-    nodes = nodes_of(batch.trees)
-    # One split of the whole row: the backward of separate slices would write as many zeros per slice.
-    sizes = [node.stop - node.start for node in nodes]
-    values = zip(*(value.split(sizes, dim=1) for value in call.tokens.values()), strict=True)
-    outputs, after_nodes = list[Any](), [_After(None, {})]  # first what comes before a tree's first node
-    for node, parts in zip(nodes, values, strict=True):
-        tokens = dict(zip(call.tokens, parts, strict=True))
-        output, after = _read_node(call, tokens, *after_nodes[node.parent + 1])
-        outputs.append(output)
-        after_nodes.append(after)
-    return tree_map(lambda *parts: torch.cat(parts, dim=1), *outputs)
+        return (forward if has_kernels else _forward_of(layer, False, False))(*args, **kwargs)
+    shape = batch.input_ids_RL.shape
+    select, states, restore = _by_chunks(batch) if batch.read_order is None else _in_order(batch.read_order, shape)
+    arguments = {
+        name: select(value) if is_per_token(value, *shape) else value
+        for name, value in arguments_of(signature, args, kwargs).items()
+        if name not in _MASK_PARAMETERS
+    }
+    return tree_map(restore, _forward_of(layer, True, has_kernels)(**arguments | {cache_parameter(signature): states}))
 
 
-class _After(NamedTuple):
-    """What the children of a node continue.
+class _Arrangement(NamedTuple):
+    """How a recurrent layer reads packed rows.
 
     Attributes:
-        unread: The node's token if ``states`` do not contain it.
+        select: Arranges values of tokens, [R, L, ...].
+        states: The layer's cache.
+        restore: Arranges the layer's outputs as the token rows.
     """
 
-    states: States | None
-    unread: Mapping[str, torch.Tensor]
+    select: Callable[[torch.Tensor], torch.Tensor]
+    states: "States"
+    restore: Callable[[torch.Tensor], torch.Tensor]
 
 
-def _read_node(
-    call: LayerCall, tokens: Mapping[str, torch.Tensor], before: States | None, unread: Mapping[str, torch.Tensor]
-) -> tuple[Any, _After]:
-    """Read a node's tokens, and return the layer's output for them.
+# ---- unpadded rows, paths and rests
 
-    A layer would read a lone token with a state as a step of generation, by kernels without a backward. So the token
-    is read twice, its own state is not kept, and the node's children read the token again.
-    """
-    inputs = {name: torch.cat([unread[name], value], dim=1) for name, value in tokens.items()} if unread else tokens
-    length, size = (next(iter(values.values())).shape[1] for values in (inputs, tokens))
-    is_lone, after = before is not None and length == 1, States(before)
-    read = {name: torch.cat([value, value], dim=1) for name, value in inputs.items()} if is_lone else inputs
-    output = tree_map(lambda part: part[:, length - size : length], call.read(read, after))
-    return output, _After(before, inputs) if is_lone else _After(after, {})
+
+def _in_order(order: ReadOrder[torch.Tensor], shape: torch.Size) -> _Arrangement:
+    """Let a layer read the long row of an order, which has all tokens."""
+    return _Arrangement(
+        lambda value: _select(value.flatten(0, 1), order.token_E)[None],
+        _LongRow(order.is_empty_E),
+        lambda output: output[0].index_select(0, order.place_T).unflatten(0, shape),
+    )
+
+
+def _select(values: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """Select entries of the first dimension; zeros for the number after the last entry."""
+    return nn.functional.pad(values, (*[0, 0] * (values.dim() - 1), 0, 1)).index_select(0, index)
+
+
+class _LongRow(States):
+    """Lets convolutions read the long row of a `ReadOrder`."""
+
+    def __init__(self, is_empty_E: torch.Tensor) -> None:
+        self._is_empty_E = is_empty_E
+
+    def update_conv_state(
+        self, conv_states: torch.Tensor, layer_idx: int, state_idx: int = 0, conv_kernel_size: int = 0
+    ) -> torch.Tensor:
+        """Return a convolution's inputs, [1, channels, E], with zeros before the start of a tree."""
+        # without a size they are a state, which the layer has computed from zeros where no token is
+        return conv_states.masked_fill(self._is_empty_E, 0) if conv_kernel_size else conv_states
+
+
+def _scan_groups(
+    order: ReadOrder[torch.Tensor], rule: Callable[..., Any], state: str, args: Any, kwargs: Any
+) -> torch.Tensor:
+    """Call ``rule`` once per group. Its arguments keep their places: kernels name them in other ways than its code."""
+    sizes = [rows * length for rows, length in order.groups]
+
+    def by_group(value: Any) -> list[Any]:
+        if not is_per_token(value, 1, len(order.token_E)):
+            return [value] * len(order.groups)
+        # One selection and one split: the backward of a selection per group would write as many zeros per group.
+        parts = _select(value[0], order.source_G).split(sizes)
+        return [part.unflatten(0, shape) for part, shape in zip(parts, order.groups, strict=True)]
+
+    leaves, structure = tree_flatten((args, kwargs | {state: None}))
+    calls = [tree_unflatten(list(group), structure) for group in zip(*map(by_group, leaves), strict=True)]
+    read = [rule(*args, **kwargs) for args, kwargs in calls[: order.paths]]
+    initial_N = [None] * len(calls)
+    if read:
+        states = _select(torch.cat([after for _, after in read]), order.state_N)
+        initial_N = states.split([rows for rows, _ in order.groups[order.paths :]])
+    for (args, kwargs), initial in zip(calls[order.paths :], initial_N, strict=False):
+        read.append(rule(*args, **kwargs | {state: initial}))
+    return torch.cat([output.flatten(0, 1) for output, _ in read]).index_select(0, order.target_E)[None]
 
 
 # ---- planned rows, chunk by chunk
@@ -310,23 +319,23 @@ def parents_of_chunks(batch: Batch[torch.Tensor]) -> torch.Tensor:
     return (is_ancestor_RMM * (number_M + 1)).amax(-1) - 1
 
 
-def call_by_chunks(call: LayerCall, batch: Batch[torch.Tensor]) -> Any:
-    """Call a recurrent layer's own forward with the chunks of all token rows as its batch.
+def _by_chunks(batch: Batch[torch.Tensor]) -> _Arrangement:
+    """Let a layer read the chunks of all token rows as a batch.
 
     Args:
-        call: The layer's call for the whole token rows.
         batch: Packed rows whose sequences share whole chunks.
 
     Raises:
-        PackingImpossible: If the length is not a multiple of `CHUNK`, or a convolution computes its state itself.
+        PackingImpossible: If the length is not a multiple of `CHUNK`.
     """
     rows, length = batch.input_ids_RL.shape
     if length % CHUNK:
         raise PackingImpossible(f"recurrent layers read packed rows of a multiple of {CHUNK} tokens (got {length})")
-    chunks = {name: value.reshape(-1, CHUNK, *value.shape[2:]) for name, value in call.tokens.items()}
-    chunked = call._replace(forward=replace_rules(call.forward, _scan_rule))
-    output = chunked.read(chunks, _ChunkStates(parents_of_chunks(batch)))
-    return tree_map(lambda part: part.reshape(rows, length, *part.shape[2:]), output)
+    return _Arrangement(
+        lambda value: value.reshape(-1, CHUNK, *value.shape[2:]),
+        _ChunkStates(parents_of_chunks(batch)),
+        lambda output: output.reshape(rows, length, *output.shape[2:]),
+    )
 
 
 class _ChunkStates(States):
@@ -336,7 +345,6 @@ class _ChunkStates(States):
     """
 
     def __init__(self, parent_RM: torch.Tensor) -> None:
-        super().__init__()
         self._parent_RM = parent_RM
 
     def update_conv_state(
@@ -353,11 +361,10 @@ class _ChunkStates(States):
         return torch.cat([before_RM.flatten(0, 1), conv_states], dim=-1)
 
 
-def _scan_rule(rule: Callable[..., Any], state: str, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Call ``rule`` chunk by chunk. A rule takes an initial ``state``, and returns outputs and the last state."""
-    batch = current_packed_batch()
-    assert batch is not None
-    parent_RM = parents_of_chunks(batch)
+def _scan_chunks(
+    parent_RM: torch.Tensor, rule: Callable[..., Any], state: str, args: Any, kwargs: Any
+) -> torch.Tensor:
+    """Call ``rule`` chunk by chunk."""
     rows, count = parent_RM.shape
     arguments = arguments_of(inspect.signature(rule), args, kwargs)
     arguments.pop(state, None)
@@ -373,7 +380,7 @@ def _scan_rule(rule: Callable[..., Any], state: str, *args: Any, **kwargs: Any) 
         return rule(**dict(zip(names, tensors, strict=True)), **others, **{state: initial})
 
     outputs_MR: torch.Tensor = _ChunkScan.apply(on_chunk, parent_RM, *(by_chunk(arguments[name]) for name in names))
-    return outputs_MR.transpose(0, 1).flatten(0, 1), outputs_MR.new_zeros(())
+    return outputs_MR.transpose(0, 1).flatten(0, 1)
 
 
 class _ChunkScan(torch.autograd.Function):

@@ -19,7 +19,7 @@ from ..packing.pack import TreeLayout
 from ..runtime.varlen import varlen_attention, varlen_error
 from . import forward
 from .forward import OURS, Attention, MaskRule, Masks, Outputs, PackedAttention, register_attention, tree_masks
-from .recurrent_layers import shared_chunk
+from .recurrent_layers import carries_states
 from .static_shapes import ExpansionImpossible, window_of
 
 # more than rounding in bfloat16, and less than any misplaced key changes
@@ -110,23 +110,23 @@ def use_segments(model: PreTrainedModel, name: str, masks: Masks) -> None:
 
 
 def tree_layout(model: PreTrainedModel, device: torch.device, dtype: torch.dtype) -> TreeLayout:
-    """Choose how the trees of unpadded batches attend.
+    """Choose how a model reads the trees of unpadded batches.
 
     Args:
         model: A model that reads packed rows, without adapters.
         device: The device of the batches.
         dtype: The dtype that attention computes in.
     """
+    is_recurrent = any(map(carries_states, model.modules()))
     name, config = model.config._attn_implementation, model.config.get_text_config()
     if name.startswith(f"{OURS}{_FLASH}"):
-        return "segments"
+        return TreeLayout("segments", is_recurrent)
     if not forward.few_kernels(device):
-        return "one by one"
+        return TreeLayout("one by one", is_recurrent)
     layers = [config, *model.modules()]
     sizes = {layer.head_dim for layer in layers[1:] if hasattr(layer, "head_dim")}
     has_kernel = dtype.itemsize == 2 and all(varlen_error(device, dtype, size) < _MAX_ERROR for size in sizes)
     has_chunks = "chunked_attention" in (getattr(config, "layer_types", None) or ())
     has_short_values = any(hasattr(layer, "v_head_dim") for layer in layers)  # latent attention; the kernel lacks it
-    if name == f"{OURS}sdpa" and sizes and has_kernel and not has_chunks and not has_short_values:
-        return "segments"
-    return "rows" if shared_chunk(model) == 1 else "one by one"
+    in_segments = name == f"{OURS}sdpa" and sizes and has_kernel and not has_chunks and not has_short_values
+    return TreeLayout("segments" if in_segments else "rows", is_recurrent)

@@ -63,6 +63,33 @@ class Segments(NamedTuple, Generic[Array]):
     max_keys: int
 
 
+class ReadOrder(NamedTuple, Generic[Array]):
+    """Order in which recurrent layers read the tokens of unpadded rows: see `packing.read_order`.
+
+    Columns are counted through all token rows, T in total.
+
+    Attributes:
+        token_E: Column of the token at each of E places; T before the first token of a tree.
+        place_T: Place of each column's token; 0 for padding.
+        is_empty_E: Whether no token is at a place.
+        source_G: Place of each token of the rule's rows, group after group; E for padding.
+        target_E: Index in `source_G` from which each place takes its output; 0 if its output is not used.
+        groups: Rows and tokens per row of each group.
+        paths: Number of groups of paths. They come first.
+        state_N: For each row of the other groups, the number of the path that it continues; the number of paths for
+            none.
+    """
+
+    token_E: Array
+    place_T: Array
+    is_empty_E: Array
+    source_G: Array
+    target_E: Array
+    groups: tuple[tuple[int, int], ...]
+    paths: int
+    state_N: Array
+
+
 class Arrays:
     """Base of dataclasses of arrays. Fields may also be `Arrays`, tuples of `Arrays` or of arrays, or other values."""
 
@@ -168,7 +195,7 @@ class Tail:
 
 @dataclass(frozen=True, slots=True)
 class Tree:
-    """The columns of a prefix tree in its token row.
+    """The columns of a prefix tree, counted through all token rows.
 
     Attributes:
         tails: The tree's tails in the order of columns. A tree without branches has one tail.
@@ -203,6 +230,7 @@ class Batch(Arrays, Generic[Array]):
         expansion: Places of the tokens in expanded rows, for models that attend in rows of whole sequences.
         trees: The trees of an unpadded row: attention is computed tree by tree. None for token rows with one mask.
         segments: The tails of an unpadded row, to compute attention in one call. None: tree by tree.
+        read_order: Order in which recurrent layers read unpadded rows.
         extras: Further arguments of the model: additional keys of a user-defined collator's batch.
         earlier: Micro-batches to compute before this one, in order. They only accumulate gradients.
     """
@@ -218,6 +246,7 @@ class Batch(Arrays, Generic[Array]):
     expansion: Expansion[Array] | None = None
     trees: tuple[Tree, ...] | None = None
     segments: Segments[Array] | None = None
+    read_order: ReadOrder[Array] | None = None
     extras: Mapping[str, Any] = field(default_factory=dict)
     pad_token_id: int = 0
     earlier: tuple["Batch[Array]", ...] = ()

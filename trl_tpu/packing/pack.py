@@ -26,12 +26,13 @@ from bisect import bisect_left, insort
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
 from ..errors import UserError
 from .batch import Batch, Comparisons, Expansion, Segments, Tail, Tree
+from .read_order import columns_of, read_order
 from .shapes import BatchShape, Schedule, ShapePlan, common_prefix, round_up, zigzag
 
 
@@ -107,7 +108,7 @@ class Sequences:
         segments = list[
             tuple[int, int, int, int, int]
         ]()  # token row, columns and depths of each sequence's new tokens
-        trees, tails = list[tuple[int, list[Tail]]](), list[Tail]()  # first column and tails of each tree
+        trees, tails = list[tuple[int, list[Tail]]](), list[Tail]()  # start and tails of each tree
         before, first, stop = -1, 0, 0
         for index in order[np.argsort(tree_D[order], kind="stable")].tolist():
             token_row, ids, at = int(token_row_D[index]), self.cut[index], self.at[index]
@@ -117,7 +118,7 @@ class Sequences:
             depth = 0 if is_new else common_prefix(self.cut[before], ids) // self.chunk * self.chunk
             if is_new:
                 first, tails = stop, []
-                trees.append((first, tails))
+                trees.append((token_row * shape.length + first, tails))
             start, stop, before = stop, stop + len(ids) - depth, index
             input_ids_RL[token_row, start:stop] = ids[depth:]
             position_ids_RL[token_row, start:stop] = columns[depth : len(ids)]
@@ -159,13 +160,26 @@ class Sequences:
         return [slice(first, first + count) for first, count in zip(first_D.tolist(), count_D.tolist(), strict=True)]
 
 
-#: How the trees of a batch attend: one after another; all tails in one call; or in token rows of trees with one mask.
-TreeLayout = Literal["one by one", "segments", "rows"]
+class TreeLayout(NamedTuple):
+    """How models read the trees of unpadded batches.
+
+    Attributes:
+        attention: How trees attend: one after another; all tails in one call; or in token rows of trees with one mask.
+            The first takes the least work, the others the fewest operations.
+        is_recurrent: Whether the model has recurrent layers.
+    """
+
+    attention: Literal["one by one", "segments", "rows"] = "one by one"
+    is_recurrent: bool = False
+
+
+TREE_BY_TREE = TreeLayout()
+
 _MAX_MASK = 2**27  # entries; with longer trees, even tree by tree, kernels are large and few
 
 
 def pack_unpadded(
-    sequences: Sequences, attention_crossover_length: float = 4096, layout: TreeLayout = "one by one"
+    sequences: Sequences, attention_crossover_length: float = 4096, layout: TreeLayout = TREE_BY_TREE
 ) -> list[Batch[np.ndarray]]:
     """Pack one batch into one token row without padding, tree after tree, or into rows as long as its largest tree.
 
@@ -175,7 +189,7 @@ def pack_unpadded(
     Args:
         sequences: At least one sequence.
         attention_crossover_length: The length at which attention costs as much as everything else.
-        layout: A single token row with trees only, or also with their `Segments`; or token rows.
+        layout: How the trees are read: in one token row, or in token rows as long as the largest tree.
     """
 
     def work(size: int) -> float:
@@ -192,13 +206,17 @@ def pack_unpadded(
         else:
             sizes.append(added)
         tree_D[index] = len(sizes) - 1
-    if layout == "rows":
-        shape, token_row_T = _rows_of_trees(sizes)
-        if shape.rows * shape.length**2 <= _MAX_MASK:
-            rank_T = np.argsort(np.argsort(token_row_T, kind="stable"))  # trees of a token row are adjacent
-            return [replace(sequences.written(token_row_T[tree_D], rank_T[tree_D], shape), trees=None)]
-    written = sequences.written(np.zeros_like(tree_D), tree_D, BatchShape(1, sum(sizes)))
-    return [replace(written, segments=segments_of(written.trees or ())) if layout == "segments" else written]
+    shape, token_row_T = BatchShape(1, sum(sizes)), np.zeros(len(sizes), np.int64)
+    if has_mask := layout.attention == "rows":
+        of_trees, token_row_of_T = _rows_of_trees(sizes)
+        if has_mask := of_trees.rows * of_trees.length**2 <= _MAX_MASK:
+            shape, token_row_T = of_trees, token_row_of_T
+    rank_T = np.argsort(np.argsort(token_row_T, kind="stable"))  # trees of a token row are adjacent
+    written = sequences.written(token_row_T[tree_D], rank_T[tree_D], shape)
+    trees, columns, few_groups = written.trees or (), written.input_ids_RL.size, layout.attention != "one by one"
+    in_order = read_order(trees, columns, few_groups) if layout.is_recurrent else None
+    segments = segments_of(trees) if layout.attention == "segments" else None
+    return [replace(written, trees=None if has_mask else trees, segments=segments, read_order=in_order)]
 
 
 def _rows_of_trees(sizes: list[int]) -> tuple[BatchShape, np.ndarray]:
@@ -220,8 +238,7 @@ def segments_of(trees: tuple[Tree, ...]) -> Segments[np.ndarray]:
     keys, queries = list[np.ndarray](), list[int]()
     for tree in trees:
         for tail in tree.tails:
-            ranges = [np.arange(tree.start + start, tree.start + stop) for start, stop in tail.path]
-            keys.append(np.concatenate([*ranges, np.arange(tree.start + tail.start, tree.start + tail.stop)]))
+            keys.append(columns_of(tree, tail))
             queries.append(tail.stop - tail.start)
     counts = list(map(len, keys))
     key_starts, query_starts = (np.cumsum([0, *lengths], dtype=np.int32) for lengths in (counts, queries))

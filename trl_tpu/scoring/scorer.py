@@ -26,7 +26,7 @@ from ..modeling.recurrent_layers import shared_chunk
 from ..modeling.segments import tree_layout
 from ..modeling.static_shapes import use_static_shapes
 from ..packing.batch import Batch
-from ..packing.pack import TreeLayout, in_order, pack, pack_unpadded, pad
+from ..packing.pack import TREE_BY_TREE, TreeLayout, in_order, pack, pack_unpadded, pad
 from ..packing.shapes import BatchShape, ShapePlan, attention_crossover_length, round_up
 from ..parallel.mesh import BATCH_AXES, parse_mesh
 from ..parallel.shard import place_model, plan_model, shard_activations
@@ -64,7 +64,7 @@ class Batches:
     is_static: bool = False
     row_length: int | None = None
     chunk: int = 1
-    trees: TreeLayout = "one by one"
+    trees: TreeLayout = TREE_BY_TREE
 
     def unpadded(self, dialogues: Sequence[np.ndarray]) -> Iterator[Members]:
         """Yield unpadded batches, for a device that computes any shape without compiling it."""
@@ -199,8 +199,8 @@ class Scorer:
         self.batches: MakeBatches = makers.planned if is_static else makers.unpadded
         try:
             # check this while the model is on the host: there its test pass compiles nothing
-            make_packable(self.model, self.pad_token_id, is_unpadded=not is_static)
             dtype = torch.bfloat16 if bf16 else self.model.dtype
+            make_packable(self.model, self.pad_token_id, not is_static, self.device, dtype)
             makers.trees = tree_layout(without_adapters(self.model), self.device, dtype)
         except PackingImpossible as reason:
             logger.warning(f"Sequences are padded, not packed: {reason}.")

@@ -57,7 +57,7 @@ class Unpadded:
 
     Args:
         crossover: Length at which attention costs as much as everything else.
-        trees: How the trees of a batch attend.
+        trees: How the model reads the trees of a batch.
 
     Attributes:
         name: The kind of token rows, as recorded in checkpoints: "packed" or "padded".
@@ -75,7 +75,11 @@ class Unpadded:
         return BatchCollator(pack_sequences, pad_token_id, rule, part if part.count > 1 else None)
 
     def __str__(self) -> str:
-        rows = "token rows as long as its largest tree" if self.trees == "rows" else "one token row without padding"
+        rows = (
+            "token rows as long as its largest tree"
+            if self.trees.attention == "rows"
+            else "one token row without padding"
+        )
         return f"each packed into {rows}"
 
 
@@ -196,9 +200,6 @@ def obstacle_to_packing(
     counted = args.include_num_input_tokens_seen
     if getattr(counted, "value", counted) not in (False, "no"):
         return "include_num_input_tokens_seen counts padded rows (num_tokens in the logs does not)"
-    is_gpu = runtime.device.type == "cuda" and not args.use_cpu
-    if args.packing == "auto" and is_gpu and shared_chunk(model) > 1:
-        return "on a GPU, recurrent layers are faster in padded rows: packed rows take many small steps"
     if is_planned and not can_plan(dataset, args.max_length):
         return "train_dataset is a stream without max_length, so its rows may be longer than any planned token row"
     return None
@@ -325,7 +326,8 @@ class BatchPlan:
 
     def _obstacle_in_model(self) -> str | None:
         try:
-            make_packable(self._whole_model, self._tokenizer.pad_token_id, is_unpadded=not self._is_planned)
+            pad_token_id, device = self._tokenizer.pad_token_id, self._args.device
+            make_packable(self._whole_model, pad_token_id, not self._is_planned, device, self._dtype)
         except PackingImpossible as reason:
             return str(reason)
         return None
@@ -407,8 +409,7 @@ class BatchPlan:
         """Return the layout of batches of ``dataset`` with ``batch_size`` data rows per process."""
         args, is_static = self._args, self._runtime.plans_shapes
         if self.padding_reason is None and not self._is_planned:
-            dtype = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else self._model.dtype
-            trees = tree_layout(self._model, args.device, dtype)
+            trees = tree_layout(self._model, args.device, self._dtype)
             return Unpadded(attention_crossover_length(self._hidden_size), trees)
         if self.padding_reason is None and can_plan(dataset, args.max_length):
             return Planned(self.shapes_of(dataset, batch_size), self._expands)
@@ -501,6 +502,11 @@ class BatchPlan:
         """Return the number of data rows that are packed together: with planned rows, those of the whole mesh."""
         covers_mesh = self._runtime.plans_shapes and self._args.shards_over_processes
         return batch_size * self._args.mesh_shape.batch_shards if covers_mesh else batch_size
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        """The dtype that the model computes in."""
+        return torch.bfloat16 if self._args.bf16 else torch.float16 if self._args.fp16 else self._model.dtype
 
     @property
     def _hidden_size(self) -> int:
