@@ -4,7 +4,6 @@ import os
 import sys
 from pathlib import Path
 
-# plain torch, except in subprocesses that a benchmark starts on XLA
 os.environ.setdefault("USE_TORCH_XLA", "0")
 os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))

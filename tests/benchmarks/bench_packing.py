@@ -9,7 +9,6 @@ from itertools import islice
 
 import numpy as np
 import real_pairs
-import tiny
 from preference_rows import to_columns
 
 from tests.benchmarks.harness import options, show, timed
@@ -20,11 +19,10 @@ from trl_tpu.packing.shapes import RowLengths, common_prefix, plan_shapes
 
 def dialogues() -> Iterator[list[np.ndarray]]:
     """Yield pairs without end. Copies have other token ids, so that they share nothing."""
-    rows = real_pairs.best_pairs()
-    tokenizer = tiny.tiny_tokenizer([*rows["chosen"][:400], *rows["rejected"][:400]])
-    halves = [tokenizer(list(rows[half]))["input_ids"] for half in ("chosen", "rejected")]
-    pairs = [[np.array(ids, np.int32) for ids in pair] for pair in zip(*halves, strict=True)]
-    pairs, copy = [pair for pair in pairs if max(map(len, pair)) <= 1024], 0
+    copy, pairs = (
+        0,
+        [[np.array(ids, np.int32) for ids in pair] for pair in real_pairs.tokenized(real_pairs.best_pairs())],
+    )
     while copy := copy + 1:
         yield from ([ids + 10_000 * copy for ids in pair] for pair in pairs)
 

@@ -21,8 +21,7 @@ import tiny
 import torch
 import training
 from datasets import Dataset, disable_progress_bars
-from transformers import AutoModelForSequenceClassification, AutoTokenizer, set_seed
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer, set_seed
 from transformers.utils import logging
 
 from trl_tpu.data.kinds import answers_of
@@ -30,17 +29,12 @@ from trl_tpu.packing.batch import micro_batches_of, tensors_in
 
 TRL, PAIRS_A_BATCH = "TRL 1.16", 8
 SMOLLM2 = "SmolLM2-135M-Instruct"
-XLA = {"USE_TORCH_XLA": "1", "PJRT_DEVICE": "CPU"}
 #: Settings of small models: TRL's optimizer, and no recomputation.
 SMALL: dict[str, Any] = {"gradient_checkpointing": False, "optim": "adamw_torch_fused"}
 Runs = list[dict[str, Any]]
 
 
 # ---- training
-
-
-def package_of(system: str) -> Any:
-    return importlib.import_module("trl" if system == TRL else "trl_tpu")
 
 
 @dataclass
@@ -77,18 +71,15 @@ def timed(seconds: list[float], clock: Callable[[], float] = time.perf_counter) 
     seconds.append(clock() - began)
 
 
-def train(
-    system: str, model: str, pairs: Dataset, peft_config: Any = None, callbacks: Any = None, **settings: Any
-) -> Trained:
+def train(system: str, model: Any, pairs: Dataset, **settings: Any) -> Trained:
     """Train without output, by default in float32 with each step logged; only the training loop is timed."""
+    given = {name: settings.pop(name, None) for name in ("peft_config", "callbacks", "processing_class")}
     seconds: list[float] = []
     common = training.QUIET | {"logging_steps": 1, "save_strategy": "no", "per_device_train_batch_size": PAIRS_A_BATCH}
-    if system == TRL and os.environ["USE_TORCH_XLA"] == "0" and not torch.cuda.is_available():
-        common["use_cpu"] = True
-    given = {"train_dataset": pairs, "peft_config": peft_config, "callbacks": callbacks}
+    common["use_cpu"] = system.startswith(TRL) and not torch.cuda.is_available()
     with tempfile.TemporaryDirectory() as folder, open(os.devnull, "w") as quiet, contextlib.redirect_stdout(quiet):
-        package = package_of(system)
-        trainer = package.RewardTrainer(model, package.RewardConfig(folder, **common | settings), **given)
+        package = importlib.import_module("trl" if system.startswith(TRL) else "trl_tpu")
+        trainer = package.RewardTrainer(model, package.RewardConfig(folder, **common | settings), None, pairs, **given)
         with timed(seconds), timed(seconds, time.process_time):
             trainer.train()
     cpu_seconds, wall_seconds = seconds
@@ -111,9 +102,8 @@ def save_model(folder: str, size: str) -> str:
         settings |= {"num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 2048}
         settings |= {"linear_num_key_heads": 4, "linear_key_head_dim": hidden // 8}
         settings |= {"linear_num_value_heads": 8, "linear_value_head_dim": hidden // 8}
-        tokens = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id}
         set_seed(0)
-        config = CONFIG_MAPPING[f"{family}_text"](**settings, **tokens, num_labels=1)
+        config = AutoConfig.for_model(f"{family}_text", **settings, **tiny.special_tokens(tokenizer), num_labels=1)
         AutoModelForSequenceClassification.from_config(config).save_pretrained(folder)
         tokenizer.save_pretrained(folder)
         return folder
@@ -164,20 +154,11 @@ def options(run: Callable[..., Any] | None = None, **defaults: Any) -> argparse.
     return parsed
 
 
-def in_a_process(benchmark: str, *words: Any, **environment: str) -> Any:
+def in_a_process(benchmark: str, *words: Any) -> Any:
     """Call the ``run`` of a benchmark with these words in a subprocess, and return its result."""
     command = [sys.executable, "-m", f"tests.benchmarks.{benchmark}", "--run", *map(str, words)]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=os.environ | environment, check=True)
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     return json.loads(done.stdout.splitlines()[-1])
-
-
-def alternate(runs: int, systems: Iterable[str], run: Callable[[str], dict[str, Any]]) -> dict[str, Runs]:
-    """Run the systems in turn, several times, so that the machine's speed cancels out of ratios."""
-    measured: dict[str, Runs] = {system: [] for system in systems}
-    for _ in range(runs):
-        for system, results in measured.items():
-            results.append(run(system))
-    return measured
 
 
 # ---- numbers
@@ -187,12 +168,8 @@ def median(runs: Runs, name: str) -> float:
     return statistics.median(run[name] for run in runs)
 
 
-def ratios(ours: Runs, theirs: Runs, name: str) -> list[float]:
-    return [one[name] / other[name] for one, other in zip(ours, theirs, strict=True)]
-
-
 def ratio(ours: Runs, theirs: Runs, name: str) -> float:
-    return statistics.median(ratios(ours, theirs, name))
+    return statistics.median(one[name] / other[name] for one, other in zip(ours, theirs, strict=True))
 
 
 def show(title: str, columns: dict[str, str], rows: Iterable[tuple[Any, Iterable[Any]]]) -> None:
@@ -204,27 +181,32 @@ def show(title: str, columns: dict[str, str], rows: Iterable[tuple[Any, Iterable
         print(f"{name!s:18}" + "".join(f"{value:>{width}{format_}}" for value, width, format_ in cells), flush=True)
 
 
-def compare_with_trl(
+def compare_systems(
     title: str, runs: int, systems: Iterable[str], run: Callable[..., Any], columns: dict[str, str], shares: list[str]
 ) -> dict[str, Runs]:
-    """Run the systems in turn, and print medians of their numbers, some of them relative to TRL's.
+    """Run the systems in turn, so that the machine's speed cancels out of ratios, and print medians of their numbers.
 
-    The differences of losses from TRL's are printed, too.
+    Some are also printed as shares of the first system's. So are the differences of the losses, or of other numbers
+    under "losses".
 
     Args:
         columns: Names of numbers in each run, with their formats.
-        shares: Names of numbers that are also printed relative to TRL's, as medians over the runs.
+        shares: Names of numbers that are also printed as shares, as medians over the runs.
     """
-    measured, headings = alternate(runs, systems, run), {}
+    measured, headings = {system: Runs() for system in systems}, dict[str, str]()
+    for _ in range(runs):
+        for system, results in measured.items():
+            results.append(run(system))
+    first, *_ = measured.values()
     for name, format_ in columns.items():
-        headings |= {name: format_} | ({f"{name}, of TRL's": ".4f"} if name in shares else {})
+        headings |= {name: format_} | ({f"{name}, share": ".4f"} if name in shares else {})
 
     def row(runs: Runs) -> Iterator[float]:
         for name in columns:
             yield median(runs, name)
             if name in shares:
-                yield ratio(runs, measured[TRL], name)
-        differences = zip(runs[0]["losses"], measured[TRL][0]["losses"], strict=True)
+                yield ratio(runs, first, name)
+        differences = zip(runs[0]["losses"], first[0]["losses"], strict=True)
         yield max(abs(ours - theirs) for ours, theirs in differences)
 
     rows = ((system, row(runs)) for system, runs in measured.items())

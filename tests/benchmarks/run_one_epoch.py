@@ -1,23 +1,20 @@
 """One full epoch with TRL 1.16 and with this package, from the same weights, pairs and seed: quality of the models.
 
-python -m tests.benchmarks.run_one_epoch --output_dir runs/one_epoch [--model FOLDER] [--table runs.md]
+python -m tests.benchmarks.run_one_epoch --output_dir runs/one_epoch [--model FOLDER]
 
 SmolLM2-135M, or the model of a folder, is trained in plain torch on those of 1,800 HH-RLHF pairs that have at most 384
 tokens, and evaluated on the next 512 pairs by `trl_tpu.evaluation`: accuracy with its interval, calibration, and the
-length-only baseline. The untrained model and the rule "the shorter answer wins" are included. The curves of both runs
-are in one picture, training.png. The Markdown rows can be appended to the table of runs by `--table`. Training uses
-bfloat16 autocast, TRL's default. TRL runs without gradient checkpointing, which would take a third longer and changes
-no number. It takes an hour and a half on two cores, most of it for TRL. A system whose folder exists is not trained
-again. Time per pair is the time of all cores, which other work on the machine changes little.
+length-only baseline. The untrained model and the rule "the shorter answer wins" are included. It prints the rows of
+`runs.md`, and draws the curves of both runs in one picture, training.png. Training uses bfloat16 autocast, TRL's
+default. TRL runs without gradient checkpointing, which would take a third longer and changes no number. It takes an
+hour and a half on two cores, most of it for TRL. A system whose folder exists is not trained again. Time per pair is
+the time of all cores, which other work on the machine changes little.
 """
 
 import argparse
 import json
 import subprocess
-import sys
 from collections.abc import Iterable
-from dataclasses import replace
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -25,19 +22,15 @@ import real_pairs
 from datasets import Dataset
 
 import trl_tpu
-from trl_tpu.report.pages import RunHistory, pictures_of, read_run
+from trl_tpu.report.pages import pictures_of, read_run
 from trl_tpu.report.verdicts import read_scored
 
 from . import harness
 
 FOLDERS = {"trl_tpu": "trl_tpu", harness.TRL: "trl"}
-MEASURED = "measured.json"
 SHORTER = "the shorter answer wins"
-HEAD = """\
-| model | data | training | accuracy (95 % interval) | calibration error | length alone | CPU s per pair \
-| tokens per real token | commit |
-|---|---|---|---|---:|---:|---:|---:|---|
-"""
+HEAD = "| model | data | training | accuracy (95 % interval) | calibration error | length alone | CPU s per pair "
+HEAD += "| tokens per real token | commit |\n|---|---|---|---|---:|---:|---:|---:|---|"
 
 
 def split(options: argparse.Namespace) -> tuple[Dataset, Dataset]:
@@ -62,14 +55,7 @@ def run(system: str, model: str, given: str) -> dict[str, Any]:
     return {
         "pair": trained.cpu_seconds / len(trained.trainer.train_dataset),
         "tokens": trained.tokens() / trained.real_tokens(),
-        "settings": settings_of(options),
     }
-
-
-def settings_of(options: argparse.Namespace) -> dict[str, Any]:
-    """Return the settings that a trained model depends on."""
-    names = ("pairs", "held_out", "batch", "learning_rate", "seed")
-    return {name: getattr(options, name) for name in names} | {"data": real_pairs.SOURCES[-1]}
 
 
 def row(model: str, what: str, scored: Iterable[Any], options: argparse.Namespace, measured: dict[str, Any]) -> str:
@@ -81,23 +67,11 @@ def row(model: str, what: str, scored: Iterable[Any], options: argparse.Namespac
     share = f"{100 * accuracy.value:.1f} % ({100 * accuracy.low:.1f} to {100 * accuracy.high:.1f})"
     source = "HH-RLHF harmless" if real_pairs.SOURCES[-1] == "real" else "made-up pairs"
     data = f"{source}, {options.pairs:,} + {options.held_out}"
-    length = "-" if verdict.length is None else f"{100 * verdict.length.length_only:.1f} %"
+    length = f"{100 * verdict.length.length_only:.1f} %"
     speed = " | ".join(f"{measured[name]:.2f}" if name in measured else "-" for name in ("pair", "tokens"))
     calibration = "-" if what == SHORTER else f"{verdict.calibration.ece:.3f}"
     commit = subprocess.run(["git", "describe", "--always", "--dirty"], stdout=subprocess.PIPE, text=True).stdout
     return f"| {model} | {data} | {what} | {share} | {calibration} | {length} | {speed} | {commit.strip()} |"
-
-
-def curves_of(folder: Path, system: str) -> RunHistory:
-    """Return the logged loss and accuracy of a run; other values, such as throughput, are not compared here."""
-    run = read_run(folder, system)
-    names = ("step", "loss", "accuracy")
-    return replace(run, records=[{name: log[name] for name in names if name in log} for log in run.records])
-
-
-def shorter_wins(scored: dict[str, Any]) -> dict[str, Any]:
-    """Evaluate the rule that the shorter answer is better; its rewards express no confidence."""
-    return scored | {f"reward_{half}": -float(scored[f"tokens_{half}"]) for half in ("chosen", "rejected")}
 
 
 def main(options: argparse.Namespace) -> None:
@@ -109,28 +83,25 @@ def main(options: argparse.Namespace) -> None:
     name = Path(options.model).name if options.model else harness.SMOLLM2
     _, held_out = split(options)
     scored = list(trl_tpu.score(model, held_out))
-    rows = [row("-", SHORTER, map(shorter_wins, scored), options, {}), row(name, "untrained", scored, options, {})]
+    # the rewards of a rule express no confidence
+    shorter = (
+        pair | {f"reward_{half}": -pair[f"tokens_{half}"] for half in ("chosen", "rejected")} for pair in scored
+    )
+    rows = [row("-", SHORTER, shorter, options, {}), row(name, "untrained", scored, options, {})]
     rate = f"{options.learning_rate:g}, batches of {options.batch}, seed {options.seed}"
     for system, folder in FOLDERS.items():
-        file = output / folder / MEASURED
+        file = output / folder / "measured.json"
         if not file.is_file():
             measured = harness.in_a_process("run_one_epoch", system, model, json.dumps(vars(options)))
             file.write_text(json.dumps(measured))
         measured = json.loads(file.read_text())
-        if measured["settings"] != settings_of(options):
-            sys.exit(f"{output / folder} was trained with {measured['settings']}: name another --output_dir.")
         rewards = trl_tpu.score(str(output / folder), held_out)
         rows.append(row(name, f"{system}, 1 epoch, {rate}", rewards, options, measured))
-    pictures = pictures_of({}, [curves_of(output / folder, system) for system, folder in FOLDERS.items()])
+    pictures = pictures_of({}, [read_run(output / folder, system) for system, folder in FOLDERS.items()])
     (output / "training.png").write_bytes(pictures["Training"])
-    print(HEAD + "\n".join(rows))
-    print(", ".join(f"{library} {version(library)}" for library in ("torch", "transformers", "trl")))
-    if options.table:
-        table = Path(options.table)
-        begun = table.read_text() if table.exists() else f"# Table of runs\n\nBy `run_one_epoch.py`.\n\n{HEAD}"
-        table.write_text(begun + "\n".join(rows) + "\n")
+    print("\n".join([HEAD, *rows]))
 
 
 if __name__ == "__main__":
     defaults = {"pairs": 1800, "held_out": 512, "batch": 8, "learning_rate": 2e-5, "seed": 42}
-    main(harness.options(run, output_dir="runs/one_epoch", model="", table="", **defaults))
+    main(harness.options(run, output_dir="runs/one_epoch", model="", **defaults))

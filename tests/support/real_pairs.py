@@ -12,6 +12,7 @@ import os
 from pathlib import Path
 
 import numpy as np
+import tiny
 from datasets import Dataset
 
 REAL_FILE = (
@@ -47,6 +48,20 @@ def best_pairs(count: int = COUNT) -> Dataset:
     return pairs_from(SOURCES[-1], count)
 
 
+def tokenized(rows: Dataset) -> list[tuple[list[int], list[int]]]:
+    """Return the token ids of the pairs with sequences of at most 1,024 tokens."""
+    tokenizer = tiny.tiny_tokenizer([*rows["chosen"][:400], *rows["rejected"][:400]])
+    halves = (tokenizer(list(rows[half]))["input_ids"] for half in ("chosen", "rejected"))
+    return [pair for pair in zip(*halves, strict=True) if max(map(len, pair)) <= 1024]
+
+
+def drawn_lengths(chooser: np.random.Generator) -> list[int]:
+    """Draw the tokens of a shared prefix, of the rest of the chosen sequence and of the rejected one."""
+    normal = CORRELATION**0.5 * chooser.normal() + (1 - CORRELATION) ** 0.5 * chooser.normal(size=3)
+    places = 50 * (1 + np.vectorize(math.erf)(normal / 2**0.5))
+    return [round(np.interp(place, PERCENTILES, lengths)) for place, lengths in zip(places, LENGTHS, strict=True)]
+
+
 def made_up_dialogues(count: int = COUNT) -> Dataset:
     """Return pairs of made-up words in the format and the lengths of the real ones.
 
@@ -63,11 +78,7 @@ def made_up_dialogues(count: int = COUNT) -> Dataset:
 
     rows = []
     for _ in range(count):
-        normal = CORRELATION**0.5 * chooser.normal() + (1 - CORRELATION) ** 0.5 * chooser.normal(size=3)
-        places = 50 * (1 + np.vectorize(math.erf)(normal / 2**0.5))
-        shared, chosen, rejected = (
-            round(np.interp(place, PERCENTILES, lengths)) for place, lengths in zip(places, LENGTHS, strict=True)
-        )
+        shared, chosen, rejected = drawn_lengths(chooser)
         prefix = f"\n\nHuman:{text(shared - 9)}\n\nAssistant:"  # nine tokens are fixed
         rows.append({"chosen": prefix + text(chosen), "rejected": prefix + text(rejected)})
     return Dataset.from_list(rows)

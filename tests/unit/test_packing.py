@@ -1,6 +1,5 @@
 """Packed rows keep the attention, positions and scored tokens of their sequences, in a few planned shapes."""
 
-import functools
 import os
 from itertools import combinations
 from typing import Any
@@ -8,7 +7,6 @@ from typing import Any
 import numpy as np
 import pytest
 import real_pairs
-import tiny
 from decoders import PAD, drawn_pair, rows_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -215,22 +213,10 @@ def test_bucket_lengths_reach_the_longest_in_few_even_steps(longest: int, most: 
         assert longer <= 2 * shorter + multiple  # at most about half of a row is padding
 
 
-@functools.cache
-def tokenized(source: str) -> list[tuple[list[int], list[int]]]:
-    """Return the tokenized pairs with sequences of at most 1,024 tokens."""
-    rows = real_pairs.pairs_from(source)
-    tokenizer = tiny.tiny_tokenizer([*rows["chosen"][:400], *rows["rejected"][:400]])
-    halves = [tokenizer(list(rows[half]))["input_ids"] for half in ("chosen", "rejected")]
-    return [pair for pair in zip(*halves, strict=True) if max(map(len, pair)) <= 1024]
-
-
-@pytest.mark.parametrize(
-    "source", [pytest.param(each, marks=[pytest.mark.long] * (each == "real")) for each in real_pairs.SOURCES]
-)
 @pytest.mark.parametrize(("pairs", "shards", "most_tokens"), [(8, 1, 0.72), (64, 8, 0.70)])
-def test_packing_computes_few_tokens_per_real_token(source: str, pairs: int, shards: int, most_tokens: float) -> None:
+def test_packing_computes_few_tokens_per_real_token(pairs: int, shards: int, most_tokens: float) -> None:
     """Hidden size 1,024, at most four shapes. Padding to the longest sequence computes 2.5 tokens per real token."""
-    both = tokenized(source)
+    both = real_pairs.tokenized(real_pairs.made_up_dialogues())
     sizes = length_stats(dataset_of(both)).lengths.sizes_N
     plan = plan_shapes(sizes, pairs, shards, attention_crossover_length=6 * 1024)
     assert len(plan.shapes) <= 4
