@@ -15,7 +15,7 @@ BY_FILE := --dist loadfile --no-loadscope-reorder
 BY_TWO := -n 2 $(BY_FILE)
 BY_THREE := -n 3 $(BY_FILE)
 
-.PHONY: setup setup-tpu quickstart test test-fast test-native test-xla test-xla8 test-newest test-long tpu-check torchtpu-check \
+.PHONY: setup setup-tpu quickstart test test-fast test-native test-xla test-xla8 test-newest test-long tpu-check torchtpu-check gpu-check \
 	lint typecheck long-run bench dist site clean
 
 setup: $(READY)
@@ -93,6 +93,10 @@ tpu-check: $(READY_TPU)
 # on torch's own device `tpu`, which is this machine's CPU there, in an environment of its own
 torchtpu-check:
 	PYTHON=$(PYTHON) tests/support/torchtpu_check.sh $(abspath $(VENV))-torchtpu
+
+# on one NVIDIA GPU, in ten minutes without a network; without a GPU a dry run on the CPU
+gpu-check: $(READY)
+	$(BIN)/python -m tests.gpu.check
 
 lint: $(READY)
 	$(BIN)/ruff check .

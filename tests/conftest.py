@@ -18,6 +18,8 @@ from hypothesis import settings
 
 # must be set before torch_xla is imported, here or in a subprocess
 os.environ.setdefault("XLA_FLAGS", QUICK_XLA_FLAGS)
+# Tests assume a CPU. `tests/gpu/training.py` lists those that also hold on a GPU, and sets the variable.
+os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
 
 settings.register_profile("same", derandomize=True, database=None, deadline=None, max_examples=100)
 settings.register_profile("search", deadline=None, max_examples=1000)  # new examples in every run: `make test-long`

@@ -89,7 +89,8 @@ def random_decoder(family: str, dtype: torch.dtype = torch.float64, **changes: A
 def padded(model: nn.Module, pairs: Pairs) -> torch.Tensor:
     """Compute the rewards [P, 2] as TRL does."""
     batch = DataCollatorForPreference(PAD)([to_columns({"answers": pair}) for pair in pairs])
-    return model(**batch).logits.view(2, len(pairs)).T
+    device = next(model.parameters()).device
+    return model(**{name: tensor.to(device) for name, tensor in batch.items()}).logits.view(2, len(pairs)).T
 
 
 def rows_of(pairs: Pairs, most: int | None = None) -> Sequences:

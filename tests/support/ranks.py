@@ -54,6 +54,10 @@ WAYS: dict[str, tuple[int, str, str | None]] = {
     "data=4,fsdp=2": (8, "plain", "data=4,fsdp=2"),
 }
 
+ON_GPU = torch.cuda.is_available()
+if ON_GPU:  # processes share it: each is alone on its host, as its variables say, and gloo carries the tensors
+    WAYS = {name: WAYS[name] for name in ("fsdp=2", "padded", "bf16", "adapters")}
+    SETTINGS |= {"ddp_backend": "gloo"}
 
 #: Variables that `accelerate launch` sets for its FSDP configs.
 LAUNCHED = {
@@ -91,7 +95,7 @@ def train(
     form = format_in(way)
     pairs = form.rows(39)
     train_pairs: Any = pairs.select(range(26))
-    settings = SETTINGS | form.settings | {"mesh": mesh, "use_cpu": not current().plans_shapes} | more
+    settings = SETTINGS | form.settings | {"mesh": mesh, "use_cpu": not (ON_GPU or current().plans_shapes)} | more
     arguments: dict[str, Any] = {"model": form.model(model), "eval_dataset": pairs.select(range(26, 39))}
     if way == "accumulated":  # an epoch's last batch is an update of its own
         settings |= {"gradient_accumulation_steps": 2, "remat": "dots", "max_steps": 4}
@@ -161,7 +165,7 @@ def main(model: str, folder: Path, count: int) -> None:
                 settings = {"fsdp": "full_shard"} if name == "fsdp" else {}
                 with patch_environment(**launched):
                     found[name] = train(model, folder / name, way, mesh, loaded_on, **settings)
-    if count <= 2 and (folder / "causal").is_dir():
+    if count <= 2 and (folder / "causal").is_dir() and not ON_GPU:
         mesh = None if count == 1 else "fsdp=2"
         ways = {"plain": "causal", "adapters": "causal", "steps": "causal", "value head": "value head"}
         if count == 2:
@@ -185,6 +189,7 @@ if __name__ == "__main__":
     model_folder, out, processes, *ranks = sys.argv[1:]
     for each in ranks:
         become_rank(each, processes)
-        if choice().name == "native":
+        os.environ |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"} if ON_GPU else {}
+        if choice().name == "native" and not ON_GPU:
             os.environ["ACCELERATE_USE_CPU"] = "1"  # `use_cpu` is rejected if shapes are planned
     main(model_folder, Path(out), int(processes))

@@ -72,6 +72,9 @@ def python(
     Raises:
         subprocess.TimeoutExpired: The process took too long. It was killed with every process it had started.
     """
+    if environment.get("CUDA_VISIBLE_DEVICES"):  # a fork cannot use CUDA if its parent has looked for devices
+        command, output = [sys.executable, *words], {"capture_output": True, "text": True, "timeout": timeout}
+        return subprocess.run(command, env=environment, cwd=folder, **output)  # type: ignore[call-overload]
     key = sorted((name, value) for name, value in environment.items() if name.startswith(READ_BY_IMPORTS))
     with _lock:
         path, *_ = _server(tuple(key))

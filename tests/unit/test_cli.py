@@ -206,6 +206,18 @@ def test_selfcheck_passes_and_fails_with_a_wrong_kernel(is_wrong: bool, tmp_path
     assert report["versions"]["torch"] and report["runs"]["packed"]["marks"]
 
 
+def test_gpu_check_runs_dry_without_a_gpu(tmp_path: Path) -> None:
+    """Each part has its rows, and what is not installed has one, too."""
+    parts = ("attention", "training", "speed Qwen3-0.6B")
+    command = [sys.executable, "-m", "tests.gpu.check", "--output", str(tmp_path), "--parts", *parts]
+    environment = {**os.environ, "USE_TORCH_XLA": "0"}
+    process = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True)
+    table = (tmp_path / "gpu.md").read_text()
+    assert process.returncode == 0 and "FAILED" not in table, table + process.stderr
+    said = "flash attention | not installed; segments: error; rows: error; TRL's time; margins pairs, packed]"
+    assert [each for each in (*parts, *said.split("; ")) if each not in table] == []
+
+
 def test_failing_lines_name_headings_of_the_guide() -> None:
     page = (ROOT / "examples" / "guides" / "troubleshooting.md").read_text(encoding="utf-8")
     headings = {f"selfcheck-{words.replace(' ', '-')}" for words in re.findall(r"^### selfcheck: (.+)$", page, re.M)}

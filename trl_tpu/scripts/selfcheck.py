@@ -27,11 +27,13 @@ _TOLERANCES = {"float32-losses": 1e-4, "bfloat16-losses": 3e-2, "meshes": 1e-4, 
 _CPU = {"USE_TORCH_XLA": "0", "ACCELERATE_USE_CPU": "1", "CUDA_VISIBLE_DEVICES": ""}
 _PACKAGES = (
     *("torch", "torch_xla", "torch_tpu", "libtpu", "transformers", "accelerate", "datasets", "peft", "safetensors"),
-    *("flash-attn", "flash-attn-4", "trl_tpu"),
+    *("flash-attn", "flash-attn-3", "flash-attn-4", "trl_tpu"),
 )
 _EAGER: dict[str, Any] = {"model_init_kwargs": {"attn_implementation": "eager"}}
 # implementations of attention by the package that they need
-_FLASH = {"flash-attn": "flash_attention_2", "flash-attn-4": "flash_attention_4"}
+_FLASH = {
+    **{"flash-attn": "flash_attention_2", "flash-attn-3": "flash_attention_3", "flash-attn-4": "flash_attention_4"},
+}
 
 
 def package_versions() -> dict[str, str | None]:
