@@ -1,23 +1,21 @@
-"""Length statistics for packing equal plain loops over the pairs, for every arrow layout."""
+"""Length statistics for packing equal plain loops over the pairs."""
 
 import os
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
 import pytest
-from datasets import concatenate_datasets
+from datasets import Dataset, Features, Sequence, Value, concatenate_datasets
 from hypothesis import given
 from hypothesis import strategies as st
 from preference_rows import dataset_of
 
 from trl_tpu.data.kinds import Pairs, answers_of, labels_of
 from trl_tpu.data.kinds.solutions import NO_LABEL
-from trl_tpu.data.length_stats import LengthStats, length_stats, length_stats_of, read_table
+from trl_tpu.data.length_stats import LengthStats, length_stats, length_stats_of, rows_of
 
 ids = st.lists(st.integers(1, 2), max_size=9)  # few ids, so that sequences share prefixes by chance
 pairs = st.tuples(ids, ids) | ids.map(lambda one: (one, one))
-TYPES = [pa.list_(pa.int64()), pa.list_(pa.int32()), pa.large_list(pa.int64())]
 
 
 def shared(one: list[int], other: list[int]) -> int:
@@ -26,12 +24,6 @@ def shared(one: list[int], other: list[int]) -> int:
 
 def size(one: list[int], other: list[int]) -> int:
     return len(one) + len(other) - shared(one, other)
-
-
-def chunked(parts: list[list[Any]], kind: pa.DataType, before: int, after: int, other: Any) -> pa.ChunkedArray:
-    """Return a chunk per part, each a slice of a longer array, as in shards and selections of a dataset."""
-    arrays = [pa.array([other] * before + part + [other] * after, kind).slice(before, len(part)) for part in parts]
-    return pa.chunked_array(arrays, kind)
 
 
 FORMS: dict[str, Any] = {
@@ -45,21 +37,13 @@ FORMS: dict[str, Any] = {
 }
 
 
-@given(st.sampled_from([*FORMS]), st.sampled_from(TYPES), *[st.integers(0, 2)] * 2, st.data())
-def test_arrow_tables_of_any_type_are_read_like_rows(
-    form: str, kind: pa.DataType, before: int, after: int, data: st.DataObject
-) -> None:
-    rows = FORMS[form]
-    other, parts = data.draw(rows), data.draw(st.lists(st.lists(rows, max_size=4), min_size=1, max_size=4))
-    floats = pa.list_(pa.float64())
-    kinds = {"margin": pa.float64(), "grades": floats, "answer_ids": pa.list_(kind), "labels": pa.list_(pa.int64())}
-    columns = {
-        name: chunked(
-            [[row[name] for row in part] for part in parts], kinds.get(name, kind), before, after, other[name]
-        )
-        for name in other
-    }
-    for found, expected in zip(read_table(pa.table(columns)), sum(parts, []), strict=True):
+@given(st.sampled_from([*FORMS]), st.data())
+def test_lists_of_any_lengths_are_read_like_rows(form: str, data: st.DataObject) -> None:
+    rows = data.draw(st.lists(FORMS[form], min_size=1, max_size=4))
+    floats, numbers = Sequence(Value("float64")), Sequence(Value("int64"))
+    kinds: Any = {"margin": Value("float64"), "grades": floats, "answer_ids": Sequence(numbers)}
+    dataset = Dataset.from_list(rows, Features({name: kinds.get(name, numbers) for name in rows[0]}))
+    for found, expected in zip(rows_of(dataset), rows, strict=True):
         assert [ids.tolist() for ids in answers_of(found)] == answers_of(expected)
         assert labels_of(found) == labels_of(expected)
 
@@ -85,11 +69,8 @@ def test_stats_of_several_tables_equal_those_of_one(prompt: list[int], parts: li
     parts = [[(prompt + one, prompt + other) for one, other in part] for part in parts]
 
     def measured(parts: list[Any]) -> LengthStats:
-        halves = [dict(zip(Pairs.columns, zip(*part, strict=True), strict=True)) for part in parts]
-        return length_stats_of(
-            read_table(pa.table({name: pa.array(ids, TYPES[0]) for name, ids in columns.items()}))
-            for columns in halves
-        )
+        rows = [[dict(zip(Pairs.columns, map(np.array, pair), strict=True)) for pair in part] for part in parts]
+        return length_stats_of(rows)
 
     every = [pair for part in parts for pair in part]
     in_parts, at_once = measured(parts), measured([every])

@@ -190,8 +190,8 @@ def check_ids(ids: Any, where: str, num_embeddings: int) -> None:
     array = np.asarray(ids)
     if not np.issubdtype(array.dtype, np.integer):
         raise UserTypeError(f"{where} must hold lists of integer token ids, got {ids!r:.80}.")
-    outside = array[(array < 0) | (array >= num_embeddings)]
-    if len(outside):
+    if array.min() < 0 or array.max() >= num_embeddings:
+        outside = array[(array < 0) | (array >= num_embeddings)]
         raise UserError(
             f"{where} holds the token id {outside[0]}, but the model's embedding table has {num_embeddings} "
             f"rows (ids 0 to {num_embeddings - 1}). Tokenize with the model's own tokenizer, or after adding tokens "

@@ -12,14 +12,12 @@ import os
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import chain, islice, pairwise
+from itertools import chain, islice
 from typing import Any
 from weakref import WeakKeyDictionary
 from zlib import crc32
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.compute as pc
 from datasets import Dataset
 
 from ..packing.shapes import RowLengths, common_prefix
@@ -27,24 +25,7 @@ from .formats import convert_row
 from .kinds import COLUMNS, TOKENS, Pairs, RowKind, answers_of, kind_of, kind_of_columns
 from .kinds.solutions import STEP_ENDS
 
-_TABLE_ROWS = 1000  # rows per arrow table
-
-
-def read_table(table: pa.Table) -> list[dict[str, Any]]:
-    """Return the tokenized rows of an arrow table, with token ids and labels as arrays of 4-byte numbers."""
-    columns = [
-        _arrays(table[name]) if name in (*TOKENS, "labels") else table[name].to_pylist() for name in table.column_names
-    ]
-    return [dict(zip(table.column_names, values, strict=True)) for values in zip(*columns, strict=True)]
-
-
-def _arrays(lists: pa.ChunkedArray) -> list[Any]:
-    """Convert lists of numbers to arrays, at any nesting depth."""
-    values = pc.list_flatten(lists)
-    dtype = np.float32 if pa.types.is_floating(values.type) else np.int32
-    values_T = _arrays(values) if pa.types.is_nested(values.type) else values.to_numpy().astype(dtype)
-    ends = np.cumsum(pc.list_value_length(lists).to_numpy()).tolist()
-    return [values_T[start:end] for start, end in pairwise([0, *ends])]
+_ROWS_AT_ONCE = 1000
 
 
 @dataclass(frozen=True)
@@ -91,12 +72,12 @@ def length_stats(dataset: Dataset) -> LengthStats:
         ValueError: The dataset is not tokenized, or is a stream.
     """
     if dataset not in STATS:
-        STATS[dataset] = length_stats_of(map(read_table, tables_of(dataset)))
+        STATS[dataset] = length_stats_of(parts_of(dataset))
     return STATS[dataset]
 
 
 def length_stats_of(parts: Iterable[list[dict[str, Any]]]) -> LengthStats:
-    """Measure tokenized rows, given in lists as `read_table` returns them."""
+    """Measure tokenized rows, given in lists as from `parts_of`."""
     lengths: list[RowLengths] = []
     shared: list[bytes] = []  # empty, or one item: the common prefix of all sequences so far, 4 bytes per token
     answers = 1
@@ -109,7 +90,7 @@ def length_stats_of(parts: Iterable[list[dict[str, Any]]]) -> LengthStats:
         scored_N = [labels.get(STEP_ENDS, answers_K) for labels, answers_K in zip(labels_N, answers_N, strict=True)]
         answers = max(answers, *map(len, scored_N))
         sequences_D = list(chain.from_iterable(answers_N))
-        byte_strings = [*shared, *(ids.tobytes() for ids in sequences_D)]
+        byte_strings = [*shared, *map(_as_bytes, sequences_D)]
         shared = [byte_strings[0][: len(os.path.commonprefix(byte_strings))]]
         sizes = {"lengths": [*map(len, sequences_D)], "counts": [*map(len, answers_N)]}
         for name, content in {"answers": np.concatenate(sequences_D), **sizes}.items():
@@ -123,7 +104,7 @@ def length_stats_of(parts: Iterable[list[dict[str, Any]]]) -> LengthStats:
 
 def length_stats_of_stream(stream: Iterable[Mapping[str, Any]]) -> RowLengths:
     """Measure the first 1,000 rows of a tokenized stream. Training then reads the stream from its beginning."""
-    return _lengths([list(map(np.asarray, answers_of(row))) for row in islice(stream, _TABLE_ROWS)])
+    return _lengths([list(map(np.asarray, answers_of(row))) for row in islice(stream, _ROWS_AT_ONCE)])
 
 
 def _lengths(answers_N: list[list[np.ndarray]]) -> RowLengths:
@@ -136,18 +117,25 @@ def _lengths(answers_N: list[list[np.ndarray]]) -> RowLengths:
     return RowLengths(prefix_N, tails_NK)
 
 
-def tables_of(dataset: Dataset) -> Iterator[pa.Table]:
-    """Yield the token ids and labels of tokenized rows in arrow tables of up to 1,000 rows."""
+def parts_of(dataset: Dataset) -> Iterator[list[dict[str, Any]]]:
+    """Yield lists of up to 1,000 tokenized rows, with token ids and labels of tokens as arrays."""
     kind = kind_of_columns(dataset.column_names)
     if kind is None:
         raise ValueError(f"The dataset is not tokenized; its columns are {dataset.column_names}.")
-    labels = [name for name in kind.optional_columns if name in dataset.column_names]
-    return dataset.with_format("arrow", columns=[*kind.columns, *labels]).iter(batch_size=_TABLE_ROWS)
+    names = [*kind.columns, *(name for name in kind.optional_columns if name in dataset.column_names)]
+    arrays = [name for name in names if name in (*TOKENS, "labels")]
+    formatted = dataset.select_columns(names).with_format("numpy", columns=arrays, output_all_columns=True)
+    for part in formatted.iter(_ROWS_AT_ONCE):
+        yield [dict(zip(part, values, strict=True)) for values in zip(*part.values(), strict=True)]
 
 
 def rows_of(dataset: Dataset) -> Iterator[dict[str, Any]]:
-    """Yield the token ids and labels of tokenized rows, as `read_table` returns them."""
-    return chain.from_iterable(map(read_table, tables_of(dataset)))
+    """Yield tokenized rows in the form of `parts_of`."""
+    return chain.from_iterable(parts_of(dataset))
+
+
+def _as_bytes(ids: np.ndarray) -> bytes:
+    return ids.astype(np.int32).tobytes()
 
 
 # ---- prompts
@@ -197,7 +185,7 @@ def group_prompts(prompts: Iterable[Prompt]) -> np.ndarray:
 def shared_prefixes(dataset: Dataset) -> Iterator[bytes]:
     """Yield the common prefix of each row's tokenized answers, 4 bytes per token."""
     for row, prefix in zip(rows_of(dataset), length_stats(dataset).lengths.prefix_N.tolist(), strict=True):
-        yield answers_of(row)[0][:prefix].tobytes()
+        yield _as_bytes(answers_of(row)[0][:prefix])
 
 
 def prompts_of(dataset: Dataset) -> Iterator[Prompt]:

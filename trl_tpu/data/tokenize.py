@@ -10,8 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.compute as pc
 import tokenizers
 import torch
 import transformers
@@ -23,7 +21,7 @@ from ..errors import UserError
 from . import checks
 from .checks import TRAPS, report_equal_answers, warn_of_new_traps, warn_of_traps
 from .kinds import Answers, Pairs, Rankings, RowKind, check_one_form, choose_kind
-from .length_stats import RAW_BY_PREPARED, STATS, length_stats, length_stats_of, read_table, tables_of
+from .length_stats import RAW_BY_PREPARED, STATS, length_stats, length_stats_of, parts_of
 
 logger = logging.getLogger(__name__)
 
@@ -252,34 +250,19 @@ def _fits(
 
 
 def _checked_rows(dataset: Dataset, num_embeddings: int, name: str, kind: RowKind) -> Iterator[list[dict[str, Any]]]:
-    """Yield the rows of each table of a dataset, after a check of their token ids and labels."""
+    """Yield the rows of a dataset in lists, after a check of their token ids and labels."""
     first = 0
-    for table in tables_of(dataset):
-        if not _has_ids_and_labels(table, num_embeddings, kind):
-            for index, row in enumerate(table.to_pylist(), start=first):  # names the bad row
-                _check_row(row, index, num_embeddings, name, kind)
-        rows = read_table(table)
+    for rows in parts_of(dataset):
         for index, row in enumerate(rows, start=first):
-            kind.check_labels(row, checks.row_of(index, name))
+            _check_row(row, index, num_embeddings, name, kind)
         first += len(rows)
         yield rows
 
 
-def _has_ids_and_labels(table: pa.Table, num_embeddings: int, kind: RowKind) -> bool:
-    """Check the token ids of a table's rows as `check_ids` does, all at once, and that no labels are null."""
-    for lists in (table[column] for column in kind.token_columns):
-        if pa.types.is_nested(getattr(lists.type, "value_type", pa.null())):
-            lists = pc.list_flatten(lists)
-        if lists.null_count or not pa.types.is_integer(getattr(lists.type, "value_type", pa.null())):
-            return False
-        ids_T, lengths_D = pc.list_flatten(lists).to_numpy(), pc.list_value_length(lists).to_numpy()
-        if not lengths_D.all() or not ((ids_T >= 0) & (ids_T < num_embeddings)).all():
-            return False
-    return not any(table[column].null_count for column in kind.columns)
-
-
 def _check_row(row: Mapping[str, Any], index: int, num_embeddings: int, name: str, kind: RowKind) -> None:
     """Check the token ids of all answers of a row, see `check_ids`, and its labels."""
-    for column, ids in zip(cycle(kind.token_columns), kind.answers(row) or [None], strict=False):
+    answers = kind.answers(row)
+    no_answers = answers is None or len(answers) == 0
+    for column, ids in zip(cycle(kind.token_columns), [None] if no_answers else answers, strict=False):
         checks.check_ids(ids, checks.row_of(index, name, column), num_embeddings)
     kind.check_labels(row, checks.row_of(index, name))
