@@ -183,20 +183,6 @@ def test_standard_deviation_is_exact_far_from_zero() -> None:
     assert on_host_too.std == pytest.approx(rewards_BP2.std(dtype=np.float64), rel=1e-9)
 
 
-def test_metric_sums_of_older_checkpoints_are_read() -> None:
-    """They counted correct comparisons and summed squares about 0. The oldest ones counted only pairs."""
-    older = {"pairs": 2, "correct": 1, "ties": 1, "tokens": 7, "reward": 6.0, "margin": 2.0, "squares": 14.0}
-    older |= {"lowest": 0.0, "highest": 3.0}
-    metrics = new_metrics()
-    steps = {"taken": 0, "nonfinite": 0, "in_a_row": 0, "reached_at": 0}
-    metrics.start(1, [{"metrics": {"num_tokens": 10, "open": older}, "open_loss": 0.0, "nonfinite": steps}])
-    update(metrics, [(3.0, 0.0, True), (0.0, 3.0, True)])
-    logs = close_log(metrics)
-    assert (logs["accuracy"], logs["tie_rate"], logs["margin"], logs["num_tokens"]) == (0.5, 0.25, 0.5, 37)
-    assert metrics.scale is not None
-    assert metrics.scale.std == pytest.approx(((14 + 18) / 8 - (12 / 8) ** 2) ** 0.5)
-
-
 def test_more_probable_answer_counts_as_better() -> None:
     for probability, accuracy in ((0.9, 0.0), (0.1, 1.0)):
         labels = [{"chosen_probability": each} for each in (probability, 0.5)]

@@ -6,8 +6,6 @@ A trap is a raw row that is valid but probably a mistake. Each kind of trap is l
 import json
 import logging
 import re
-import signal
-import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -26,7 +24,6 @@ Row = Mapping[str, Any]
 RAW_COLUMNS = ("chosen", "rejected")
 #: Names of token columns of pairs, and of the keys of a batch, in TRL up to 0.23.
 OLD_KEYS = ("input_ids_chosen", "attention_mask_chosen", "input_ids_rejected", "attention_mask_rejected")
-_RENDERING_SECONDS = 20.0  # limit for one conversation; most take milliseconds
 LARGEST = float(np.finfo(np.float32).max)  # losses are float32
 
 
@@ -143,31 +140,15 @@ def _check_message(message: Any, where: str) -> None:
 
 @contextmanager
 def rendering(what: str) -> Iterator[None]:
-    """Convert errors of a chat template, or of a row's arguments for the template, into a UserError.
-
-    A template is a program: it may raise anything, or never end. The main thread interrupts it after a while.
-    """
-
-    def interrupt(*_: object) -> None:
-        raise TimeoutError(f"it takes longer than {_RENDERING_SECONDS} seconds")
-
-    is_main = threading.current_thread() is threading.main_thread()
-    if is_main:
-        # signal() returns None for a handler that was not installed from Python; it cannot be restored
-        handler = signal.signal(signal.SIGALRM, interrupt) or signal.SIG_DFL
-        pending = signal.setitimer(signal.ITIMER_REAL, _RENDERING_SECONDS)
+    """Convert errors of a chat template, or of a row's arguments for the template, into a UserError."""
     try:
         yield
-    except Exception as error:
+    except Exception as error:  # a template is a program: it may raise anything
         reason = " ".join(str(error).split()).rstrip(".") or type(error).__name__
         raise UserError(
             f"{what} cannot be rendered as a chat: {reason}. Correct the row, its `tools` or `chat_template_kwargs`, "
             "or the tokenizer's chat template (`chat_template_path` trains with another)."
         ) from error
-    finally:
-        if is_main:
-            signal.setitimer(signal.ITIMER_REAL, *pending)
-            signal.signal(signal.SIGALRM, handler)
 
 
 # ---- token ids

@@ -76,14 +76,6 @@ class RewardSums:
         named = zip((*COUNTS, *SUMS), [*counts.tolist(), *sums.tolist()], strict=True)
         return cls(**dict(named), lowest=lowest.item(), highest=highest.item())
 
-    @classmethod
-    def from_checkpoint(cls, sums: Mapping[str, Any]) -> "RewardSums":
-        """Create the sums from a checkpoint; older ones counted only pairs and stored sums of squared rewards."""
-        fields = {"comparisons": sums["pairs"], "answers": 2 * sums["pairs"], **sums}
-        if "squares" in fields:
-            fields["deviations"] = max(fields.pop("squares") - sums["reward"] ** 2 / max(fields["answers"], 1), 0.0)
-        return cls(**fields)
-
     def __add__(self, other: "RewardSums") -> "RewardSums":
         """Return the sums over the rows of both."""
         total = {name: getattr(self, name) + getattr(other, name) for name in (*COUNTS, "tokens", *SUMS)}

@@ -122,7 +122,7 @@ class StepStatistics:
             The sum of losses since the last log.
         """
         index, count = (0, 1) if (group := self._accelerator) is None else (group.process_index, group.num_processes)
-        saved = [RewardSums.from_checkpoint(part["metrics"]["open"]) for part in parts]
+        saved = [RewardSums(**part["metrics"]["open"]) for part in parts]
         self._begin(step, sum(saved, RewardSums()))
         if not parts:
             self._load(self.read(), StepCounts())

@@ -287,7 +287,6 @@ def tokenize_conversation(
         render: Callable[..., str] = partial(apply_template, processing_class, **variables)
         text = render(dialogue)
         unread = unread_parts(dialogue, variables, text, render)
-    # outside the time limit of rendering, since long texts take longer
     return processing_class(text=text, add_special_tokens=False, return_attention_mask=False)["input_ids"], unread
 
 
