@@ -16,7 +16,7 @@ from transformers import LlamaConfig
 from trl_tpu.data.collate import ComparisonRule, Labels, sequences_of
 from trl_tpu.data.kinds import Pairs, Rankings, answers_of
 from trl_tpu.data.length_stats import kind_of_dataset, length_stats
-from trl_tpu.evaluation.evaluate import Evaluation, NoComparisons, evaluate_rows, padded, sums_on_host
+from trl_tpu.evaluation.evaluate import NoComparisons, evaluate_rows, padded, sums_on_host
 from trl_tpu.modeling.head_spec import HeadSpec, write_head_spec
 from trl_tpu.packing.pack import pack_unpadded
 from trl_tpu.report.verdicts import LabeledRewards
@@ -88,15 +88,17 @@ TWO = {"prompt": "a", "completions": ["b", "c"]}
 
 def test_scores_that_do_not_grade_answers_are_ignored() -> None:
     answered = {"completions": ["a", "b"], "rewards": [1.0, 0.0], "not_scored": None}
-    evaluation = Evaluation()
-    for grades in ({"scores": each} for each in (None, [1.0], {"helpful": 1}, [1.0, 1.0])):
-        found = LabeledRewards.of([answered | grades], ["rewards"])
-        evaluation.add(found.rewards_NK, found.labels)
+    scores: list[Any] = [None, [1.0], {"helpful": 1}, [1.0, 1.0]]
+    ignored = [answered | {"scores": each} for each in scores]
     with pytest.raises(NoComparisons):
-        evaluation.verdict()
-    found = LabeledRewards.of([answered | {"ranks": [1, 2]}], ["rewards"])
-    evaluation.add(found.rewards_NK, found.labels)
-    assert evaluation.verdict().kendall_tau == 1
+        verdict_on(ignored)
+    assert verdict_on([*ignored, answered | {"ranks": [1, 2]}]).kendall_tau == 1
+
+
+def verdict_on(rows: list[dict[str, Any]]) -> Any:
+    labeled = LabeledRewards()
+    labeled.add(rows, ["rewards"])
+    return labeled.verdict()
 
 
 @pytest.mark.parametrize("other", [{"completions": ["b", "c"], "labels": [1, 0]}, {"scores": [1.0, 2.0]}])
@@ -129,8 +131,7 @@ def test_grades_are_ordered_in_float64(graded: dict[str, Any]) -> None:
     differences = [np.sign(np.subtract.outer(each_K, each_K)) for each_K in (grade_K, rounded_K)]
     assert rounded_K.dtype == np.float32 and (differences[0] == differences[1]).all()
     assert rounded_K == pytest.approx(grade_K, rel=1e-6, abs=1e-37)
-    found = LabeledRewards.of([row | {"rewards": np.argsort(np.argsort(grade_K)).tolist()}], ["rewards"])
-    verdict = evaluate_rows(found.rewards_NK, found.labels)
+    verdict = verdict_on([row | {"rewards": np.argsort(np.argsort(grade_K)).tolist()}])
     assert (verdict.pairs, verdict.accuracy.value) == (len(margins), 1)
 
 
@@ -216,6 +217,5 @@ def test_each_attribute_of_a_scored_row_is_a_ranking() -> None:
         [{"helpful": 0.0, "brief": 1.0}, {"helpful": 2.0, "brief": 0.0}],
     )
     row = {"completions": ["a", "b"], "scores": scores, "rewards": [1.0, 0.0], "not_scored": None}
-    found = LabeledRewards.of([row | {"rewards_by_attribute": rewards}], ["rewards"])
-    verdict = evaluate_rows(found.rewards_NK, found.labels, groups=found.groups(None))
+    verdict = verdict_on([row | {"rewards_by_attribute": rewards}])
     assert (verdict.pairs, verdict.kendall_tau) == (2, 1) and verdict.groups.keys() == {"helpful", "brief"}

@@ -19,7 +19,7 @@ from trl_tpu.data.collate import pairs_of
 from trl_tpu.errors import UserError
 from trl_tpu.evaluation import evaluate
 from trl_tpu.evaluation import verdict as numbers
-from trl_tpu.evaluation.evaluate import Evaluation, NoComparisons, evaluate_best_of_n, evaluate_rows, padded
+from trl_tpu.evaluation.evaluate import NoComparisons, evaluate_best_of_n, evaluate_rows, padded
 from trl_tpu.evaluation.verdict import BestOfN, Verdict, proportion, read_verdict, verdict_json
 from trl_tpu.report.verdicts import LabeledRewards, as_markdown, markdown_text, printable, read_scored, sentences_of
 
@@ -132,24 +132,15 @@ def test_accuracy_by_length_equals_manual_computation() -> None:
     assert [each.accuracy.count for each in equal.bins] == [2]
 
 
-def test_rows_added_in_parts_have_the_verdict_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sample_of_comparisons_is_near_all(monkeypatch: pytest.MonkeyPatch) -> None:
     chooser = np.random.default_rng(0)
     rewards_N2, lengths_N2 = chooser.normal(size=(2000, 2)) + [0.5, 0.0], chooser.integers(1, 9, (2000, 2))
     groups = [str(number % 3) for number in range(2000)]
     whole = evaluate_pairs(rewards_N2, lengths_N2, groups)
-
-    def by_parts() -> Verdict:
-        evaluation = Evaluation()
-        for part in (slice(0, 7), slice(7, 1500), slice(1500, 1500), slice(1500, 2000)):
-            rows_N2 = rewards_N2[part]
-            evaluation.add(rows_N2, pairs_of(len(rows_N2)), lengths_N2[part], groups[part])
-        return evaluation.verdict()
-
-    assert repr(by_parts()).split("margins")[0] == repr(whole).split("margins")[0]
-    assert by_parts().margins.mean == pytest.approx(whole.margins.mean)
-    assert (by_parts().worst, by_parts().length, by_parts().groups) == (whole.worst, whole.length, whole.groups)
+    monkeypatch.setattr(evaluate, "_MAX_COMPARISONS_PER_PART", 2000)
+    assert evaluate_pairs(rewards_N2, lengths_N2, groups) == whole
     monkeypatch.setattr(evaluate, "_SAMPLE", 500)
-    sampled = by_parts()
+    sampled = evaluate_pairs(rewards_N2, lengths_N2, groups)
     assert (sampled.pairs, sampled.accuracy, sampled.groups) == (whole.pairs, whole.accuracy, whole.groups)
     assert (
         sampled.pairwise_loss == pytest.approx(whole.pairwise_loss, rel=0.1)
@@ -352,15 +343,14 @@ KINDS_OF_ROWS = [
 
 @pytest.mark.parametrize(("windows", "of", "count"), KINDS_OF_ROWS)
 def test_windows_of_scored_rows_of_several_kinds(windows: list[Any], of: str | None, count: int) -> None:
-    evaluation = Evaluation()
+    labeled = LabeledRewards()
     for rows in windows:
-        found = LabeledRewards.of(rows, [*{name for row in rows for name in row}])
-        evaluation.add(found.rewards_NK, found.labels, found.tokens_N2, found.groups(None), found.prompts)
+        labeled.add(rows, [*{name for row in rows for name in row}])
     if of is None:
         with pytest.raises(NoComparisons):
-            evaluation.verdict()
+            labeled.verdict()
         return
-    verdict = evaluation.verdict()
+    verdict: Any = labeled.verdict()
     found_of = ("scores", verdict.answers) if isinstance(verdict, numbers.ScoreFit) else (verdict.of, verdict.pairs)
     assert found_of == (of, count)
 

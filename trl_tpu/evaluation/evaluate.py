@@ -12,7 +12,6 @@ import torch
 from datasets import Dataset
 
 from ..data.collate import ComparisonRule, Labels, compare, pairs_of
-from ..data.kinds import Pairs, RowKind
 from ..data.length_stats import Prompt, group_prompts, is_prepared, kind_of_dataset, length_stats, prompts_of, rows_of
 from ..errors import UserError, explaining
 from ..packing.batch import Comparisons
@@ -205,8 +204,14 @@ class NoComparisons(UserError):
     """No row has two finite rewards with a label that says which one should be higher."""
 
 
-class Evaluation:
-    """Computes a verdict on rows that are added part by part. It keeps the result and the prompt of each.
+def evaluate_rows(
+    rewards_NK: np.ndarray,
+    labels: Labels,
+    lengths_NK: np.ndarray | None = None,
+    groups: Sequence[str | None] | None = None,
+    prompts: Sequence[Prompt] | None = None,
+) -> Verdict | ScoreFit:
+    """Return the verdict on rows. Rows with a reward that is not finite are left out and counted.
 
     The comparisons of a ranking are not independent: in all means they count once together, and intervals use the
     number of rankings. Rows with the same prompt are not independent either: see `share_of`. Kendall's tau is the
@@ -214,168 +219,147 @@ class Evaluation:
     https://doi.org/10.1093/biomet/30.1-2.81). Counts, accuracies, the mean margin and tau use all comparisons.
     Distributions, loss, calibration, length bias and the worst rows use a random sample: at most 128 comparisons of
     each ranking (all of them, up to 16 answers), and one million if there are more than two million.
+
+    Args:
+        rewards_NK: Reward of each answer; for steps, one step per row, [N, 1].
+        labels: Labels of the rows, for one attribute.
+        lengths_NK: Tokens of each answer; NaN if unknown.
+        groups: Group label of each row. If there are more than `MOST_GROUPS` labels, groups are dropped.
+        prompts: Prompt of each row, see `group_prompts`.
+
+    Returns:
+        The verdict; a `ScoreFit` for single answers with scores that are no probabilities.
+
+    Raises:
+        NoComparisons: No row has two finite rewards with a label that says which one should be higher.
     """
-
-    def __init__(self) -> None:
-        self._rows = self._left_out = 0
-        self._kind: RowKind = Pairs()
-        self._graded: list[np.ndarray] = []  # of rewards that are compared with zero: row, reward, and grade
-        self._results: list[np.ndarray] = []  # of rows with comparisons: row, `comparison_stats`, and top-1 accuracy
-        self._groups: list[str | None] = []
-        self._prompts: list[Prompt] = []
-        self._sample: list[np.ndarray] = []
-        self._chooser, self._thinner = np.random.default_rng(0), np.random.default_rng(1)
-
-    def add(
-        self,
-        rewards_NK: np.ndarray,
-        labels: Labels,
-        lengths_NK: np.ndarray | None = None,
-        groups: Sequence[str] | None = None,
-        prompts: Sequence[Prompt] | None = None,
-    ) -> None:
-        """Add rows; rows with a reward that is not finite are left out and counted.
-
-        Args:
-            rewards_NK: Reward of each answer; for steps, one step per row, [N, 1].
-            labels: Labels of the rows, for one attribute.
-            lengths_NK: Tokens of each answer; NaN if unknown.
-            groups: Group label of each row. If there are more than `MOST_GROUPS` labels, groups are dropped.
-            prompts: Prompt of each row, see `group_prompts`.
-        """
-        self._groups += [None] * len(rewards_NK) if groups is None else groups
-        self._prompts += [b""] * len(rewards_NK) if prompts is None else prompts
-        grade_NK = labels.grade_PAK[:, 0]
-        finite_rows = np.flatnonzero(_is_finite(rewards_NK, grade_NK))
-        self._left_out += int((~np.isnan(grade_NK)).any(axis=1).sum()) - len(finite_rows)
-        if not self._kind.orders_answers:  # rows of a file may have one answer, or several
-            self._kind = labels.kind
-        if labels.kind.compares_with_zero and len(finite_rows):
-            graded = (finite_rows + self._rows, rewards_NK[finite_rows, 0], grade_NK[finite_rows, 0])
-            self._graded.append(np.column_stack(graded))
-        for part, table in tables_on_host(labels.grades_of(finite_rows)):
-            row_J = finite_rows[part]
-            rewards_S1 = torch.from_numpy(np.nan_to_num(rewards_NK[row_J])).double().reshape(-1, 1)
-            stats_J4 = comparison_stats(rewards_S1, table, torch.ones(len(row_J), dtype=torch.bool)).numpy()
-            has_any_J = stats_J4[:, 3] > 0
-            top1_J = _top1_of(rewards_NK[row_J], grade_NK[row_J])
-            self._results.append(np.column_stack([row_J + self._rows, stats_J4, top1_J])[has_any_J])
-            self._add_to_sample(rewards_S1, table, row_J, lengths_NK)
-        self._rows += len(rewards_NK)
-
-    def _add_to_sample(
-        self, rewards_S1: torch.Tensor, table: Comparisons[torch.Tensor], row_J: np.ndarray, lengths_NK: Any
-    ) -> None:
-        """Add comparisons to the sample: row, both rewards, length difference, weight, and a random sort key."""
-        decided_M = torch.nonzero(table.probability_C > 0.5)[:, 0].numpy()
-        ranking_M = decided_M // (len(table.weight_C) // len(row_J))
-        mixed_M = self._chooser.permutation(len(decided_M))
-        by_ranking_M = mixed_M[np.argsort(ranking_M[mixed_M], kind="stable")]
-        place_M = np.arange(len(ranking_M)) - np.searchsorted(ranking_M, ranking_M)
-        drawn = np.sort(by_ranking_M[place_M < _SAMPLED_PER_RANKING])
-        longer_M = np.full(len(drawn), np.nan)
-        if lengths_NK is not None:
-            better_M, worse_M = (index.numpy()[decided_M][drawn] for index in (table.better_C, table.worse_C))
-            lengths = lengths_NK[row_J].ravel()
-            longer_M = lengths[better_M] - lengths[worse_M]
-        rewards = [reward_C.numpy()[decided_M][drawn] for reward_C in table.compared(rewards_S1)]
-        ranking_M = ranking_M[drawn]
-        weight_M, key_M = 1 / np.bincount(ranking_M)[ranking_M], self._thinner.random(len(drawn))
-        row_M = row_J[ranking_M] + self._rows
-        self._sample.append(np.column_stack([row_M, *rewards, longer_M, weight_M, key_M]))
-        if sum(map(len, self._sample)) > 2 * _SAMPLE:
-            sample_M6 = np.concatenate(self._sample)
-            self._sample = [sample_M6[np.argsort(sample_M6[:, -1])[:_SAMPLE]]]
-
-    def verdict(self) -> Verdict | ScoreFit:
-        """Return the verdict on all rows that were added.
-
-        Single answers with scores that are no probabilities get a `ScoreFit`.
-
-        Raises:
-            NoComparisons: No row has two finite rewards with a label that says which one should be higher.
-        """
-        of, compares_with_zero = self._kind.unit, self._kind.compares_with_zero
-        if self._graded and compares_with_zero:
-            graded_N3 = np.concatenate(self._graded)
-            if self._kind.predicts_scores or not ((graded_N3[:, 2] >= 0) & (graded_N3[:, 2] <= 1)).all():
-                return self._score_fit(graded_N3)
-        if not any(map(len, self._results)):
-            raise NoComparisons(
-                f"None of {self._rows} {of} has two finite rewards with one labeled as better: there is nothing to "
-                "evaluate."
-            )
-        row_J, right_J, tied_J, margin_J, count_J, top1_J = np.concatenate(self._results).T
-        row_M, better_M, worse_M, longer_M, weight_M, _ = np.concatenate(self._sample).T
-        margin_M = better_M - worse_M
-        prompt_N = group_prompts(self._prompts)
-        units_2J, units_2M = (np.stack([rows, prompt_N[rows]]) for rows in (row_J.astype(int), row_M.astype(int)))
-
-        def share(values_J: np.ndarray, mask_J: Any = slice(None)) -> Proportion:
-            return share_of(values_J[mask_J], np.ones(len(row_J))[mask_J], units_2J[:, mask_J])
-
-        rewards = np.stack([better_M, worse_M], axis=-1).ravel()
-        if compares_with_zero:
-            rewards = better_M + worse_M  # one of the two is always 0
-        groups = {name: share(right_J, places) for name, places in self._places_by_group(units_2J[0]).items()}
-        worst_first = [at for at in np.argsort(margin_M, kind="stable") if margin_M[at] <= 0][:_MAX_WORST_ROWS]
-        return Verdict(
-            pairs=round(count_J.sum()),
-            left_out=self._left_out,
-            accuracy=share(right_J),
-            ties=round(tied_J @ count_J),
-            pairwise_loss=float(np.average(np.logaddexp(0.0, -margin_M), weights=weight_M)),
-            margins=replace(distribution_of(margin_M, weight_M), mean=float(margin_J.mean())),
-            rewards=distribution_of(rewards, weight_M.repeat(len(rewards) // len(weight_M))),
-            calibration=calibration_of(margin_M, weight_M),
-            length=None if np.isnan(longer_M).any() else length_bias_of(margin_M > 0, longer_M, weight_M, units_2M),
-            groups=groups,
-            mean_over_groups=mean_of(groups),
-            worst=tuple(dict.fromkeys(units_2M[0, worst_first].tolist())),
-            top1_accuracy=share(top1_J) if self._kind.orders_answers else None,
-            kendall_tau=float((2 * right_J + tied_J - 1).mean()) if self._kind.orders_answers else None,
-            of=of,
-            prompts=len(np.unique(units_2J[1])) if any(self._prompts) else None,
+    kind, grade_NK = labels.kind, labels.grade_PAK[:, 0]
+    finite_rows = np.flatnonzero(_is_finite(rewards_NK, grade_NK))
+    left_out = int((~np.isnan(grade_NK)).any(axis=1).sum()) - len(finite_rows)
+    groups, prompts = groups or [None] * len(rewards_NK), prompts or [b""] * len(rewards_NK)
+    if kind.compares_with_zero and len(finite_rows):
+        score_N = grade_NK[finite_rows, 0]
+        if kind.predicts_scores or not ((score_N >= 0) & (score_N <= 1)).all():
+            return _score_fit(finite_rows, rewards_NK[finite_rows, 0], score_N, left_out, groups)
+    result_J6, sample_M6 = _compare(rewards_NK, labels, finite_rows, lengths_NK)
+    if not len(result_J6):
+        raise NoComparisons(
+            f"None of {len(rewards_NK)} {kind.unit} has two finite rewards with one labeled as better: there is "
+            "nothing to evaluate."
         )
+    row_J, right_J, tied_J, margin_J, count_J, top1_J = result_J6.T
+    row_M, better_M, worse_M, longer_M, weight_M, _ = sample_M6.T
+    margin_M = better_M - worse_M
+    prompt_N = group_prompts(prompts)
+    units_2J, units_2M = (np.stack([rows, prompt_N[rows]]) for rows in (row_J.astype(int), row_M.astype(int)))
 
-    def _score_fit(self, graded_N3: np.ndarray) -> ScoreFit:
-        """Return the verdict on rewards that predict scores."""
-        row_N, reward_N, score_N = graded_N3.T
-        error_N, rows_N = (reward_N - score_N) ** 2, row_N.astype(int)
-        by_group = self._places_by_group(rows_N)
-        groups = {name: float(error_N[places].mean()) for name, places in by_group.items()}
-        return ScoreFit(
-            answers=len(row_N),
-            left_out=self._left_out,
-            squared_error=float(error_N.mean()),
-            variance=float(score_N.var()),
-            correlation=correlation_of(reward_N, score_N),
-            rewards=distribution_of(reward_N, np.ones(len(row_N))),
-            groups=groups,
-            worst=tuple(rows_N[np.argsort(-error_N, kind="stable")[:_MAX_WORST_ROWS]].tolist()),
-        )
+    def share(values_J: np.ndarray, mask_J: Any = slice(None)) -> Proportion:
+        return share_of(values_J[mask_J], np.ones(len(row_J))[mask_J], units_2J[:, mask_J])
 
-    def _places_by_group(self, row_J: np.ndarray) -> dict[str, list[int]]:
-        """Return the places in ``row_J`` of each group's rows; empty if there are too many groups."""
-        places = defaultdict[str | None, list[int]](list)
-        for place, row in enumerate(row_J.tolist()):
-            places[self._groups[row]].append(place)
-        names = sorted(name for name in places if name is not None)
-        return {name: places[name] for name in names if len(names) <= MOST_GROUPS}
+    rewards = np.stack([better_M, worse_M], axis=-1).ravel()
+    if kind.compares_with_zero:
+        rewards = better_M + worse_M  # one of the two is always 0
+    shares = {name: share(right_J, places) for name, places in _places_by_group(groups, units_2J[0]).items()}
+    worst_first = [at for at in np.argsort(margin_M, kind="stable") if margin_M[at] <= 0][:_MAX_WORST_ROWS]
+    return Verdict(
+        pairs=round(count_J.sum()),
+        left_out=left_out,
+        accuracy=share(right_J),
+        ties=round(tied_J @ count_J),
+        pairwise_loss=float(np.average(np.logaddexp(0.0, -margin_M), weights=weight_M)),
+        margins=replace(distribution_of(margin_M, weight_M), mean=float(margin_J.mean())),
+        rewards=distribution_of(rewards, weight_M.repeat(len(rewards) // len(weight_M))),
+        calibration=calibration_of(margin_M, weight_M),
+        length=None if np.isnan(longer_M).any() else length_bias_of(margin_M > 0, longer_M, weight_M, units_2M),
+        groups=shares,
+        mean_over_groups=mean_of(shares),
+        worst=tuple(dict.fromkeys(units_2M[0, worst_first].tolist())),
+        top1_accuracy=share(top1_J) if kind.orders_answers else None,
+        kendall_tau=float((2 * right_J + tied_J - 1).mean()) if kind.orders_answers else None,
+        of=kind.unit,
+        prompts=len(np.unique(units_2J[1])) if any(prompts) else None,
+    )
 
 
-def evaluate_rows(rewards_NK: np.ndarray, labels: Labels, *more: Any, **named: Any) -> Verdict | ScoreFit:
-    """Return the verdict on rows in memory; see `Evaluation.add` for arguments, `Evaluation.verdict` for errors."""
-    evaluation = Evaluation()
-    evaluation.add(rewards_NK, labels, *more, **named)
-    return evaluation.verdict()
+def _compare(
+    rewards_NK: np.ndarray, labels: Labels, finite_rows: np.ndarray, lengths_NK: np.ndarray | None
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return the results of rows with comparisons, and a sample of all comparisons.
+
+    Returns:
+        Row, `comparison_stats`, and top-1 accuracy, [J, 6]. Row, both rewards, length difference, weight, and a random
+        sort key of the sampled comparisons, [M, 6].
+    """
+    results, samples = [np.zeros((0, 6))], [np.zeros((0, 6))]
+    chooser, thinner = np.random.default_rng(0), np.random.default_rng(1)
+    for part, table in tables_on_host(labels.grades_of(finite_rows)):
+        row_J = finite_rows[part]
+        rewards_JK = rewards_NK[row_J]
+        rewards_S1 = torch.from_numpy(np.nan_to_num(rewards_JK)).double().reshape(-1, 1)
+        stats_J4 = comparison_stats(rewards_S1, table, torch.ones(len(row_J), dtype=torch.bool)).numpy()
+        top1_J = _top1_of(rewards_JK, labels.grade_PAK[row_J, 0])
+        results.append(np.column_stack([row_J, stats_J4, top1_J])[stats_J4[:, 3] > 0])
+        place_J, *columns = _draw(rewards_S1, table, None if lengths_NK is None else lengths_NK[row_J], chooser)
+        samples.append(np.column_stack([row_J[place_J], *columns, thinner.random(len(place_J))]))
+        if sum(map(len, samples)) > 2 * _SAMPLE:
+            sample_M6 = np.concatenate(samples)
+            samples = [sample_M6[np.argsort(sample_M6[:, -1])[:_SAMPLE]]]
+    return np.concatenate(results), np.concatenate(samples)
+
+
+def _draw(
+    rewards_S1: torch.Tensor,
+    table: Comparisons[torch.Tensor],
+    lengths_JK: np.ndarray | None,
+    chooser: np.random.Generator,
+) -> list[np.ndarray]:
+    """Draw comparisons of each ranking; return their ranking, both rewards, length difference and weight, [M] each."""
+    decided_M = torch.nonzero(table.probability_C > 0.5)[:, 0].numpy()
+    ranking_M = decided_M // (len(table.weight_C) // len(table.row_weight_P))
+    mixed_M = chooser.permutation(len(decided_M))
+    by_ranking_M = mixed_M[np.argsort(ranking_M[mixed_M], kind="stable")]
+    place_M = np.arange(len(ranking_M)) - np.searchsorted(ranking_M, ranking_M)
+    drawn = np.sort(by_ranking_M[place_M < _SAMPLED_PER_RANKING])
+    longer_M = np.full(len(drawn), np.nan)
+    if lengths_JK is not None:
+        better_M, worse_M = (index.numpy()[decided_M][drawn] for index in (table.better_C, table.worse_C))
+        longer_M = lengths_JK.ravel()[better_M] - lengths_JK.ravel()[worse_M]
+    rewards = [reward_C.numpy()[decided_M][drawn] for reward_C in table.compared(rewards_S1)]
+    ranking_M = ranking_M[drawn]
+    return [ranking_M, *rewards, longer_M, 1 / np.bincount(ranking_M)[ranking_M]]
+
+
+def _score_fit(
+    row_N: np.ndarray, reward_N: np.ndarray, score_N: np.ndarray, left_out: int, groups: Sequence[str | None]
+) -> ScoreFit:
+    """Return the verdict on rewards that predict scores."""
+    error_N = (reward_N - score_N) ** 2
+    return ScoreFit(
+        answers=len(row_N),
+        left_out=left_out,
+        squared_error=float(error_N.mean()),
+        variance=float(score_N.var()),
+        correlation=correlation_of(reward_N, score_N),
+        rewards=distribution_of(reward_N, np.ones(len(row_N))),
+        groups={name: float(error_N[places].mean()) for name, places in _places_by_group(groups, row_N).items()},
+        worst=tuple(row_N[np.argsort(-error_N, kind="stable")[:_MAX_WORST_ROWS]].tolist()),
+    )
+
+
+def _places_by_group(groups: Sequence[str | None], row_J: np.ndarray) -> dict[str, list[int]]:
+    """Return the places in ``row_J`` of each group's rows; empty if there are too many groups."""
+    places = defaultdict[str | None, list[int]](list)
+    for place, row in enumerate(row_J.tolist()):
+        places[groups[row]].append(place)
+    names = sorted(name for name in places if name is not None)
+    return {name: places[name] for name in names if len(names) <= MOST_GROUPS}
 
 
 def evaluate_best_of_n(
     rewards_NK: np.ndarray,
     grade_NK: np.ndarray,
     ids: Sequence[str],
-    groups: Sequence[str] | None = None,
+    groups: Sequence[str | None] | None = None,
     prompts: Sequence[Prompt] | None = None,
 ) -> BestOfN:
     """Evaluate rows that have right and wrong answers. Right answers have the row's highest grade.
@@ -397,11 +381,9 @@ def evaluate_best_of_n(
     is_right_NK = grade_NK[finite] == np.nanmax(grade_NK[finite], axis=1, keepdims=True)
     right_NK, wrong_NK = (np.where(mask_NK, rewards_NK[finite], np.nan) for mask_NK in (is_right_NK, ~is_right_NK))
     gap_N = np.nanmax(right_NK, axis=1) - np.nanmax(wrong_NK, axis=1)
-    names_N = np.array([] if groups is None else [groups[row] for row in finite.tolist()], dtype=object)
     units_2N = np.stack([finite, group_prompts(prompts or [b""] * len(ids))[finite]])
     scores = {}
-    for name in sorted(set(names_N)):
-        here = np.flatnonzero(names_N == name)
+    for name, here in _places_by_group(groups or [None] * len(ids), finite).items():
         scores[name] = share_of(credit_N[here], np.ones(len(here)), units_2N[:, here])
         if name.lower() == _TIES_SUBSET:
             score = ties_score(right_NK[here], wrong_NK[here], [ids[row] for row in finite[here].tolist()])

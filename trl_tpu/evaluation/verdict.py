@@ -74,7 +74,7 @@ def share_of(right_N: np.ndarray, weights_N: np.ndarray, units_2N: np.ndarray) -
     return proportion(right, total, max(correction * over_prompts / over_rows, 1.0))
 
 
-def check_groups(groups_N: Sequence[str]) -> None:
+def check_groups(groups_N: Sequence[str | None]) -> None:
     """Raise UserError if there are more than `MOST_GROUPS` groups: the column then probably identifies rows."""
     if (count := len(set(groups_N))) > MOST_GROUPS:
         raise UserError(

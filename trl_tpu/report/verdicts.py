@@ -4,6 +4,7 @@ import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import numpy as np
 import pyarrow.parquet as pq
 
 from ..data.collate import Labels
-from ..data.kinds import check_one_form, kind_counting, scored_kind
+from ..data.kinds import Pairs, RowKind, check_one_form, kind_counting, scored_kind
 from ..data.length_stats import Prompt, prompt_of
 from ..errors import UserError, explaining
 from ..evaluation.evaluate import evaluate_best_of_n, evaluate_rows, padded
@@ -217,56 +218,64 @@ def markdown_text(text: str) -> str:
 _GROUP_COLUMNS = ("attribute", "subset")  # added for models with attributes, and RewardBench's
 
 
-@dataclass(frozen=True)
 class LabeledRewards:
-    """Rewards and labels of scored rows.
+    """Rewards and labels of scored rows, which are added part by part.
+
+    Args:
+        eval_by: The column that groups rows. By default it is ``attribute`` or ``subset``, if a part has it.
 
     Attributes:
-        rows: The N evaluated items: rows, or attributes of a row, or solutions up to one of their steps.
-        rewards_NK: Rewards of each item's answers.
-        labels: Labels of the items.
-        tokens_N2: Token counts of both answers of a pair, NaN if unknown; None if items are not pairs.
-        has_answer_lists: Whether rows have lists of right and wrong answers, as in RewardBench 2.
+        kind: The kind of the rows.
+        groups: Group of each evaluated item.
     """
 
-    rows: list[Row]
-    rewards_NK: np.ndarray
-    labels: Labels
-    tokens_N2: np.ndarray | None
-    has_answer_lists: bool
+    def __init__(self, eval_by: str | None = None) -> None:
+        self.kind: RowKind = Pairs()
+        self.groups: list[str | None] = []
+        self._eval_by, self._lists_answers = eval_by, False
+        self._rewards, self._grades, self._tokens = list[np.ndarray](), list[np.ndarray](), list[np.ndarray]()
+        self._prompts, self._ids = list[Prompt](), list[str]()
 
-    @classmethod
-    def of(cls, rows: Sequence[Row], columns: Sequence[str]) -> "LabeledRewards":
-        """Read the rewards and labels of scored rows.
+    def add(self, rows: Sequence[Row], columns: Sequence[str]) -> list[Row]:
+        """Add scored rows, and return the evaluated items: rows, attributes of a row, or solutions up to a step.
 
         Args:
             rows: The scored rows.
-            columns: The columns of all rows.
+            columns: Their columns.
 
         Raises:
-            UserError: A reward is not a number.
+            TypeError, ValueError: A reward is not a number.
         """
         kind = scored_kind(columns, rows)
+        if not self.kind.orders_answers:  # rows of a file may have one answer, or several
+            self.kind = kind
         parts = [part for row in rows for part in kind.from_scored(row)]
-        has_answer_lists = any(map(kind.lists_answers, rows))
-        counts = [] if has_answer_lists else [kind.token_counts(row) for row, *_ in parts]
-        tokens_N2 = None if None in counts or not counts else np.array(counts, dtype=np.float64)
-        grade_NK = padded([grades for _, _, grades in parts])
-        labels = Labels(grade_NK[:, None], kind=kind)
-        return cls(
-            [row for row, *_ in parts], padded([part[1] for part in parts]), labels, tokens_N2, has_answer_lists
+        items = [row for row, *_ in parts]
+        self._lists_answers |= any(map(kind.lists_answers, rows))
+        self._rewards.append(padded([rewards for _, rewards, _ in parts]))
+        self._grades.append(padded([grades for *_, grades in parts]))
+        if kind.sequences == 2 and not self._lists_answers:
+            counts = [[row.get(tokens) for _, tokens in kind.scored_columns.values()] for row in items]
+            self._tokens.append(np.array(counts, dtype=np.float64).reshape(-1, 2))
+        group_by = self._eval_by or next((name for name in _GROUP_COLUMNS if any(name in row for row in items)), None)
+        self.groups += [None if group_by is None else label_of(row.get(group_by)) for row in items]
+        self._prompts += [prompt_of(row) or b"" for row in items]
+        self._ids += [str(row.get("id", "")) for row in items]
+        return items
+
+    def verdict(self) -> AnyVerdict:
+        """Return the verdict on all rows: best of N for lists of right and wrong answers, as in RewardBench 2.
+
+        Raises:
+            UserError: Nothing can be evaluated.
+        """
+        rewards_NK, grade_NK = (padded([*chain.from_iterable(parts)]) for parts in (self._rewards, self._grades))
+        if self._lists_answers:
+            return evaluate_best_of_n(rewards_NK, grade_NK, self._ids, self.groups, self._prompts)
+        tokens_N2 = np.concatenate(self._tokens) if self._tokens else None
+        return evaluate_rows(
+            rewards_NK, Labels(grade_NK[:, None], kind=self.kind), tokens_N2, self.groups, self._prompts
         )
-
-    @property
-    def prompts(self) -> list[Prompt]:
-        """Each item's prompt, see `group_prompts`."""
-        return [prompt_of(row) or b"" for row in self.rows]
-
-    def groups(self, column: str | None) -> list[str] | None:
-        """Return each row's group in ``column``, by default in ``attribute`` or ``subset`` if rows have it."""
-        if column is None:
-            column = next((name for name in _GROUP_COLUMNS if any(name in row for row in self.rows)), None)
-        return None if column is None else [label_of(row.get(column)) for row in self.rows]
 
 
 @dataclass(frozen=True)
@@ -331,25 +340,19 @@ def read_scored(path: Path, eval_by: str | None = None) -> ScoredRows:
     Raises:
         UserError: The file cannot be read, has no labeled rewards or no finite ones, or has no column ``eval_by``.
     """
-    rows = read_rows(path)
+    rows, scored = read_rows(path), LabeledRewards(eval_by)
     columns = sorted({name for row in rows for name in row})
-    verdict: AnyVerdict
     try:
-        scored = LabeledRewards.of(rows, columns)
-        if not scored.labels.kind.is_one_sequence:  # a row of a process reward model may have other columns, too
+        items = scored.add(rows, columns)
+        if not scored.kind.is_one_sequence:  # a row of a process reward model may have other columns, too
             check_one_form(columns, "It")
-        if eval_by is not None and not any(eval_by in row for row in scored.rows):
+        if eval_by is not None and not any(eval_by in row for row in items):
             raise UserError(f"It has no column {eval_by!r}.")
-        if (groups := scored.groups(eval_by)) is not None:
-            check_groups(groups)
-        if scored.has_answer_lists:
-            ids, grade_NK = [str(row.get("id", "")) for row in scored.rows], scored.labels.grade_PAK[:, 0]
-            verdict = evaluate_best_of_n(scored.rewards_NK, grade_NK, ids, groups, scored.prompts)
-        else:
-            verdict = evaluate_rows(scored.rewards_NK, scored.labels, scored.tokens_N2, groups, scored.prompts)
+        check_groups(scored.groups)
+        verdict = scored.verdict()
     except (TypeError, ValueError) as error:  # also of numpy, for a reward that is no number
         raise UserError(
             f"{path} cannot be evaluated: {error} Its columns are {', '.join(columns)}. Use the output of `trl-tpu "
             "score` on rows with labels."
         ) from error
-    return ScoredRows(scored.rows, verdict)
+    return ScoredRows(items, verdict)

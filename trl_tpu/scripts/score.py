@@ -24,7 +24,6 @@ from trl_tpu.config.reward_config import help_from_docstring
 from trl_tpu.data import checks
 from trl_tpu.data.tokenize import CODE
 from trl_tpu.errors import UserError, UserFileError, explaining
-from trl_tpu.evaluation.evaluate import Evaluation, NoComparisons
 from trl_tpu.report.verdicts import LabeledRewards, Rows, Table, as_markdown, printable, read_rows
 from trl_tpu.scoring import stream
 from trl_tpu.scoring.scorer import TOKENS_PER_PASS, Scorer
@@ -109,7 +108,7 @@ def main(args: ScoreArguments) -> int:
     settings: dict[str, Any] = {"bf16": args.bf16, "mesh": args.mesh, "tokens_per_pass": args.tokens_per_pass}
     scorer = Scorer(args.model_name_or_path, args.trust_remote_code, standardize=args.standardize, **settings)
     columns = [reward for reward, _ in form.outputs.values()]
-    evaluation, ranges, done, faults, fault = Evaluation(), defaultdict[str, list[Any]](list), 0, 0, None
+    labeled, ranges, done, faults, fault = LabeledRewards(), defaultdict[str, list[Any]](list), 0, 0, None
     for scored in _windows(args, scorer, rows, form, count):
         done += len(scored)
         faulty = [row[REASON] for row in scored if row[REASON] is not None]
@@ -118,13 +117,13 @@ def main(args: ScoreArguments) -> int:
             values = [row[column] if isinstance(row[column], list) else [row[column]] for row in scored]
             if rewards := [reward for row_values in values for reward in row_values if reward is not None]:
                 ranges[column].append((len(rewards), sum(rewards), min(rewards), max(rewards)))
-        if columns != ["reward"] and not (found := LabeledRewards.of(scored, columns)).has_answer_lists:
-            evaluation.add(found.rewards_NK, found.labels, found.tokens_N2, found.groups(None), found.prompts)
+        if columns != ["reward"]:
+            labeled.add(scored, columns)
         for row in scored if args.text else ():
             print(f"{math.nan if row['reward'] is None else row['reward']:10.4f}  {row['text']}")
     if not args.text:
-        with suppress(NoComparisons):
-            print(as_markdown({"": evaluation.verdict()}, printable), end="\n\n")
+        with suppress(UserError):  # rows without labels
+            print(as_markdown({"": labeled.verdict()}, printable), end="\n\n")
         cells = []
         for column, parts in ranges.items():
             counts, sums, lows, highs = np.array(parts).T

@@ -27,7 +27,6 @@ _ACCEPTED = (
     f"{', '.join(OLD_KEYS)}."
 )
 _REWARDS = ("reward_chosen", "reward_rejected")
-_SWAPS = (("chosen", "rejected"), ("rejected", "chosen"))
 
 
 @dataclass(frozen=True)
@@ -102,23 +101,13 @@ class Pairs(RowKind):
     def lists_answers(self, row: Row) -> bool:
         return any(isinstance(row.get(column), list) for column in _REWARDS)
 
-    def token_counts(self, row: Row) -> list[Any]:
-        return [row.get(f"tokens_{half}") for half in RAW_COLUMNS]
-
     def from_scored(self, row: Row) -> Iterator[ScoredItem]:
-        """Yield the row's pair, or its list of right and wrong answers; the better half is shown as chosen."""
+        """Yield the row's pair, or its list of right and wrong answers."""
         chosen, rejected = (numbers_in(row.get(column)) for column in _REWARDS)
         probability = row.get("chosen_probability")
         better = float(probability) if isinstance(probability, int | float) else 1.0
         if better == 0.5 and len(chosen) + len(rejected) > 2:  # no answer is labeled as right
             return
-        if better < 0.5:
-            names = [
-                (f"{stem}{to}", f"{stem}{source}") for stem in ("", "reward_", "tokens_") for to, source in _SWAPS
-            ]
-            swapped = {to: row[source] for to, source in names if source in row}
-            row = {**row, "chosen_probability": 1 - better, **swapped}
-            chosen, rejected, better = rejected, chosen, 1 - better
         yield row, [*chosen, *rejected], [better] * len(chosen) + [1 - better] * len(rejected)
 
     def loss_sentences(self, args: Any, columns: Sequence[str]) -> list[str]:
