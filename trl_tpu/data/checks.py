@@ -8,13 +8,13 @@ import logging
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, suppress
 from typing import Any
 
 import numpy as np
 from datasets import Dataset, IterableDataset
 
-from ..errors import UserError, UserTypeError
+from ..errors import UserError, UserTypeError, explaining
 from .formats import texts_of
 
 logger = logging.getLogger(__name__)
@@ -138,17 +138,13 @@ def _check_message(message: Any, where: str) -> None:
             check_text(text, where)
 
 
-@contextmanager
-def rendering(what: str) -> Iterator[None]:
+def rendering(what: str) -> AbstractContextManager[None]:
     """Convert errors of a chat template, or of a row's arguments for the template, into a UserError."""
-    try:
-        yield
-    except Exception as error:  # a template is a program: it may raise anything
-        reason = " ".join(str(error).split()).rstrip(".") or type(error).__name__
-        raise UserError(
-            f"{what} cannot be rendered as a chat: {reason}. Correct the row, its `tools` or `chat_template_kwargs`, "
-            "or the tokenizer's chat template (`chat_template_path` trains with another)."
-        ) from error
+    return explaining(
+        f"{what} cannot be rendered as a chat",
+        "Correct the row, its `tools` or `chat_template_kwargs`, or the tokenizer's chat template "
+        "(`chat_template_path` trains with another).",
+    )
 
 
 # ---- token ids

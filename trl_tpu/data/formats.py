@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from transformers import PreTrainedTokenizerBase
 
-from ..errors import UserError, UserTypeError
+from ..errors import UserTypeError
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +63,7 @@ def apply_template(
         **settings: Further arguments of the tokenizer's method. `template_arguments` reads ``chat_template_kwargs``.
 
     Raises:
-        UserError: The content of a message is not text.
+        ValueError: The content of a message is not text.
     """
     row_arguments = template_arguments(tools, settings.pop("chat_template_kwargs", None))
     arguments = row_arguments | settings | {"tokenize": False}
@@ -98,13 +98,13 @@ def texts_of(message: dict[str, Any]) -> list[str]:
     """Return the texts of a message: one, or one per part.
 
     Raises:
-        UserError: The content is not text.
+        ValueError: The content is not text.
     """
     content = message.get("content") or ""
     parts = content if isinstance(content, list) else [{"text": content}]
     texts = [part["text"] for part in parts if isinstance(part, Mapping) and isinstance(part.get("text"), str)]
     if len(texts) < len(parts):
-        raise UserError(f"the content must be text or a list of text parts, got {content!r:.200}")
+        raise ValueError(f"the content must be text or a list of text parts, got {content!r:.200}")
     return texts
 
 
@@ -298,7 +298,7 @@ def apply_chat_template(
 
     Raises:
         KeyError: The columns match none of these formats.
-        UserError: The prompt's last role is not user, tool or assistant, or content is not text.
+        ValueError: The prompt's last role is not user, tool or assistant, or content is not text.
     """
     keys = {key for key in (*_CONVERSATION_KEYS, "label") if key in example}
     if keys not in _COLUMN_SETS:
@@ -321,7 +321,7 @@ def apply_chat_template(
 def _render_with_prompt(example: dict[str, Any], render: Callable[..., Any]) -> dict[str, Any]:
     last_role = example["prompt"][-1]["role"]
     if last_role not in ("user", "tool", "assistant"):
-        raise UserError(f"Invalid role in the last message: {last_role}")
+        raise ValueError(f"Invalid role in the last message: {last_role}")
     continues = last_role == "assistant"
     prompt = render(example["prompt"], continue_final_message=continues, add_generation_prompt=not continues)
     conversations = {key: render(example["prompt"] + example[key]) for key in _ANSWER_KEYS if key in example}

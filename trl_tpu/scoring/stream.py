@@ -28,7 +28,7 @@ from ..data import checks
 from ..data.checks import unread_columns, warn_of_new_traps
 from ..data.formats import convert_row, date_written
 from ..data.kinds import Pairs, Rankings, Solutions, check_one_form
-from ..data.kinds.base import LABELS_AS, tokenize_conversation, with_eos
+from ..data.kinds.base import LABELS_AS, ids_of_texts, tokenize_conversation, with_eos
 from ..errors import UserError, explaining
 from ..modeling.head_spec import HeadSpec
 from .scorer import TOKENS_PER_PASS, Scorer
@@ -220,19 +220,14 @@ def tokenize(
         max_length: Maximum number of tokens of an item; None for no limit.
         warned: Traps that are logged already; new ones are added.
     """
-    texts = [item.dialogue for item in items if isinstance(item.dialogue, str)]
-    # tokenizing all texts in one call is much faster
-    tokenized = iter(scorer.tokenizer(text=texts, return_attention_mask=False)["input_ids"] if texts else [])
-    ready = []
+    ids_of, ready = ids_of_texts((item.dialogue for item in items), scorer.tokenizer), []
     for item in items:
         if item.dialogue is None:
             continue
         try:
             ids: Any = item.dialogue
-            if isinstance(ids, str):
-                ids = next(tokenized)
-            elif isinstance(ids, list):
-                ids, traps = tokenize_conversation(ids, scorer.tokenizer, item.row, item.where)
+            if not isinstance(ids, np.ndarray):
+                ids, traps = tokenize_conversation(ids, scorer.tokenizer, item.row, item.where, ids_of)
                 warn_of_new_traps(traps, warned, item.where.replace("Row", "in row", 1))
             checks.check_ids(ids, item.where, scorer.num_embeddings)
             item.tokens = len(ids)

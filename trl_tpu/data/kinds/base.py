@@ -6,9 +6,9 @@ labels, comparisons, predictions, scored row, words.
 Letters: N rows, K answers or steps per row, A attributes, G = N A rankings, M comparisons per ranking.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import chain, islice
+from itertools import chain
 from typing import Any, ClassVar, Self
 
 import numpy as np
@@ -134,25 +134,18 @@ class RowKind:
         """
         rows, forms = zip(*map(convert_row, rows_N), strict=True)
         answers_N = list(map(self.raw_answers, rows, places))
-        texts = [
-            self.with_prompt(row, text, tokenizer)
+        wholes_N = [
+            {place: self.with_prompt(row, answer, tokenizer) for place, answer in answers.items()}
             for row, answers in zip(rows, answers_N, strict=True)
-            for text in answers.values()
         ]
-        if all(isinstance(text, str) for text in texts):
-            tokenized: Any = ((ids, []) for ids in tokenizer(text=texts, return_attention_mask=False)["input_ids"])
-        else:  # rows of a stream may mix text and messages
-            sources = (
-                (row, f"{where}: `{place}`")
-                for row, where, answers in zip(rows, places, answers_N, strict=True)
-                for place in answers
-            )
-            tokenized = (
-                tokenize_conversation(text, tokenizer, *source) for text, source in zip(texts, sources, strict=True)
-            )
+        ids_of = ids_of_texts((whole for wholes in wholes_N for whole in wholes.values()), tokenizer)
         prepared = []
-        for row, where, answers, converted in zip(rows, places, answers_N, forms, strict=True):
-            ids_K, unread_K = zip(*islice(tokenized, len(answers)), strict=True)
+        for row, where, answers, wholes, converted in zip(rows, places, answers_N, wholes_N, forms, strict=True):
+            tokenized = (
+                tokenize_conversation(whole, tokenizer, row, f"{where}: `{place}`", ids_of)
+                for place, whole in wholes.items()
+            )
+            ids_K, unread_K = zip(*tokenized, strict=True)
             traps = list[str]()
             if self.has_traps:
                 traps = [f"form {form}" for form in converted]
@@ -257,8 +250,19 @@ class RowKind:
         raise NotImplementedError
 
 
+def ids_of_texts(dialogues: Iterable[Any], tokenizer: Any) -> dict[str, list[int]]:
+    """Tokenize all texts among texts and conversations in one call, which is much faster than one call each."""
+    texts = [dialogue for dialogue in dialogues if isinstance(dialogue, str)]
+    ids = tokenizer(text=texts, return_attention_mask=False)["input_ids"] if texts else []
+    return dict(zip(texts, ids, strict=True))
+
+
 def tokenize_conversation(
-    dialogue: str | list[dict[str, Any]], processing_class: PreTrainedTokenizerBase, row: Mapping[str, Any], where: str
+    dialogue: str | list[dict[str, Any]],
+    processing_class: PreTrainedTokenizerBase,
+    row: Mapping[str, Any],
+    where: str,
+    ids_of: Mapping[str, list[int]] | None = None,
 ) -> tuple[list[int], list[str]]:
     """Tokenize one text or one conversation; return the ids, and traps of parts that the chat template does not write.
 
@@ -267,12 +271,13 @@ def tokenize_conversation(
         processing_class: The tokenizer.
         row: The row; messages are rendered with its ``tools`` and ``chat_template_kwargs``, if any.
         where: Beginning of error messages.
+        ids_of: Token ids of texts, see `ids_of_texts`; by default of this text.
 
     Raises:
         UserError: The messages cannot be rendered.
     """
     if isinstance(dialogue, str):
-        return processing_class(text=dialogue, return_attention_mask=False)["input_ids"], []
+        return (ids_of or ids_of_texts([dialogue], processing_class))[dialogue], []
     with checks.rendering(f"{where}, whose roles are {[message['role'] for message in dialogue]},"):
         variables = template_arguments(row.get("tools"), row.get("chat_template_kwargs"))
         if type(processing_class).apply_chat_template is not PreTrainedTokenizerBase.apply_chat_template:
