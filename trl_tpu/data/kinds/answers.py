@@ -80,9 +80,3 @@ class Answers(Rankings):
 
     def from_scored(self, row: Row) -> Iterator[ScoredItem]:
         yield from super().from_scored(self._read(convert_row(row)[0]))
-
-    def loss_sentences(self, args: Any, columns: Sequence[str]) -> list[str]:
-        loss = "The loss is the cross-entropy between the label of an answer and the sigmoid of its reward."
-        if self.predicts_scores:
-            loss = "The loss is the squared error between rewards and the scores of the answers."
-        return [loss, *self._attribute_sentences(args)]

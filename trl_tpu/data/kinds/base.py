@@ -9,11 +9,13 @@ Letters: N rows, K answers or steps per row, A attributes, G = N A rankings, M c
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain
+from pathlib import Path
 from typing import Any, ClassVar, Self
 
 import numpy as np
 import torch
 from datasets import Features
+from jinja2 import Template
 from transformers import PreTrainedTokenizerBase
 
 from .. import checks
@@ -240,14 +242,15 @@ class RowKind:
 
     # ---- words
 
-    def loss_sentences(self, args: Any, columns: Sequence[str]) -> list[str]:
-        """Return sentences about the loss of a training, for the model card.
+    def describe_loss(self, args: Any, columns: Sequence[str]) -> str:
+        """Describe the loss of a training for the model card, by the template ``NAME.md.jinja`` in this folder.
 
         Args:
             args: The settings.
             columns: The columns of the prepared data.
         """
-        raise NotImplementedError
+        template = Path(__file__).with_name(f"{self.name}.md.jinja").read_text(encoding="utf-8")
+        return Template(template).render(args=args, columns=columns)
 
 
 def ids_of_texts(dialogues: Iterable[Any], tokenizer: Any) -> dict[str, list[int]]:

@@ -2,7 +2,7 @@
 
 import difflib
 import logging
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -16,7 +16,6 @@ from .base import RowKind, ScoredItem, numbers_in
 
 logger = logging.getLogger(__name__)
 
-BRADLEY_TERRY = "[Bradley and Terry 1952](https://doi.org/10.2307/2334029)"
 _OPTIONAL_COLUMNS = ("prompt", "margin", "chosen_probability", "tools", "chat_template_kwargs")
 _ACCEPTED = (
     "Preference data has the columns `chosen` and `rejected` (text, or lists of messages), optionally with `prompt`, "
@@ -109,21 +108,6 @@ class Pairs(RowKind):
         if better == 0.5 and len(chosen) + len(rejected) > 2:  # no answer is labeled as right
             return
         yield row, [*chosen, *rejected], [better] * len(chosen) + [1 - better] * len(rejected)
-
-    def loss_sentences(self, args: Any, columns: Sequence[str]) -> list[str]:
-        formula = f"-logsigmoid(chosen - rejected{' - margin' if 'margin' in columns else ''})"
-        text = f"The loss is the pairwise loss of {BRADLEY_TERRY}, `{formula}`, on pairs of conversations."
-        if "margin" in columns:
-            text += (
-                " The margins come from the column `margin` of the data ([Llama 2](https://arxiv.org/abs/2307.09288), "
-                "eq. 2)."
-            )
-        if "chosen_probability" in columns:
-            text += (
-                " Labels are probabilities (`chosen_probability` in the data); the loss is the cross-entropy with "
-                "these probabilities."
-            )
-        return [text]
 
 
 def rejects_several(row: Row) -> bool:

@@ -12,7 +12,7 @@ from ...errors import UserError, UserTypeError
 from .. import checks
 from ..checks import RAW_COLUMNS, Row
 from .base import RowKind, ScoredItem, numbers_in
-from .pairs import BRADLEY_TERRY, Pairs, rejects_several
+from .pairs import Pairs, rejects_several
 
 MOST_ANSWERS = 64
 TIE_MODELS = ("rao_kupper", "davidson")
@@ -200,46 +200,6 @@ class Rankings(RowKind):
                 yield row, numbers_in(rewards), grades_of(row)
                 return
         yield row, [], []
-
-    # ---- words
-
-    def loss_sentences(self, args: Any, columns: Sequence[str]) -> list[str]:
-        each = "comparison" if args.average_over == "comparisons" else "prompt"
-        return [self._loss(args), f"In the mean loss, each {each} counts once.", *self._attribute_sentences(args)]
-
-    def _attribute_sentences(self, args: Any) -> list[str]:
-        weights = ", ".join(map(str, args.attribute_loss_weights or ()))
-        weighted = f", with the weights {weights}" if weights else ""
-        text = f"The loss is a mean over the attributes that grade a prompt's answers{weighted}."
-        return [text] if args.attributes else []
-
-    def _loss(self, args: Any) -> str:
-        if args.loss_type == "regression":
-            return "The loss is the squared error between rewards and the scores of the answers."
-        likelihood = "The loss is the negative log-likelihood of"
-        if args.loss_type == "plackett_luce":
-            best = f" Only the order of the {args.ranking_top_k} best answers counts." if args.ranking_top_k else ""
-            return (
-                f"{likelihood} the order of a prompt's answers in the model of Plackett and Luce ([Plackett 1975]"
-                f"(https://doi.org/10.2307/2346567)).{best}"
-            )
-        over, threshold = "over all comparisons of a prompt's answers", f"{args.tie_threshold:.4g}"
-        if args.ties == "davidson":
-            model = "[Davidson 1970](https://doi.org/10.1080/01621459.1970.10481082)"
-            return f"{likelihood} wins and ties in the model of {model}, with the tie parameter {threshold}, {over}."
-        if args.ties == "rao_kupper":
-            model = "[Rao and Kupper 1967](https://doi.org/10.1080/01621459.1967.10482901)"
-            return f"{likelihood} wins and ties in the model of {model}, with the threshold {threshold}, {over}."
-        loss = (
-            f"The loss is the pairwise loss of {BRADLEY_TERRY} {over} "
-            "([Ouyang et al. 2022](https://arxiv.org/abs/2203.02155), eq. 1)."
-        )
-        if args.margin_scale:
-            loss += (
-                f" Target margins are the differences of scores times {args.margin_scale:.4g} ([Llama 2]"
-                "(https://arxiv.org/abs/2307.09288), eq. 2)."
-            )
-        return loss
 
 
 def grades_of(row: Row) -> list[float]:

@@ -254,17 +254,6 @@ class Solutions(RowKind):
             if label != NEUTRAL or counts_neutral:
                 yield {**row, "completions": steps[:end], "reward": reward}, [reward], [max(float(label), 0.0)]
 
-    # ---- words
-
-    def loss_sentences(self, args: Any, columns: Sequence[str]) -> list[str]:
-        text = "The loss is the cross-entropy of the step labels, as in [Uesato et al. 2022](https://arxiv.org/abs/2211.14275)."
-        if args.train_on_last_step_only:
-            text += " Only the last step of each solution was trained on."
-        if args.neutral_steps is not None:
-            treated = "counted as wrong" if args.neutral_steps == "wrong" else "were left out"
-            text += f" Steps that are neither right nor wrong (label -1) {treated}."
-        return [text]
-
 
 def is_label_list(labels: Any, steps: int) -> bool:
     """Check for a list with one label per step: the probability that the step is right (0 to 1), or -1 for neutral."""
