@@ -1,13 +1,13 @@
 """Checks of rows before training: errors about bad rows, and warnings about traps.
 
-A trap is a raw row that is valid but probably a mistake. Each kind of trap is logged once, with its number of rows.
+A trap is a raw row that is valid but probably a mistake. Each trap is logged once, with its number of rows.
 """
 
 import json
 import logging
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from typing import Any
 
@@ -313,31 +313,31 @@ def _strings(value: Any) -> Iterator[str]:
 
 
 def warn_of_traps(dataset: Dataset, name: str) -> tuple[Dataset, Sequence[str]]:
-    """Log each kind of trap with its number of rows; return the dataset without the column, and the column."""
+    """Log each trap with its number of rows; return the dataset without the column, and the column."""
     if TRAPS not in dataset.column_names:
         return dataset, [""] * len(dataset)
-    rows_of: dict[str, dict[int, None]] = defaultdict(dict)
-    names_of: dict[str, dict[str, None]] = defaultdict(dict)  # dicts as ordered sets
+    rows_of = defaultdict[str, list[int]](list)
     traps_N: Any = dataset.with_format(None)[TRAPS]
     for index, traps in enumerate(traps_N):
-        for key, trap in (line.split(" ", 1) for line in traps.splitlines()):
-            rows_of[key][index] = names_of[key][trap] = None
-    for key, rows in rows_of.items():
-        where = f"{name} dataset: in {len(rows)} of {len(dataset)} rows (the first is row {next(iter(rows))})"
-        warn(key, names_of[key], where)
+        for trap in traps.splitlines():
+            rows_of[trap].append(index)
+    for trap, rows in rows_of.items():
+        _warn(trap, f"{name} dataset: in {len(rows)} of {len(dataset)} rows (the first is row {rows[0]})")
     return dataset.remove_columns(TRAPS), traps_N
-
-
-def warn(key: str, names: Iterable[str], where: str) -> None:
-    """Log one kind of trap, for the rows that ``where`` names."""
-    logger.warning(f"{where}, {_WARNINGS[key].format(', '.join(names))}.")
 
 
 def warn_of_new_traps(traps: list[str], warned: set[str], where: str) -> None:
     """Log the traps of a streamed row that are not in ``warned`` yet, and add them."""
-    for key, named in (trap.split(" ", 1) for trap in dict.fromkeys(traps) if trap not in warned):
-        warn(key, [named], f"{where}, and perhaps in later rows")
+    for trap in dict.fromkeys(traps):
+        if trap not in warned:
+            _warn(trap, f"{where}, and perhaps in later rows")
     warned.update(traps)
+
+
+def _warn(trap: str, where: str) -> None:
+    """Log a trap of the rows that ``where`` names."""
+    key, name = trap.split(" ", 1)
+    logger.warning(f"{where}, {_WARNINGS[key].format(name)}.")
 
 
 def report_equal_answers(row: Mapping[str, Any], traps: str, count: int, rows: int, first: int, name: str) -> None:
