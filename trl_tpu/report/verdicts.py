@@ -11,96 +11,30 @@ from typing import Any
 import fsspec
 import numpy as np
 import pyarrow.parquet as pq
+from jinja2 import Environment, StrictUndefined
 
 from ..data.collate import Labels
 from ..data.kinds import Pairs, RowKind, check_one_form, kind_counting, scored_kind
 from ..data.length_stats import Prompt, prompt_of
 from ..errors import UserError, explaining
 from ..evaluation.evaluate import evaluate_best_of_n, evaluate_rows, padded
-from ..evaluation.verdict import AnyVerdict, BestOfN, LengthBias, Proportion, ScoreFit, Verdict, check_groups, label_of
+from ..evaluation.verdict import AnyVerdict, BestOfN, Proportion, ScoreFit, Verdict, check_groups, label_of
 
 Row = Mapping[str, Any]
 #: Rows; a line that is not a JSON object is replaced by an error that describes the fault.
 Rows = Iterator[dict[str, Any] | UserError]
 Clean = Callable[[str], str]
 
+_SENTENCES = Path(__file__).with_name("verdict.txt.jinja")
+
 
 def sentences_of(verdict: AnyVerdict) -> list[str]:
     """Return sentences that interpret a verdict for training a policy on the model."""
-    if isinstance(verdict, ScoreFit):
-        of, lacks, sentences = "answers", "a reward that is not finite", _sentences_on_scores(verdict)
-    elif isinstance(verdict, BestOfN):
-        of, lacks, share = "rows", "a reward that is not finite", _share(verdict.accuracy)
-        sentences = [f"The highest reward goes to a right answer in {share} of {verdict.rows:,} rows."]
-        if verdict.mean_over_groups is not None:
-            sentences.append(f"The mean over {len(verdict.groups)} groups is {verdict.mean_over_groups:.1%}.")
-    else:
-        of, lacks, sentences = verdict.of, kind_counting(verdict.of).lacks, _sentences_on_comparisons(verdict)
-    return sentences + [f"{verdict.left_out:,} more {of} were left out: they have {lacks}."] * bool(verdict.left_out)
-
-
-def _share(share: Proportion) -> str:
-    return f"{share.value:.1%} ({share.low:.1%} to {share.high:.1%} at 95 %)"
-
-
-def _sentences_on_comparisons(verdict: Verdict) -> list[str]:
-    accuracy, of, kind = verdict.accuracy, verdict.of, kind_counting(verdict.of)
-    shares_prompts = (verdict.prompts or accuracy.count) < accuracy.count
-    of_prompts = f" of {verdict.prompts:,} prompt{'s' * (verdict.prompts != 1)}" if shares_prompts else ""
-    count = f"{verdict.pairs:,} {of}{of_prompts}"
-    if verdict.top1_accuracy is not None:
-        count = f"comparisons, averaged over {accuracy.count:,} rankings{of_prompts} ({verdict.pairs:,} comparisons)"
-    sentences = [f"The model {kind.does} in {_share(accuracy)} of {count}."]
-    if verdict.prompts is None:
-        sentences.append(f"Prompts are unknown: the intervals assume that all {of} are independent.")
-    if accuracy.high < 0.5:
-        sentences.append(f"This is worse than chance: check whether {kind.swapped} are swapped.")
-    elif accuracy.low <= 0.5:
-        sentences.append(f"This cannot be distinguished from chance: use more {of} or a better model.")
-    sentences += [] if kind.compares_with_zero else _sentences_on_length(verdict.length, accuracy)
-    sentences.append(f"The expected calibration error of the margins is {verdict.calibration.ece:.3f}; 0 is best.")
-    if below := [name for name, share_right in verdict.groups.items() if share_right.high < 0.5]:
-        sentences.append(f"The model is worse than chance on: {', '.join(below)}.")
-    if (ties := verdict.ties / verdict.pairs) > 0.01:
-        sentences.append(f"{ties:.1%} of the {of} get equal rewards. A policy learns nothing from ties.")
-    return sentences + _sentences_on_prompts(verdict.prompts_in_training)
-
-
-def _sentences_on_scores(verdict: ScoreFit) -> list[str]:
-    sentences = [
-        f"The rewards of {verdict.answers:,} answers predict their scores with a mean squared error of "
-        f"{verdict.squared_error:.4g}; always predicting the mean score has {verdict.variance:.4g}.",
-        f"The correlation of rewards and scores is {verdict.correlation:.3f}; 1 is best."
-        if verdict.correlation == verdict.correlation
-        else "All rewards or all scores are equal, so they have no correlation.",
-    ]
-    return sentences + _sentences_on_prompts(verdict.prompts_in_training)
-
-
-def _sentences_on_prompts(in_training: tuple[int, ...]) -> list[str]:
-    if not in_training or not in_training[0]:
-        return []
-    return [f"{in_training[0]:,} of {in_training[1]:,} evaluation prompts also occur in the training data."]
-
-
-def _sentences_on_length(length: LengthBias | None, accuracy: Proportion) -> list[str]:
-    if length is None:
-        return ["Answer lengths are unavailable; the length-only baseline was not computed."]
-    if not length.has_length_differences:
-        return ["Both answers of every pair have the same length, so the length bias is undefined."]
-    better = "longer" if length.longer_wins >= 0.5 else "shorter"
-    above = "clearly" if accuracy.low > length.length_only else "not clearly"
-    sentences = [
-        f"Always preferring the {better} answer reaches {length.length_only:.1%}; the model is {above} above this."
-    ]
-    chosen, rejected = length.chosen_is_longer, length.rejected_is_longer
-    if chosen is not None and rejected is not None and (chosen.low > rejected.high or rejected.low > chosen.high):
-        favored = "longer" if chosen.value > rejected.value else "shorter"
-        sentences.append(
-            f"The model favors {favored} answers: it is right in {chosen.value:.1%} of the pairs with a longer chosen "
-            f"answer, and in {rejected.value:.1%} of the pairs with a longer rejected answer. A policy may learn this."
-        )
-    return sentences
+    environment = Environment(trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined)
+    environment.filters["printable"] = printable
+    template = environment.from_string(_SENTENCES.read_text(encoding="utf-8"))
+    kind = kind_counting(verdict.of) if isinstance(verdict, Verdict) else None
+    return [*filter(None, template.render(verdict=verdict, type=type(verdict).__name__, kind=kind).splitlines())]
 
 
 @dataclass(frozen=True)
