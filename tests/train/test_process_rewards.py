@@ -218,7 +218,7 @@ def test_labels_removed_by_truncation_are_counted(make: Make, caplog: pytest.Log
     length = len(make(rows).train_dataset[0]["input_ids"])
     assert "labels" not in caplog.text
     make(rows, max_length=length)
-    assert "1 of 6 labels" in caplog.text and "row 1" in caplog.text
+    assert "in 1 of 3 rows (the first is row 1), truncation removed labels" in caplog.text
     with pytest.raises(UserError, match="max_length"):
         make(rows, max_length=1)
     with pytest.raises(UserError, match="label"):

@@ -215,6 +215,7 @@ _WARNINGS = {
     "`dataset.remove_columns('prompt')`",
     "form": "there are {}. Convert the rows yourself if that is wrong",
     "same": "all answers have the same tokens, so they teach nothing. Remove such rows",
+    "truncation": "truncation removed {}. Raise `max_length` and `max_completion_length`, or remove such rows",
     "bos": "the text begins with {}, and the tokenizer adds another. Remove it from the text",
     "eos": "the text ends with {} and white space, so another is added. Strip the text",
 }

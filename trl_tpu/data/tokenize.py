@@ -91,7 +91,7 @@ def prepare_preference_dataset(
     prepared = keep_fitting(dataset, num_embeddings=num_embeddings, kind=kind, **options)
     if kind.has_own_tokens:
         RAW_BY_PREPARED[prepared] = raw
-    kind.check_prepared(None if is_tokenized else raw, prepared, name)
+    kind.check_prepared(prepared, name)
     return prepared
 
 

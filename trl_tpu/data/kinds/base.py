@@ -181,8 +181,8 @@ class RowKind:
     def check_labels(self, row: Row, where: str) -> None:
         """Raise UserError if a prepared row has labels that cannot be learned."""
 
-    def check_prepared(self, raw: Any, prepared: Any, name: str) -> None:
-        """Check a whole prepared dataset, made from ``raw`` (None if it was tokenized already)."""
+    def check_prepared(self, prepared: Any, name: str) -> None:
+        """Check a whole prepared dataset."""
 
     # ---- comparisons
 

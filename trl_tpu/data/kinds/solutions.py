@@ -135,6 +135,9 @@ class Solutions(RowKind):
         for row, where in zip(rows_N, places, strict=True):
             tokens = self.tokens_of(row, where, tokenizer)
             traps = find_traps(row, row["completions"][:1] or [""], [tokens["input_ids"]], tokenizer)
+            scored = [label for label in row["labels"] if label != NEUTRAL or self.neutral != "ignore"]
+            most = 1 if self.train_on_last_step_only and not self.is_eval else len(scored)
+            traps += ["truncation labels"] * (len(self.labels(tokens)[STEP_ENDS]) < min(most, len(scored)))
             prepared.append((tokens, traps))
         return prepared
 
@@ -193,30 +196,13 @@ class Solutions(RowKind):
         if labels.shape != (len(row["input_ids"]),) or not all((labels == NO_LABEL) | ((labels >= 0) & (labels <= 1))):
             raise UserError(f"{where}: `labels` must be as long as `input_ids`, each from 0 to 1, or {NO_LABEL}.")
 
-    def check_prepared(self, raw: Dataset | None, prepared: Dataset, name: str) -> None:
-        """Log how many labels truncation removed.
-
-        Raises:
-            UserError: Training data has no label left.
-        """
-        remaining_N = np.array([(np.asarray(labels) != NO_LABEL).sum() for labels in prepared["labels"]])
-        counts_N = np.zeros(1, np.int64)
-        if raw is not None:
-            ignored = NEUTRAL if self.neutral == "ignore" else None
-            counts_N = np.array([len(labels) - labels.count(ignored) for labels in raw["labels"]])
-        if self.train_on_last_step_only and not self.is_eval:
-            counts_N = np.minimum(counts_N, 1)
-        fix = "Raise `max_length` and `max_completion_length`, or remove such rows."
-        if not remaining_N.any():
-            problem = f"The {name} dataset has no label left, so nothing can be learned or measured. {fix}"
-            if not self.is_eval:
-                raise UserError(problem)
-            logger.warning(problem)
-        elif (removed_N := counts_N - remaining_N).max(initial=0) > 0:
-            logger.warning(
-                f"{name} dataset: truncation removed {removed_N.clip(0).sum()} of {counts_N.sum()} labels (the first "
-                f"in row {(removed_N > 0).argmax()}). {fix}"
-            )
+    def check_prepared(self, prepared: Dataset, name: str) -> None:
+        if any((np.asarray(labels) != NO_LABEL).any() for labels in prepared["labels"]):
+            return
+        problem = f"The {name} dataset has no label left, so nothing can be learned or measured. Raise `max_length`."
+        if not self.is_eval:
+            raise UserError(problem)
+        logger.warning(problem)
 
     # ---- comparisons
 
