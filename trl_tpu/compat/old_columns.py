@@ -74,7 +74,7 @@ class OldPairs(Pairs):
         return answer
 
     def tokenized(self, row: Row, ids_K: list[list[int]], where: str) -> dict[str, Any]:
-        return super().tokenized(row, ids_K, where) | _margin_of(row, where)
+        return super().tokenized(row, ids_K, where) | _margin_of(row)
 
 
 def _read_tokens(row: Row, where: str) -> dict[str, Any]:
@@ -93,21 +93,15 @@ def _read_tokens(row: Row, where: str) -> dict[str, Any]:
                 f"tokens that count, got {mask!r:.80}."
             )
         answers[column] = list(ids[attended[0] : attended[-1] + 1])
-    return answers | _margin_of(row, where)
+    return answers | _margin_of(row)
 
 
-def _margin_of(row: Row, where: str) -> dict[str, float]:
-    """Return the margin, if any, of a row in the form of TRL up to 0.23; it may be a list of one number.
-
-    Raises:
-        UserError: The margin is not finite, or a list of several numbers.
-    """
-    if "margin" not in row:
-        return {}
-    margin = np.asarray(row["margin"])
-    margin = margin[0] if margin.shape == (1,) else margin
-    checks.check_margin(margin, f"{where}: `margin`")
-    return {"margin": float(margin)}
+def _margin_of(row: Row) -> dict[str, Any]:
+    """Return the margin, if any, of a row in the form of TRL up to 0.23; it may be a list of one number."""
+    margin = row.get("margin")
+    if isinstance(margin, list):
+        margin = margin[0] if len(margin) == 1 else None  # rejected as no number
+    return {"margin": margin} if "margin" in row else {}
 
 
 @dataclass

@@ -176,19 +176,6 @@ def check_ids(ids: Any, where: str, num_embeddings: int) -> None:
         )
 
 
-# ---- labels
-
-
-def check_margin(value: Any, where: str) -> None:
-    """Raise UserError if a target margin is not a finite number."""
-    margin = np.asarray(value)
-    if margin.dtype.kind not in "iuf" or margin.ndim or not abs(margin) <= LARGEST:
-        raise UserError(
-            f"{where} is {value!r}. Every `margin` must be a finite number, since it is subtracted from the pair's "
-            "reward margin in the loss: fill it with 0, or drop the row or the column."
-        )
-
-
 # ---- traps
 
 #: Column for each row's traps, one per line. Tokenization adds it, and `warn_of_traps` removes it.

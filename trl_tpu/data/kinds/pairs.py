@@ -72,8 +72,12 @@ class Pairs(RowKind):
         Raises:
             UserError: The margin is not a finite number, or the probability is not from 0 to 1.
         """
-        if "margin" in row:
-            checks.check_margin(row["margin"], f"{where}: `margin`")
+        margin = np.asarray(row.get("margin", 0.0))
+        if margin.dtype.kind not in "iuf" or margin.ndim or not abs(margin) <= checks.LARGEST:
+            raise UserError(
+                f"{where}: `margin` is {margin.tolist()!r}. Every `margin` must be a finite number, since it is "
+                "subtracted from the pair's reward margin in the loss: fill it with 0, or drop the row or the column."
+            )
         value = row.get("chosen_probability", 0)
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
             raise UserError(
