@@ -165,7 +165,7 @@ def check_ids(ids: Any, where: str, num_embeddings: int) -> None:
     if ids is None or len(ids) == 0:
         raise UserError(f"{where} holds no tokens, but rewards are read at the last token. Remove such rows.")
     array = np.asarray(ids)
-    if not np.issubdtype(array.dtype, np.integer):
+    if array.dtype.kind not in "iu":
         raise UserTypeError(f"{where} must hold lists of integer token ids, got {ids!r:.80}.")
     if array.min() < 0 or array.max() >= num_embeddings:
         outside = array[(array < 0) | (array >= num_embeddings)]
