@@ -71,8 +71,8 @@ def train(package: str, folder: Path, settings: dict[str, Any]) -> list[dict[str
     own = {name: settings.pop(name, {}) for name in ("trl", "trl_tpu")}
     settings |= own[package]
     frozen = settings.pop("frozen", None)
-    if package == "trl":  # TRL's default optimizer is a fused kernel
-        settings |= {"optim": "adamw_torch", "use_cpu": not torch.cuda.is_available()}
+    if package == "trl":
+        settings["use_cpu"] = not torch.cuda.is_available()
     pairs = [json.loads(line) for line in (folder / "pairs.jsonl").read_text(encoding="utf-8").splitlines()]
     trainer_class = six_overrides(module) if settings.pop("six_overrides", False) else module.RewardTrainer
     data = {"train_dataset": Dataset.from_list(pairs)}

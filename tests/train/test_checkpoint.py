@@ -224,6 +224,17 @@ def test_auto_goes_on_with_other_logs_and_workers(first: Any, model_folder: str,
     assert torch.equal(whole.model.score.weight, resumed.model.score.weight)
 
 
+def test_auto_goes_on_with_another_kernel_of_the_optimizer(model_folder: str, tmp_path: Path, caplog: Any) -> None:
+    whole = make(model_folder, tmp_path / "run", optim="adamw_torch")
+    whole.train()
+    shutil.rmtree(tmp_path / "run" / "checkpoint-4")
+    resumed = make(model_folder, tmp_path / "run", resume_from_checkpoint="auto")
+    resumed.train()
+    assert resumed.args.optim == "adamw_torch_fused" and "other settings" not in caplog.text
+    for one, other in zip(whole.model.parameters(), resumed.model.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-7)
+
+
 IA3 = IA3Config(task_type="SEQ_CLS", target_modules=["q_proj"], feedforward_modules=[])
 #: Changes of adapters after which the saved weights would mean something else.
 OTHER_ADAPTERS: dict[str, Callable[[], dict[str, Any]]] = {

@@ -39,8 +39,6 @@ _DATASETS = "type of datasets: list[trl.scripts.utils.DatasetConfig], ours list[
 # area -> difference -> reason
 DIFFERENCES: dict[str, dict[str, str]] = {
     "RewardConfig's fields": {
-        "default of optim: 'adamw_torch_fused', ours 'adamw_torch'": "XLA has no fused kernel; the update is the same",
-        "type of optim: transformers.training_args.OptimizerNames | str, ours <class 'str'>": "accepts enums, too",
         "default of per_device_train_batch_size: 8, ours None": "None until total_batch_size is known",
     },
     "fields of other configs": {

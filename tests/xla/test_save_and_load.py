@@ -80,7 +80,7 @@ TRL = """
 import json, sys, tiny, trl
 model, out = sys.argv[1:]
 settings = {"max_steps": 4, "save_steps": 2, "logging_steps": 1, "per_device_train_batch_size": 8, "bf16": False}
-settings |= {"learning_rate": 1e-3, "optim": "adamw_torch", "use_cpu": True, "report_to": "none"}
+settings |= {"learning_rate": 1e-3, "use_cpu": True, "report_to": "none"}
 trainer = trl.RewardTrainer(model, trl.RewardConfig(out, **settings), train_dataset=tiny.made_up_pairs(40))
 trainer.train()
 """

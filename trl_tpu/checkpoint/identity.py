@@ -29,8 +29,8 @@ _ADAPTER_FIELDS_OF_NO_RUN = {
 _HARMLESS_ADAPTER_FIELDS = re.compile(r".*(dropout|_modules|modules_to_save|layers_to_transform|layers_pattern)")
 #: Settings of an optimizer's groups that follow the schedule, or choose a kernel.
 _GROUP_SETTINGS_OF_NO_RUN = {"params", "lr", "initial_lr", "capturable", "foreach", "fused"}
-#: Values before and after that mean the same: no arguments.
-_NOTHING: Any = ([None, {}], [{}, None])
+#: Two values that mean the same: no arguments; an optimizer by two kernels.
+_EQUAL: Any = ([None, {}], ["adamw_torch", "adamw_torch_fused"])
 LAYOUT = "the layout of batches (`packing`)"
 _ADAPTERS, _BASE = "adapters ", "checksum of the base model's weights"
 
@@ -100,9 +100,10 @@ def optimizer_identity(groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[Change]:
-    """Return the differences between two results of `identity_of`, for names that both have; None equals {}."""
+    """Return the differences between two results of `identity_of`, for names that both have."""
     both = [Change(name, before[name], now[name]) for name in now if name in before]
-    return [each for each in both if each.before != each.after and [each.before, each.after] not in _NOTHING]
+    different = [each for each in both if each.before != each.after]
+    return [each for each in different if not any(each.before in same and each.after in same for same in _EQUAL)]
 
 
 def saved_adapters(checkpoint: str | Path, identity: Mapping[str, Any]) -> dict[str, Any]:

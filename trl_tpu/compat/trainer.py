@@ -38,8 +38,6 @@ def _converted(args: TrainingArguments, config_class: Any) -> Any:
     Fields that a subclass of TrainingArguments adds become attributes: callbacks and overridden methods may read them.
     """
     values = {item.name: getattr(args, item.name) for item in dataclasses.fields(args) if item.init}
-    if args.optim == TrainingArguments.optim:
-        del values["optim"]  # the user did not choose transformers' default, a fused kernel
     names = {item.name for item in dataclasses.fields(config_class)}
     config = config_class(**({"max_length": None} | {key: value for key, value in values.items() if key in names}))
     vars(config).update({name: value for name, value in values.items() if name not in names})

@@ -106,8 +106,6 @@ class RewardConfig(RemovedArguments, TrainingArguments):
             TRL.
         lr_scheduler_kwargs (`dict` or `str`, *optional*):
             Extra arguments for the learning rate scheduler, such as {'num_cycles': 1}.
-        optim (`str`, *optional*, defaults to `"adamw_torch"`):
-            Name of the optimizer, from transformers' `OptimizerNames`.
         optim_state_dtype (`str`, *optional*):
             `"bfloat16"` stores Adam's first moments in bfloat16 between steps. This saves 2 bytes per trained float32
             parameter. Updates are still computed in the type of the weights. Second moments always have the type of
@@ -315,7 +313,6 @@ class RewardConfig(RemovedArguments, TrainingArguments):
     gradient_checkpointing: bool = True
     bf16: bool | None = None  # type: ignore[assignment]  # TRL's type; None means "not set" until __post_init__
     lr_scheduler_kwargs: dict | str | None = None
-    optim: str = "adamw_torch"  # unlike TRL: transformers' default is a fused kernel that XLA lacks
     optim_state_dtype: str | None = None
 
     # model

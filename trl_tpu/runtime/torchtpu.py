@@ -63,6 +63,8 @@ class TorchTpuRuntime(Runtime):
         args.logging_nan_inf_filter = False  # it would read the loss at every step; see `nonfinite_limit`
         if args.bf16 is None:
             args.bf16 = not args.fp16
+        if args.optim == "adamw_torch_fused":
+            args.optim = "adamw_torch"  # see `fuse`
 
     def chip(self) -> str | None:
         name = torch.get_device_module("tpu").get_device_name().removeprefix("TPU").strip().lower()

@@ -257,6 +257,8 @@ class XlaRuntime(Runtime):
     def set_device_arguments(self, args: Any) -> None:
         if args.bf16 is None:
             args.bf16 = not args.fp16
+        if args.optim == "adamw_torch_fused":
+            args.optim = "adamw_torch"  # XLA fuses the update itself
 
     def check_optimizer(self, optimizer: Optimizer) -> None:
         kind = type(optimizer).__name__
