@@ -4,6 +4,7 @@
 `test_evaluation.py` compare packed training and evaluation with TRL, padded rows and single sequences.
 """
 
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,15 @@ import numpy as np
 import pytest
 import tiny
 import torch
+from torch._dynamo.utils import counters
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from training import QUIET, differing, losses, trained
+from transformers import TrainerCallback
 
 from trl_tpu import RewardConfig, RewardTrainer
 from trl_tpu.data.trl_dict import batches_in
+from trl_tpu.modeling import forward
 from trl_tpu.modeling.losses import Loss, batch_loss
 from trl_tpu.packing.shapes import BatchShape, ShapePlan
 
@@ -34,23 +40,82 @@ class FixedRows(Recorder):
     fixed_shapes = ShapePlan((BatchShape(1, 48),), (BatchShape(1, 64),))  # most batches need several micro-batches
 
 
-def make_trainer(tokenizer: Any, out: Path, layout: str = "tight", **settings: Any) -> Recorder:
+LAYOUTS: dict[str, Any] = {"plain": RewardTrainer, "tight": Recorder, "micro-batches": FixedRows}
+
+
+def make_trainer(tokenizer: Any, out: Path, layout: str = "tight", callbacks: Any = None, **settings: Any) -> Any:
     model = tiny.tiny_model(tokenizer)
     defaults = QUIET | {"save_strategy": "no", "logging_steps": 1, "max_steps": 6}
+    more = {"callbacks": callbacks, "train_dataset": tiny.made_up_pairs(22)}
     args = RewardConfig(str(out), **(defaults | settings))
-    trainer_class = FixedRows if layout == "micro-batches" else Recorder
-    return trainer_class(model, args, train_dataset=tiny.made_up_pairs(22), processing_class=tokenizer)
+    return LAYOUTS[layout](model, args, processing_class=tokenizer, **more)
 
 
-def test_compiled_training_pads_with_the_reason_and_equals_other_training(
-    tokenizer: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+def test_compiled_layers_are_one_program_for_all_batches(
+    tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    expected = losses(trained(make_trainer(tokenizer, tmp_path, packing=False)))
+    """Batches differ in numbers of tokens, trees and token rows."""
+    expected = losses(trained(make_trainer(tokenizer, tmp_path)))
     for name in ("BACKEND", "MODE"):  # transformers sets them for the whole process
         monkeypatch.setenv(f"ACCELERATE_DYNAMO_{name}", "")
-    compiled = make_trainer(tokenizer, tmp_path, torch_compile=True, torch_compile_backend="aot_eager")
-    assert "padded, not packed: torch_compile" in caplog.text
-    assert losses(trained(compiled)) == pytest.approx(expected, abs=1e-5)  # float32; compiled sums have another order
+    counters.clear()
+    compiled = make_trainer(tokenizer, tmp_path, packing=True, torch_compile=True, torch_compile_backend="aot_eager")
+    assert losses(trained(compiled)) == pytest.approx(expected, abs=1e-6)
+    assert len({(len(part), len(part[0])) for (part,) in compiled.__dict__["seen"]}) > 3
+    assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
+
+
+class Reads(TorchDispatchMode):
+    """Counts operations that read a number, or a size, from the device."""
+
+    total = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = function.overloadpacket.__name__
+        has_mask = name == "index" and any(each is not None and each.dtype == torch.bool for each in args[1])
+        self.total += has_mask or name in ("_local_scalar_dense", "equal", "nonzero", "masked_select", "_unique2")
+        return function(*args, **kwargs or {})
+
+
+class Copies(TorchFunctionMode):
+    """Counts copies to the host, which are no operations on a CPU."""
+
+    total = 0
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name, text = getattr(function, "__name__", ""), [each for each in args[1:] if isinstance(each, str)]
+        self.total += name in ("cpu", "numpy", "tolist") or (name == "to" and text == ["cpu"])
+        return function(*args, **kwargs or {})
+
+
+class CountReads(TrainerCallback):
+    """Counts reads of each step. Logs are written between steps."""
+
+    def __init__(self) -> None:
+        self.at_step: list[int] = []
+
+    def on_step_begin(self, *_: Any, **__: Any) -> None:
+        self.modes, self.stack = (Reads(), Copies()), ExitStack()
+        for mode in self.modes:
+            self.stack.enter_context(mode)
+
+    def on_step_end(self, *_: Any, **__: Any) -> None:
+        self.stack.close()
+        self.at_step.append(sum(mode.total for mode in self.modes))
+
+
+@pytest.mark.parametrize(
+    ("few_kernels", "settings", "expected"),
+    [(False, {}, 0), (True, {}, 0), (True, {"packing": False}, 0), (True, {"optim": "sgd"}, 1)],
+)
+def test_steps_read_nothing_from_the_device(
+    few_kernels: bool, settings: Any, expected: int, tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not with torch's Adam: other optimizers skip nonfinite steps by one number from the device."""
+    monkeypatch.setattr(forward, "few_kernels", lambda _: few_kernels)
+    reads = CountReads()
+    make_trainer(tokenizer, tmp_path, "plain", callbacks=[reads], **settings).train()
+    assert reads.at_step == [expected] * 6
 
 
 @pytest.mark.parametrize(("layout", "grouped"), [("tight", True), ("micro-batches", False)])

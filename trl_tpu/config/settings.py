@@ -157,7 +157,7 @@ _add("lr_scheduler_type", _NO_LOOP._replace(value="reduce_lr_on_plateau|greedy")
 _add("warmup_steps", needs="lr_scheduler_type=^(?!constant$|reduce|greedy)")
 _add(
     "optim",
-    No("xla", f"{_adam}: XLA fuses it automatically", "fused"),
+    No("xla", f"{_adam}: XLA fuses it automatically", "(apex|npu)_fused"),
     No("xla", f"{_adam}, since bitsandbytes needs CUDA, or {_PLAIN_TORCH}", "bit|bnb|ademamix"),
     No("xla", f"{_adam}: these optimizers update unsharded weights inside the backward pass", "layerwise|lomo"),
     No("ranks", f"{_adam}: it can update each process's shards", "bit|bnb|ademamix|layerwise|lomo"),
@@ -180,7 +180,7 @@ _add(
     No("ranks", "use bf16=True: float16 loss scaling would skip steps in only some of the processes"),
     No("log_grad_norms=True"),
 )
-_add("torch_compile torch_compile_backend torch_compile_mode", No("xla", "leave it out: XLA always compiles"))
+_add("torch_compile torch_compile_backend torch_compile_mode", No("xla torchtpu", "leave it out: steps are compiled"))
 _add("deepspeed", No("xla", "shard with mesh='fsdp=-1' (ZeRO-3)"), _BY_MESH, _NOT_SHARDED, _NO_LOOP)
 _add(
     "auto_find_batch_size",

@@ -109,20 +109,23 @@ def use_segments(model: PreTrainedModel, name: str, masks: Masks) -> None:
         register_attention(model, ours, masks, attend, partial(segment_masks, reject_masks))
 
 
-def tree_layout(model: PreTrainedModel, device: torch.device, dtype: torch.dtype) -> TreeLayout:
+def tree_layout(
+    model: PreTrainedModel, device: torch.device, dtype: torch.dtype, *, compiles: bool = False
+) -> TreeLayout:
     """Choose how a model reads the trees of unpadded batches.
 
     Args:
         model: A model that reads packed rows, without adapters.
         device: The device of the batches.
         dtype: The dtype that attention computes in.
+        compiles: Whether layers are compiled: one program then has to fit any number of trees.
     """
     is_recurrent = any(map(carries_states, model.modules()))
     name, config = model.config._attn_implementation, model.config.get_text_config()
     if name.startswith(f"{OURS}{_FLASH}"):
         return TreeLayout("segments", is_recurrent)
     if not forward.few_kernels(device):
-        return TreeLayout("one by one", is_recurrent)
+        return TreeLayout("rows" if compiles else "one by one", is_recurrent)
     layers = [config, *model.modules()]
     sizes = {layer.head_dim for layer in layers[1:] if hasattr(layer, "head_dim")}
     has_kernel = dtype.itemsize == 2 and all(varlen_error(device, dtype, size) < _MAX_ERROR for size in sizes)

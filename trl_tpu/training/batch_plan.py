@@ -189,8 +189,8 @@ def obstacle_to_packing(
     """
     if args.packing == "false":
         return "packing is turned off"
-    if args.torch_compile and not is_planned:
-        return "torch_compile would compile the model again for each new shape of a token row"
+    if args.torch_compile and shared_chunk(model) > 1:
+        return "torch_compile would compile recurrent layers again for each batch"
     if args.neftune_noise_alpha:
         return "neftune_noise_alpha scales its noise by the length of token rows"
     if outgrows_positions(model, args.max_length):
@@ -409,7 +409,7 @@ class BatchPlan:
         """Return the layout of batches of ``dataset`` with ``batch_size`` data rows per process."""
         args, is_static = self._args, self._runtime.plans_shapes
         if self.padding_reason is None and not self._is_planned:
-            trees = tree_layout(self._model, args.device, self._dtype)
+            trees = tree_layout(self._model, args.device, self._dtype, compiles=args.torch_compile)
             return Unpadded(attention_crossover_length(self._hidden_size), trees)
         if self.padding_reason is None and can_plan(dataset, args.max_length):
             return Planned(self.shapes_of(dataset, batch_size), self._expands)

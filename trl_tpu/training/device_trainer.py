@@ -46,6 +46,7 @@ from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from transformers import PrinterCallback, trainer
 from transformers.integrations.fsdp import is_fsdp_managed_module
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.optimization import GreedyLR
 from transformers.trainer_utils import has_length
 
@@ -207,6 +208,8 @@ class DeviceTrainer(SavingTrainer):
         built = super()._build_accelerator_args(**kwargs)
         if built["mixed_precision"] == "bf16":
             built["mixed_precision"] = "no"  # on a TPU accelerate would store every float32 tensor as bfloat16
+        if self.args.torch_compile:
+            built["dynamo_backend"] = "no"  # layers are compiled one by one
         if self.args.parallelism_config is None:  # accelerate would reject the `tensor` axis on a CPU
             built.pop("parallelism_config", None)
         # accelerate cannot split our batches by rows of the data: each process makes its own, the same number on all
@@ -345,6 +348,12 @@ class DeviceTrainer(SavingTrainer):
         ours, compiled = self.trl_tpu, dict[str, Any]()
         ours.runtime.recompute_layers(self.model, self.args.remat_policy)
         recompute_in_same_batch(self.model)
+        if self.args.torch_compile:  # one program for all layers and shapes
+            layers = [each for each in self.model.modules() if isinstance(each, GradientCheckpointingLayer)]
+            for module in layers or [self.model]:
+                module.compile(
+                    dynamic=True, backend=self.args.torch_compile_backend, mode=self.args.torch_compile_mode
+                )
         if ours.runtime.is_spmd:
             assert self.shard_report is not None  # set by `_move_model_to_device`
             compiled["placements"] = self.shard_report.placements
