@@ -4,8 +4,10 @@
 `test_evaluation.py` compare packed training and evaluation with TRL, padded rows and single sequences.
 """
 
+import sys
 from contextlib import ExitStack
 from pathlib import Path
+from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -51,18 +53,45 @@ def make_trainer(tokenizer: Any, out: Path, layout: str = "tight", callbacks: An
     return LAYOUTS[layout](model, args, processing_class=tokenizer, **more)
 
 
-def test_compiled_layers_are_one_program_for_all_batches(
+def test_compiled_layers_are_one_program_for_all_shapes(
     tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Batches differ in numbers of tokens, trees and token rows."""
-    expected = losses(trained(make_trainer(tokenizer, tmp_path)))
+    """Batches differ in numbers of tokens, trees and token rows. A single token row is another program."""
+    batch = {"packing": True, "per_device_train_batch_size": 4}
+    expected = losses(trained(make_trainer(tokenizer, tmp_path, **batch)))
     for name in ("BACKEND", "MODE"):  # transformers sets them for the whole process
         monkeypatch.setenv(f"ACCELERATE_DYNAMO_{name}", "")
     counters.clear()
-    compiled = make_trainer(tokenizer, tmp_path, packing=True, torch_compile=True, torch_compile_backend="aot_eager")
+    compiled = make_trainer(tokenizer, tmp_path, torch_compile=True, torch_compile_backend="aot_eager", **batch)
     assert losses(trained(compiled)) == pytest.approx(expected, abs=1e-6)
-    assert len({(len(part), len(part[0])) for (part,) in compiled.__dict__["seen"]}) > 3
-    assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
+    shapes = {(len(part), len(part[0])) for (part,) in compiled.__dict__["seen"]}
+    assert len(shapes) > 3 and {rows for rows, _ in shapes} > {1}
+    assert counters["stats"]["unique_graphs"] == 2 and not counters["graph_break"]
+
+
+def rms_norm(self: Any, states: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.rms_norm(states, states.shape[-1:], self.weight, self.variance_epsilon)
+
+
+def test_liger_kernels_compute_packed_rows(tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Liger replaces forwards that compute each token alone. Its kernels need a GPU: here they are torch's."""
+    liger: Any = ModuleType("liger_kernel.transformers")
+    norm = FunctionType(rms_norm.__code__, vars(liger) | {"torch": torch})
+
+    def apply(model: Any, **config: bool) -> None:
+        assert config == {"fused_linear_cross_entropy": False}
+        for module in model.modules():
+            if hasattr(module, "variance_epsilon"):
+                module.forward = MethodType(norm, module)
+
+    liger._apply_liger_kernel_to_instance = apply
+    for name in ("liger_kernel", "liger_kernel.transformers"):
+        monkeypatch.setitem(sys.modules, name, liger)
+    monkeypatch.setattr("transformers.integrations.liger.is_liger_kernel_available", lambda: True)
+    expected = losses(trained(make_trainer(tokenizer, tmp_path)))
+    trainer = trained(make_trainer(tokenizer, tmp_path, packing=True, use_liger_kernel=True))
+    assert losses(trainer) == pytest.approx(expected, abs=1e-6)
+    assert trainer.model.model.norm.forward.__func__ is norm
 
 
 class Reads(TorchDispatchMode):
@@ -106,12 +135,12 @@ class CountReads(TrainerCallback):
 
 @pytest.mark.parametrize(
     ("few_kernels", "settings", "expected"),
-    [(False, {}, 0), (True, {}, 0), (True, {"packing": False}, 0), (True, {"optim": "sgd"}, 1)],
+    [(False, {}, 0), (True, {}, 0), (True, {"optim": "sgd"}, 1), (True, {"packing": False}, 2)],
 )
 def test_steps_read_nothing_from_the_device(
     few_kernels: bool, settings: Any, expected: int, tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not with torch's Adam: other optimizers skip nonfinite steps by one number from the device."""
+    """Optimizers without a fused kernel skip nonfinite steps by a read, and transformers looks for padding by two."""
     monkeypatch.setattr(forward, "few_kernels", lambda _: few_kernels)
     reads = CountReads()
     make_trainer(tokenizer, tmp_path, "plain", callbacks=[reads], **settings).train()

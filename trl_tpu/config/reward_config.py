@@ -417,6 +417,8 @@ class RewardConfig(RemovedArguments, TrainingArguments):
             )
             super().__post_init__()
             apply_fsdp(self, launched)
+        if self.use_liger_kernel:  # Liger's loss would replace a classifier's forward by a language model's
+            self.liger_kernel_config = {"fused_linear_cross_entropy": False} | (self.liger_kernel_config or {})
         if shows_no_bars is None and not self.disable_tqdm:
             self.disable_tqdm = None  # to tqdm: bars in terminals and notebooks only
         checks.check_trackers(self)

@@ -42,6 +42,7 @@ from typing import Any, cast
 
 import torch
 from accelerate import DistributedType, skip_first_batches
+from accelerate.utils import TorchDynamoPlugin
 from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 from transformers import PrinterCallback, trainer
@@ -209,7 +210,7 @@ class DeviceTrainer(SavingTrainer):
         if built["mixed_precision"] == "bf16":
             built["mixed_precision"] = "no"  # on a TPU accelerate would store every float32 tensor as bfloat16
         if self.args.torch_compile:
-            built["dynamo_backend"] = "no"  # layers are compiled one by one
+            built["dynamo_plugin"] = TorchDynamoPlugin(backend="no")  # layers are compiled one by one
         if self.args.parallelism_config is None:  # accelerate would reject the `tensor` axis on a CPU
             built.pop("parallelism_config", None)
         # accelerate cannot split our batches by rows of the data: each process makes its own, the same number on all
