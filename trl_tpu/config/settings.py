@@ -180,7 +180,11 @@ _add(
     No("ranks", "use bf16=True: float16 loss scaling would skip steps in only some of the processes"),
     No("log_grad_norms=True"),
 )
-_add("torch_compile torch_compile_backend torch_compile_mode", No("xla torchtpu", "leave it out: steps are compiled"))
+_add(
+    "torch_compile torch_compile_backend torch_compile_mode",
+    No("xla torchtpu", "leave it out: steps are compiled"),
+    No("ranks", "leave it out: compiled layers were not tested in shards"),
+)
 _add("deepspeed", No("xla", "shard with mesh='fsdp=-1' (ZeRO-3)"), _BY_MESH, _NOT_SHARDED, _NO_LOOP)
 _add(
     "auto_find_batch_size",
