@@ -25,7 +25,6 @@ from decoders import (
 )
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from torch._dynamo.utils import counters
 from transformers import AutoModelForSequenceClassification, GptOssConfig
 from transformers.masking_utils import (
     bidirectional_mask_function,
@@ -176,18 +175,13 @@ def test_gpu_attends_without_masks_where_its_kernel_can(
     assert tree_layout(model_of(name), torch.device("cpu"), dtype).attention == layout
 
 
-def test_kernel_of_a_gpu_takes_segments_has_gradients_and_compiles_once() -> None:
+def test_kernel_of_a_gpu_takes_segments_and_has_gradients() -> None:
     """Shapes only: its numbers, and that it aligns masks to the last key, show on a GPU: see `varlen_error`."""
-    counters.clear()
-    compiled = torch.compile(varlen_attention, backend="aot_eager", fullgraph=True, dynamic=True)
-    for attend, queries, keys, segments in (varlen_attention, 9, 20, 3), (compiled, 9, 20, 3), (compiled, 14, 31, 5):
-        shapes = (queries, 4, 64), (keys, 2, 64)
-        q, k = (torch.empty(shape, device="meta", dtype=torch.bfloat16, requires_grad=True) for shape in shapes)
-        starts = torch.empty(segments + 1, device="meta", dtype=torch.int32)
-        output = attend((q, k, k), (starts, starts, 6 + segments, 12 + segments), 0.1, window=5)
-        output.sum().backward()
-        assert output.shape == q.shape and k.grad is not None and k.grad.shape == k.shape
-    assert counters["stats"]["unique_graphs"] == 1
+    q, k = (torch.empty(shape, device="meta", dtype=torch.bfloat16) for shape in ((9, 4, 64), (20, 2, 64)))
+    starts = torch.empty(3, device="meta", dtype=torch.int32)
+    output = varlen_attention((q.requires_grad_(), k.requires_grad_(), k), (starts, starts, 6, 12), 0.1, window=5)
+    output.sum().backward()
+    assert output.shape == q.shape and k.grad is not None and k.grad.shape == k.shape
 
 
 # ---- rejected models

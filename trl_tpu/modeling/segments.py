@@ -124,8 +124,10 @@ def tree_layout(
     name, config = model.config._attn_implementation, model.config.get_text_config()
     if name.startswith(f"{OURS}{_FLASH}"):
         return TreeLayout("segments", is_recurrent)
+    if compiles:
+        return TreeLayout("rows", is_recurrent)
     if not forward.few_kernels(device):
-        return TreeLayout("rows" if compiles else "one by one", is_recurrent)
+        return TreeLayout("one by one", is_recurrent)
     layers = [config, *model.modules()]
     sizes = {layer.head_dim for layer in layers[1:] if hasattr(layer, "head_dim")}
     has_kernel = dtype.itemsize == 2 and all(varlen_error(device, dtype, size) < _MAX_ERROR for size in sizes)

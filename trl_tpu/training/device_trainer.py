@@ -350,11 +350,10 @@ class DeviceTrainer(SavingTrainer):
         ours.runtime.recompute_layers(self.model, self.args.remat_policy)
         recompute_in_same_batch(self.model)
         if self.args.torch_compile:  # one program for all layers and shapes
+            how: Any = {"backend": self.args.torch_compile_backend, "mode": self.args.torch_compile_mode}
             layers = [each for each in self.model.modules() if isinstance(each, GradientCheckpointingLayer)]
-            for module in layers or [self.model]:
-                module.compile(
-                    dynamic=True, backend=self.args.torch_compile_backend, mode=self.args.torch_compile_mode
-                )
+            for module in layers or (self.model,):
+                module.compile(dynamic=True, **how)
         if ours.runtime.is_spmd:
             assert self.shard_report is not None  # set by `_move_model_to_device`
             compiled["placements"] = self.shard_report.placements
