@@ -100,7 +100,7 @@ def picture() -> str:
         text(side, below + 34, "Token q sees token k exactly when", size=14),
         text(side, below + 56, "k ≤ q &lt; subtree_end[k].", size=14),
         text(side, below + 96, "Both answers see the prompt, not each other.", FAINT, 13),
-        text(side, below + 124, "A position is the place in its own dialogue:", FAINT, 13),
+        text(side, below + 124, "A position is the place in its own conversation:", FAINT, 13),
         text(side, below + 142, f"“{REJECTED[0]}” is at {position_L[-1]}, right behind the prompt.", FAINT, 13),
     ]
     height = below + 9 * SQUARE + 24
