@@ -4,6 +4,7 @@ Names are imported on first use: importing the package is fast and touches no de
 """
 
 import importlib.util
+import logging
 import os
 import sys
 from importlib.machinery import ModuleSpec
@@ -22,6 +23,8 @@ except PackageNotFoundError:  # a source tree that is not installed
 # transformers imports torch_xla, so set the variable before any import of transformers.
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
+if int(os.environ.get("LOCAL_RANK", 0)) > 0:  # the first process of a host warns of the same
+    logging.getLogger(__name__).setLevel(logging.ERROR)
 settle()  # choose the device now: transformers and accelerate choose theirs on import
 
 _MODULES = {

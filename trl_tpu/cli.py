@@ -56,11 +56,13 @@ def main(argv: list[str] | None = None) -> int:
         config, words = ({}, words) if command in _COMMANDS_WITHOUT_CONFIG else take_config(words)
         if command == "plan":
             pretend_devices(config, words)
-        if not sys.stderr.isatty():  # a file would keep each update of a bar
-            for library in ("HUB", "DATASETS"):  # the first one also turns off transformers' bars
-                os.environ.setdefault(f"HF_{library}_DISABLE_PROGRESS_BARS", "1")
+        # a file would keep each update of a bar; the first name also turns off transformers' bars, on import
+        bars = {"HF_HUB_DISABLE_PROGRESS_BARS", "HF_DATASETS_DISABLE_PROGRESS_BARS"} - {*os.environ}
+        os.environ.update(dict.fromkeys(() if sys.stderr.isatty() else bars, "1"))
         settle()
         script = importlib.import_module(f"trl_tpu.scripts.{'reward' if command == 'prm' else command}")
+        for name in bars:
+            os.environ.pop(name, None)
         run = script.run_prm if command == "prm" else script.run
         return run(words) if command in _COMMANDS_WITHOUT_CONFIG else run(words, config)
     except UserError as error:

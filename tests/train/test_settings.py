@@ -188,6 +188,7 @@ def test_files_get_lines_and_no_bars_unless_asked_for(
     monkeypatch.setattr(progress, "_MEASURED_SECONDS", 0)
     waits = itertools.count(step=1000.0)
     monkeypatch.setattr(progress, "seconds_without_core", lambda: next(waits))
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     trainer = make(disable_tqdm=bars, eval_strategy="no")
     trainer.add_callback(BusyCores())
     trained(trainer).evaluate(tiny.made_up_pairs(8))

@@ -57,10 +57,8 @@ EMPTY = Dataset.from_dict({"chosen": [], "rejected": []})
 BAD_ARGUMENTS: dict[str, tuple[dict[str, Any], str]] = {
     "no tokenizer to be found": ({"processing_class": None}, "`processing_class`"),
     "no training data": ({"train_dataset": None}, "`train_dataset`"),
-    "all splits as training data": (
-        {"train_dataset": DatasetDict({"train": PAIRS, "test": PAIRS})},
-        "`train_dataset`.*train, test",
-    ),
+    "all splits to train on": ({"train_dataset": DatasetDict({"train": PAIRS, "test": PAIRS})}, "train_dataset.*test"),
+    "a file as output_dir": ({"settings": {"output_dir": __file__}}, "output_dir must be a folder.*test_bad_config"),
     "one empty evaluation set of two": ({"eval_dataset": {"full": PAIRS, "hollow": EMPTY}}, "hollow"),
     "neither model nor model_init": ({"model": None}, "`model`.*`model_init`"),
     "a token id beyond the embeddings": ({"train_dataset": token_pairs(304, 9)}, "Row 2 .*train.*304"),

@@ -447,9 +447,8 @@ class CheckpointLoader:
                 return folder
             rejected.append(f"{folder}: {'; '.join(faults)}")
             logger.warning("Skipping the checkpoint %s", rejected[-1])
-        listing = "".join(f"\n  {line}" for line in rejected) or " no folder checkpoint-N"
         raise UserError(
-            f"resume_from_checkpoint: output_dir has no good checkpoint. Found:{listing}\n"
+            f"resume_from_checkpoint: output_dir has no good checkpoint. Found: {' / '.join(rejected) or 'none'}. "
             "Pass the folder of a checkpoint, or leave resume_from_checkpoint out to start from scratch."
         )
 

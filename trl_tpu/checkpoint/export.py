@@ -103,6 +103,8 @@ def export_checkpoint(
                 if not (merge and name == BASE_CONFIG):  # only adapters need their base model's config
                     (staging / name).parent.mkdir(exist_ok=True)
                     shutil.copyfile(folder / name, staging / name)
+            if merge:
+                _name_base_in_card(staging / "README.md", _base_name(folder, base))
             if has_adapters and not merge:
                 _write_adapters(folder, staging, base, dtype, trust_remote_code)
             else:
@@ -110,8 +112,6 @@ def export_checkpoint(
                 model = _merged_model(folder, base, *settings) if merge else _full_model(folder, *settings)
                 set_inference_metadata(model.config)  # another trainer's config may lack fields that servers read
                 model.save_pretrained(staging, max_shard_size=max_shard_size)
-            if merge:
-                _name_base_in_card(staging / "README.md", _base_name(folder, base))
             add_transformers4_names(staging)
 
 
@@ -166,7 +166,7 @@ def _files_to_copy(folder: Path) -> set[str]:
 
 def _name_base_in_card(path: Path, base: str) -> None:
     """Name the base model of merged adapters in the model card, and in its metadata if it may be on the Hub."""
-    with explaining(f"{path.name} has broken metadata", "Correct it."):
+    with explaining(f"{path.name} has broken metadata", "Correct or delete it."):
         card = ModelCard(path.read_text(encoding="utf-8") if path.is_file() else "---\n{}\n---\n# Reward model\n")
     if may_be_on_the_hub(base):
         card.data["base_model"] = base

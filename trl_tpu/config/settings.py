@@ -1,10 +1,11 @@
-"""Declarations of settings: their valid values, what rejects them, what they need, and whether they belong to a run.
+"""Declarations of settings: valid values, reasons for rejection, needs, and whether a setting belongs to a run.
 
 Each setting is declared once below, also if it is inherited from transformers; `checks` evaluates the declarations.
 The groups are the sections of `--help all`. An undeclared setting, such as a subclass's field, belongs to a run.
 """
 
 import math
+import os
 import re
 from collections.abc import Callable
 from functools import partial
@@ -29,7 +30,7 @@ class No(NamedTuple):
 
     Attributes:
         where: Names in `CIRCUMSTANCES`, and conditions on other settings in the form of `checks.holds`.
-        advice: What to do instead. By default leave the setting out, or change the other setting.
+        advice: Words for a remedy. By default: leave the setting out, or change the other setting.
         value: Regular expression to search for in the rejected values. By default all that turn the setting on.
     """
 
@@ -196,7 +197,8 @@ _add("restore_callback_states_from_checkpoint")
 # ---- settings that may change when a run is resumed
 
 _add = partial(_declare, "Folders and the Hub", False)
-_add("output_dir output_url run_name hub_model_id hub_token hub_private_repo hub_revision")
+_add("output_dir", valid=("a folder or a new name", lambda name: name is None or not os.path.isfile(name)))
+_add("output_url run_name hub_model_id hub_token hub_private_repo hub_revision")
 _add("push_to_hub", _NO_LOOP)
 _add("hub_strategy hub_always_push", needs="push_to_hub=True")
 

@@ -156,7 +156,6 @@ def convert_row(row: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     label = new.get("score") if new.get("label") is None else new["label"]
     if isinstance(label, bool | int | float) and "completion" in new and not {"completions", "chosen"} & new.keys():
         new |= {"completions": [new["completion"]], "scores": [float(label)]}
-        notes.add("`completion` with `label` or `score`, read as a single labeled answer")
     answers = next((columns for columns in _ANSWER_COLUMNS if set(columns) <= new.keys()), ())
     parsed = {key: _parse_messages(new[key]) for key in ("prompt", *answers) if _is_text(new.get(key))}
     if any(parsed.values()):

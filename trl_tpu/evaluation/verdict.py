@@ -387,9 +387,8 @@ class ScoreFit:
 
 def correlation_of(first_N: np.ndarray, second_N: np.ndarray) -> float:
     """Return Pearson's correlation of two arrays; nan if all values of one are equal."""
-    if np.ptp(first_N) == 0 or np.ptp(second_N) == 0:
-        return float("nan")
-    return float(np.corrcoef(first_N, second_N)[0, 1])
+    is_constant = np.ptp(first_N) == 0 or np.ptp(second_N) == 0
+    return float("nan") if is_constant else float(np.corrcoef(first_N, second_N)[0, 1])
 
 
 AnyVerdict: TypeAlias = Verdict | BestOfN | ScoreFit

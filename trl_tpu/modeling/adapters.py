@@ -138,7 +138,8 @@ def add_adapters(
         given = [given] if isinstance(given, str) else [rf"(.*\.)?{re.escape(name)}" for name in given]
         peft_config.exclude_modules = "|".join([*given, *(rf"{re.escape(name)}(\..*)?" for name in excluded)])
     fix = "Correct it (on a command line, the `--lora_` flags); a reward model's task_type is 'SEQ_CLS'."
-    with explaining(f"{type(model).__name__} cannot have the adapters of `peft_config`", fix):
+    with explaining(f"{type(model).__name__} cannot have the adapters of peft_config", fix), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "`is_gradient_checkpointing`")  # peft reads transformers' former name
         adapted: Any = get_peft_model(model, peft_config)
     for name, parameter in [*adapted.named_parameters()]:
         if "modules_to_save" in name and isinstance(shard := parameter.detach(), DTensor):
@@ -196,6 +197,7 @@ def load_adapted_model(folder: str, outputs: HeadSpec = ONE_REWARD, **kwargs: An
                 base.resize_token_embeddings(tokens)
         with warnings.catch_warnings():
             warnings.filterwarnings("error", "Found missing adapter keys")
+            warnings.filterwarnings("ignore", "`is_gradient_checkpointing`")
             adapted: Any = peft.PeftModel.from_pretrained(base, folder, is_trainable=is_trainable, **kwargs)
     trained = () if is_trainable else tuple(adapter_weights(adapted))
     random = sorted(key for key in info["missing_keys"] if not any(name.endswith(f".{key}") for name in trained))

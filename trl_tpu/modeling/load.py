@@ -191,6 +191,8 @@ def load_model(
     kwargs["num_labels"] = num_labels
     runtime.current().fit_loading_arguments(kwargs)
     with explaining(f"{name} cannot be loaded as a reward model"):
+        if name.startswith((".", "/", "~")) and not Path(name).is_dir():
+            raise FileNotFoundError("this folder does not exist")
         adapters = find_adapter_config_file(name, **hub_settings(kwargs))
     if adapters is not None:
         if kwargs.get("device_map") == "meta":  # peft reads weights: all processes load

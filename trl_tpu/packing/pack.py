@@ -105,9 +105,8 @@ class Sequences:
         scores_3S, slots = np.zeros((3, self.rows * self.table.answers), np.int32), self.slots()
 
         path = np.zeros_like(columns)  # column of the current sequence's token at each depth
-        segments = list[
-            tuple[int, int, int, int, int]
-        ]()  # token row, columns and depths of each sequence's new tokens
+        # token row, columns and depths of each sequence's new tokens
+        segments = list[tuple[int, int, int, int, int]]()
         trees, tails = list[tuple[int, list[Tail]]](), list[Tail]()  # start and tails of each tree
         before, first, stop = -1, 0, 0
         for index in order[np.argsort(tree_D[order], kind="stable")].tolist():

@@ -104,7 +104,7 @@ def _length(verdict: Verdict, name: str) -> float | None:
 _PAIR_MEASURES: Any = (
     ("pairs", lambda verdict: verdict.pairs, "pairs, comparisons or steps with finite rewards"),
     ("prompts", lambda verdict: verdict.prompts, "intervals allow for pairs that share a prompt"),
-    ("accuracy", lambda verdict: verdict.accuracy, "chosen above rejected; 95 % interval"),
+    ("accuracy", lambda verdict: verdict.accuracy, "chosen above rejected, or right told from wrong; 95 % interval"),
     ("mean over groups", lambda verdict: verdict.mean_over_groups, "mean accuracy, with equal weight per group"),
     ("top-1 accuracy", lambda verdict: verdict.top1_accuracy, "highest reward goes to a best-graded answer"),
     ("Kendall's tau", lambda verdict: verdict.kendall_tau, "order of a prompt's answers; 1 is best, 0 is chance"),

@@ -211,9 +211,8 @@ def _misfit() -> str | None:
         torch, torch_xla = version("torch"), version("torch_xla")
     except PackageNotFoundError:
         return None
-    if torch.split(".")[:2] == torch_xla.split(".")[:2]:
-        return None
-    return f"torch_xla {torch_xla} does not match torch {torch} and is not used"
+    fits = torch.split(".")[:2] == torch_xla.split(".")[:2]
+    return None if fits else f"torch_xla {torch_xla} does not match torch {torch} and is not used"
 
 
 def _is_tpu(device: str) -> bool:

@@ -263,7 +263,8 @@ class Runtime:
         return Topology(self._ranks, 1, process_index=dist.get_rank(), process_count=self._ranks, description=name)
 
     def _device_name(self) -> str:
-        return torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU, {torch.get_num_threads()} threads"
+        threads = f"CPU, {(count := torch.get_num_threads())} thread{'s' * (count > 1)}"
+        return torch.cuda.get_device_name() if torch.cuda.is_available() else threads
 
     def accelerate_context(self) -> AbstractContextManager[None]:
         """Return a context for starting accelerate, to let it detect this runtime's device and processes."""

@@ -165,10 +165,9 @@ def write_run_report(trainer: RewardTrainer) -> None:
         page, _ = write_report([folder])
         if (remote := trainer.trl_tpu.remote) is not None:
             remote.put(folder, [path.relative_to(folder).as_posix() for path in sorted(page.parent.iterdir())])
+        print(f"Report written to {page}")
     except Exception as error:  # the model is saved, so a failed report must not fail the command
         logger.warning("There is no report on this run (%s: %s).", type(error).__name__, error)
-    else:
-        print(f"Report written to {page}")
 
 
 def end_by_sigterm(args: RewardConfig, checkpoint: str | bool | None) -> None:

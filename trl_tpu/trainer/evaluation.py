@@ -31,7 +31,7 @@ from ..modeling.losses import StepResult
 from ..packing.batch import Batch, micro_batches_of, tensors_in
 from ..report.pages import CURVE_FILE, is_generated, make_model_card, write_training_curve, write_verdicts
 from ..runtime import Runtime, current
-from ..training.device_trainer import DeviceTrainer
+from ..training.device_trainer import DeviceTrainer, precision_of
 from ..training.progress import SubclassMetrics
 from ..training.saving import write_card
 from ..training.statistics import scale_of
@@ -354,10 +354,8 @@ class EvaluatingTrainer(DeviceTrainer):
 
     def _rows_in_order(self, dataset: Any, count: int) -> Any:
         """Return ``dataset`` if its first ``count`` rows were evaluated in order, else None."""
-        in_order = (
-            all(map(self._is_original, ORDER_METHODS)) and self.args.train_sampling_strategy != "group_by_length"
-        )
-        if not in_order or not isinstance(dataset, Dataset) or count > len(dataset):
+        keeps = all(map(self._is_original, ORDER_METHODS)) and self.args.train_sampling_strategy != "group_by_length"
+        if not keeps or not isinstance(dataset, Dataset) or count > len(dataset):
             return None
         is_part = self.args.dataloader_drop_last or self.args.max_eval_steps is not None
         return dataset if count == len(dataset) or is_part else None
@@ -375,14 +373,12 @@ class EvaluatingTrainer(DeviceTrainer):
         if path.is_file() and not is_generated(path.read_text(errors="replace")):
             return
         base = get_config_model_id(self.model.config)
-        user_tags = [tags] if isinstance(tags, str) else list(tags or [])
-        folder = str(self.args.output_dir)
         card = make_model_card(
-            model_name or Path(self.args.hub_model_id or folder).name,
-            location=self.hub_model_id or folder,
+            model_name or Path(self.args.hub_model_id or path.parent).name,
+            location=self.hub_model_id or path.parent,
             base_model=base if base and may_be_on_the_hub(base) else None,
             dataset_name=dataset_name if dataset_name and may_be_on_the_hub(dataset_name) else None,
-            tags=[*user_tags, *self._tag_names],
+            tags=[*([tags] if isinstance(tags, str) else tags or []), *self._tag_names],
             versions={library: version(library) for library in ("torch", "transformers", "datasets", "tokenizers")},
             tokenizer=self.processing_class,
             outputs=HeadSpec.of(self.model.config),
@@ -396,11 +392,13 @@ class EvaluatingTrainer(DeviceTrainer):
             is_adapters=is_peft_model(self.model),
             evaluation=evaluation,
             curve="" if self.is_in_train else write_training_curve(self.state, path.parent),
+            data=Path(dataset_name).name if dataset_name else None,
             rows=len(self.train_dataset) if has_length(self.train_dataset) else None,
             batch=self.args.train_batch_size * self._batch_parts * self.args.gradient_accumulation_steps,
             state=self.state,
             adapters=getattr(self.model, "peft_config", {}).values(),
-            tokens=self.trl_tpu.statistics.num_tokens,
+            tokens=self.trl_tpu.statistics.run_tokens,
+            precision=precision_of(self.args, self.model),
             first_step=getattr(self, "_initial_global_step", 0) + 1,
             own_optimizer=self.trl_tpu.own_optimizer,
             devices=current().topology().description,
@@ -437,6 +435,5 @@ def rewards_in(outputs: Any, batch: Batch[torch.Tensor] | None) -> torch.Tensor 
         return None if batch is None or batch.is_packed else read_scores(outputs["logits"], batch)
     values = outputs.values() if isinstance(outputs, Mapping) else outputs
     halves = [value.flatten() for value in values if isinstance(value, torch.Tensor)]
-    if len(halves) != 2 or len(halves[0]) != len(halves[1]):
-        return None
-    return torch.stack(halves, dim=-1).reshape(-1, 1)
+    is_pairs = len(halves) == 2 and len(halves[0]) == len(halves[1])
+    return torch.stack(halves, dim=-1).reshape(-1, 1) if is_pairs else None

@@ -255,11 +255,7 @@ class RewardTrainer(SuggestsNewNames, EvaluatingTrainer):
     # ---- the loss
 
     def compute_loss(
-        self,
-        model: nn.Module,
-        inputs: dict[str, Any],
-        return_outputs: bool = False,
-        num_items_in_batch: Any = None,
+        self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
         """Compute the loss of a batch, made by this package's collators or by TRL's, including TRL's up to 0.23.
 

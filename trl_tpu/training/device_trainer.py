@@ -138,11 +138,10 @@ class DeviceTrainer(SavingTrainer):
 
     def describe(self) -> str:
         """Describe the run for the start of a log: devices, mesh, sharding, precision, batches and shapes."""
-        total = sum(parameter.numel() for parameter in self.model.parameters())
-        precision = "bfloat16 over float32 weights" if self.args.bf16 else "the weights' precision"
+        trained, total = self.get_num_trainable_parameters(), sum(map(torch.numel, self.model.parameters()))
         return (
             f"Training on {current().topology().description}: {choice().reason}\n"
-            f"Computing in {precision}; {self.get_num_trainable_parameters():,} of {total:,} parameters train\n"
+            f"Computing in {precision_of(self.args, self.model)}; {trained:,} of {total:,} parameters train\n"
             f"{self.shard_report}\n"
             f"Batches of {self._train_batch_size} rows, {self.trl_tpu.batch_plan.layout}"
         )
@@ -659,6 +658,12 @@ class DeviceTrainer(SavingTrainer):
             total = self._total_loss_scalar + open_loss
             self._tr_loss = statistics.loss_sum()
             self._total_loss_scalar = total * steps / finite if finite > 0 else float("nan")
+
+
+def precision_of(args: Any, model: nn.Module) -> str:
+    """Describe the data types of products and of weights."""
+    products = "bfloat16 over " if args.bf16 else "float16 over " if args.fp16 else ""
+    return products + str(next(model.parameters()).dtype).removeprefix("torch.") + " weights" * bool(products)
 
 
 def begin_epoch(loader: Any, epoch: int) -> None:

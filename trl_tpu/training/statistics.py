@@ -59,6 +59,7 @@ class StepStatistics:
         flops_per_row: FLOPs of an average training row; None if unknown. Tokens that its answers share count once,
             padding does not count. See `trl_tpu.modeling.model_shape`.
         num_tokens: Tokens up to the last log, including those before a resume.
+        run_tokens: Tokens of this run, with those before a resume; 0 until it ends.
         nonfinite: Nonfinite steps of this run up to the last log.
         is_finite_1: True if the last step was finite.
         evaluated: Mean and standard deviation of rewards in the last evaluation.
@@ -126,6 +127,7 @@ class StepStatistics:
         self._begin(step, sum(saved, RewardSums()))
         if not parts:
             self._load(self.read(), StepCounts())
+            self._earlier_tokens = self.tokens_so_far()
             return 0.0
         same_count = len(parts) == count
         sources = [parts[index]] if same_count else parts
@@ -151,6 +153,7 @@ class StepStatistics:
         # the next log includes these sums, but its rates do not
         self._resumed, self._step = resumed, step
         self._seconds, self._since = 0.0, time.monotonic()
+        self.run_tokens = self._earlier_tokens = 0
         self.evaluated: RewardScale | None = None
         self._windows.clear()
         self._losses_1 = self.loss_sum()  # sum over the step's micro-batches, finite only if all losses are
@@ -274,11 +277,12 @@ class StepStatistics:
     def close_steps(self, loss_sum_1: torch.Tensor) -> tuple[float, StepCounts]:
         """Return the sum of losses and the counts of steps since the last log, and reset the step counts.
 
-        Call this after the last step. The open sums of rewards are kept.
+        Call this after the last step, in all processes. The open sums of rewards are kept.
         """
         loss, *vectors = self._runtime.fetch([loss_sum_1, self.device_counts, self.device_sums])
         rewards, counted = _read(*vectors)
         self._reset(counted, rewards)
+        self.run_tokens = self.tokens_so_far() - self._earlier_tokens
         return loss.item(), counted
 
     def _reset(self, counted: StepCounts, rewards: RewardSums) -> None:

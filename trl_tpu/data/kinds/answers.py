@@ -53,7 +53,8 @@ class Answers(Rankings):
 
     def raw_answers(self, row: Row, where: str) -> dict[str, Any]:
         if "completions" not in row and "completion" in row:
-            raise UserError(f"{where} has no number as `label` or `score`. Remove such rows, or label them.")
+            label = row.get("label", row.get("score"))
+            raise UserError(f"{where}: `label` or `score` must be a number (got {label!r:.60}). Correct or remove it.")
         return super().raw_answers(self._read(row), where)
 
     def tokenized(self, row: Row, ids_K: list[list[int]], where: str) -> dict[str, Any]:

@@ -45,8 +45,8 @@ class RowKind:
         token_columns: The columns of token ids among `columns`.
         scored_columns: For each column that `score` rewards, the names of the columns of rewards and of token counts.
         sequences: Number of sequences of each row; None if it varies.
-        has_own_tokens: Whether `tokenize` decides on special tokens and truncation, and prepared rows have no other
-            columns than those of `features`.
+        has_own_tokens: Whether `tokenize` decides on special tokens and truncation, and prepared rows have only the
+            columns of `features`.
         has_traps: Whether raw rows are searched for likely mistakes, see `traps`.
         compares_with_zero: Whether each reward is compared with the constant 0, not with another reward of its row.
         is_one_sequence: Whether all rewards of a row are read in the same sequence.
@@ -156,7 +156,7 @@ class RowKind:
         return prepared
 
     def raw_only(self, columns: Sequence[str]) -> list[str]:
-        """Return those of a raw dataset's columns that the prepared dataset leaves out."""
+        """Return the columns of a raw dataset that the prepared dataset leaves out."""
         return []
 
     def features(self, dataset: Any) -> Features | None:

@@ -37,10 +37,7 @@ class Pairs(RowKind):
     sequences = 2
     columns = token_columns = ("chosen_ids", "rejected_ids")
     optional_columns = ("margin", "chosen_probability")
-    scored_columns = {
-        "chosen": ("reward_chosen", "tokens_chosen"),
-        "rejected": ("reward_rejected", "tokens_rejected"),
-    }
+    scored_columns = {"chosen": ("reward_chosen", "tokens_chosen"), "rejected": ("reward_rejected", "tokens_rejected")}
 
     def is_raw(self, row: Row) -> bool:
         return set(RAW_COLUMNS) <= row.keys() and not rejects_several(row)

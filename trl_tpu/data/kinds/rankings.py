@@ -59,7 +59,7 @@ class Rankings(RowKind):
     # ---- raw rows
 
     def is_raw(self, row: Row) -> bool:
-        """Check for other numbers of answers than a pair's, whatever the other columns are."""
+        """Check that the number of answers is not that of a pair. Other columns have no effect."""
         if set(RAW_COLUMNS) <= row.keys():
             return rejects_several(row) and 1 not in self.counts
         return "completions" in row and self._has_count(row["completions"])
@@ -97,7 +97,7 @@ class Rankings(RowKind):
             answers |= {f"{column}[{place}]": value for place, value in enumerate(values)}
         checks.check_raw_row(row, answers, where)
         if (self.needs_scores or self.attributes) and ("scores" not in row or has_halves):
-            raise UserError(f"{where} has no `scores`, which loss_type='regression' and attributes need. Add them.")
+            raise UserError(f"{where} has no `scores`. Add them: loss_type='regression' and attributes need them.")
         column = "rejected" if has_halves else next((name for name in ("scores", "ranks") if name in row), "")
         if not column:
             raise UserError(f"{where} has `completions`, but neither `scores` nor `ranks`.")
