@@ -14,7 +14,6 @@ from trl_tpu.data.length_stats import length_stats
 from trl_tpu.data.trl_dict import DataCollatorForPreference
 from trl_tpu.modeling import forward
 from trl_tpu.packing.pack import TreeLayout
-from trl_tpu.packing.shapes import BatchShape
 from trl_tpu.parallel.mesh import MeshShape, parse_topology
 from trl_tpu.plan.layouts import Layout
 from trl_tpu.runtime import Remat
@@ -85,7 +84,7 @@ def test_planned_rows_equal_the_rows_of_training(attention: str, length: int, tm
     plan = make(tmp_path, COMPILING, model, data, settings={"packed_attention": attention})
     topology = parse_topology("v6e:1x1")
     layout = Layout(model, plan._args, length_stats(data).lengths, data, topology, MeshShape(), Remat.FULL, 4)
-    assert layout.shape[1] == length and BatchShape(*layout.shape) in plan.training_shapes.shapes
+    assert layout.shape.length == length and layout.shape in plan.training_shapes.shapes
 
 
 def test_row_length_too_short_for_evaluation_is_rejected_before_training(tmp_path: Path) -> None:

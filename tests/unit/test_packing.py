@@ -218,7 +218,8 @@ def test_packing_computes_few_tokens_per_real_token(pairs: int, shards: int, mos
     """Hidden size 1,024, at most four shapes. Padding to the longest sequence computes 2.5 tokens per real token."""
     both = real_pairs.tokenized(real_pairs.made_up_dialogues())
     sizes = length_stats(dataset_of(both)).lengths.sizes_N
-    plan = plan_shapes(sizes, pairs, shards, attention_crossover_length=6 * 1024)
+    # the number of micro-batches does not count here
+    plan = plan_shapes(sizes, pairs, shards, attention_crossover_length=6 * 1024, micro_batch_work=128)
     assert len(plan.shapes) <= 4
     columns = real = unpadded = 0
     order = np.random.default_rng(1).permutation(len(both))

@@ -16,10 +16,10 @@ from trl_tpu.config.reward_config import RewardConfig
 from trl_tpu.errors import UserError
 from trl_tpu.modeling.head_spec import HeadSpec
 from trl_tpu.modeling.heads import model_without_weights
-from trl_tpu.packing.shapes import RowLengths
+from trl_tpu.packing.shapes import BatchShape, RowLengths
 from trl_tpu.parallel.mesh import GiB, MeshShape, parse_topology
 from trl_tpu.plan import layouts
-from trl_tpu.plan.compile import CompiledProgram, TracedProgram, call_in_child, received
+from trl_tpu.plan.compile import CompiledProgram, TracedProgram, call_in_child, moved, received
 from trl_tpu.plan.layouts import Attempt, Layout, depths_of, extrapolate
 from trl_tpu.plan.trace import StepRequest
 from trl_tpu.runtime import Remat
@@ -43,14 +43,14 @@ def planned(model: str, more: str = "") -> list[Layout]:
 def test_config_without_data_is_planned_and_printed(model: str, capsys: pytest.CaptureFixture) -> None:
     words = "--per_device_train_batch_size 4 --row_length 512 --pairs_in_dataset 1000 --remat dots"
     (layout,) = planned(model, words)
-    assert (layout.batch_size, layout.shape, layout.remat) == (4, (4, 512), "dots")
+    assert (layout.batch_size, layout.shape, layout.remat) == (4, BatchShape(4, 512), "dots")
     printed = capsys.readouterr().out
     assert "IT FITS" in printed and "1 rows of 512 unique tokens" in printed
     assert "3,000 rows" in printed  # transformers trains 3 epochs by default
     planned(model, f"{words} --max_steps 10 --gradient_accumulation_steps 2")
     assert "80 rows" in capsys.readouterr().out  # `max_steps` decides, not the size of the dataset
     (layout,) = planned(model, f"{words} --packing false")
-    assert layout.shape == (8, 512)  # one sequence per row
+    assert layout.shape == BatchShape(8, 512)  # one sequence per row
 
 
 def test_plan_that_does_not_fit_suggests_alternatives(model: str, capsys: pytest.CaptureFixture) -> None:
@@ -103,17 +103,17 @@ def trace_requests(monkeypatch: pytest.MonkeyPatch) -> list[StepRequest]:
     monkeypatch.setattr(synthetic, "TRAIN_NUMBER_PAIRS", 64)  # saves tokenization time
     monkeypatch.setattr(plan, "missing", lambda: None)
     monkeypatch.setattr(layouts, "trace_step", trace)
-    monkeypatch.setattr(layouts, "compile_for", lambda traced, topology: CompiledProgram(1, 1, 1, 1))
+    monkeypatch.setattr(layouts, "compile_for", lambda traced, topology, whole: CompiledProgram(1, 1, 1, 1))
     return requests
 
 
-@pytest.mark.parametrize(("packing", "rows", "length"), [("auto", 3, 64), ("false", None, 17)])
+@pytest.mark.parametrize(("packing", "rows", "length"), [("auto", 3, 64), ("false", None, 64)])
 def test_rankings_are_planned_with_all_answers(packing: str, rows: Any, length: int, trace_requests: Any) -> None:
     words = ["--model_name_or_path", "synthetic:tiny", "--dataset_name", "synthetic:rankings", "--packing", packing]
     assert plan.main([*words, *WORDS]) == 0
     assert [(each.token_rows, each.length, each.answers) for each in trace_requests] == [(rows, length, 4)]
     (layout,) = planned(words[1], " ".join(words[2:]))
-    assert layout.shape == (rows or 8 * 4, length)  # 8 prompts
+    assert layout.shape == BatchShape(rows or 8 * 4, length)  # 8 prompts
 
 
 @pytest.mark.parametrize("packing", ["true", "false"])
@@ -122,7 +122,7 @@ def test_process_rewards_and_attributes_are_planned_as_trained(
 ) -> None:
     solutions(20).to_json(tmp_path / "steps.jsonl")
     words = [*WORDS, "--model_name_or_path", "synthetic:tiny", "--packing", packing]
-    words += ["--per_device_train_batch_size", "4"]
+    words += ["--per_device_train_batch_size", "4", "--max_shapes", "1"]  # compiles one program
     of_steps = ["prm", *words, "--step_separator", " "]
     assert plan.main([*words, "--attributes", "helpful", "brief", "--max_length", "64"]) == 0
     assert plan.main(of_steps) == plan.main([*of_steps, "--dataset_name", str(tmp_path / "steps.jsonl")]) == 0
@@ -188,8 +188,9 @@ def layout() -> Layout:
 
 
 def test_times_follow_from_operations_and_bytes_at_published_speeds(layout: Layout) -> None:
-    seconds = Attempt(layout, compiled(layout, flops=90e12)).seconds
-    assert seconds == {"arithmetic": 90e12 / 918e12, "links": 4e9 / 400e9}
+    largest, usual = compiled(layout, flops=180e12), compiled(layout, flops=90e12, moved=32.8e9)
+    seconds = Attempt(layout, largest, usual=usual).seconds
+    assert seconds == {"arithmetic": 90e12 / 918e12, "links": 4e9 / 400e9, "memory": 32.8e9 / 1640e9}
     # the compiler ignores operations of kernels and counts loops once: a step needs at least the model's operations
     least = layout.training_flops / 16
     assert Attempt(layout, compiled(layout, flops=0.0)).seconds["arithmetic"] == least / 918e12
@@ -206,6 +207,10 @@ def test_received_bytes_count_each_channel_once() -> None:
         " %e = f32[8] add(%b, %c), metadata={op_name=all-gather}",
     ]
     assert received("\n".join(lines)) == 2 * 8 * 128 / 2 + 4 * 101 * 3 / 4 + 4 * 25 * 4 * 3 / 4 + 64
+    results = (
+        "  %a = (f32[100]{0:T(128)}, bf16[50]{0:T(128)S(1)}) fusion(%p), kind=kLoop\n  %b = f32[9]{0} parameter(0)"
+    )
+    assert moved(f"%called {{\n  %c = f32[7] add(%d)\n}}\nENTRY %main {{\n{results}\n}}") == 2 * 4 * 100
 
 
 def test_child_process_error_states_reason_or_signal() -> None:

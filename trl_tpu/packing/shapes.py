@@ -6,6 +6,7 @@ candidates for a plan.
 
 import itertools
 from bisect import bisect_left, insort
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -181,6 +182,21 @@ class ShapePlan:
         for count in itertools.count(_MAX_ACCUMULATED + 1):
             yield (longest,) * count + self.update[-1:]
 
+    def usual(self, sizes_N: np.ndarray, batch_size: int, shared_prefix: int = 0) -> BatchShape:
+        """Return the shape of most batches of data rows with these sizes; of a batch's last micro-batch, if several.
+
+        The other arguments are those of `plan_shapes`.
+        """
+        generator, counts = np.random.default_rng(0), Counter[BatchShape]()
+        for _ in range(64):
+            sizes = sorted((generator.choice(sizes_N, batch_size) - shared_prefix).tolist(), reverse=True)
+            for schedule in self.schedules():
+                free = sorted(shape.length - shared_prefix for shape in schedule for _ in range(shape.rows))
+                if best_fit(sizes, free):
+                    break
+            counts[schedule[-1]] += 1  # without `accumulate`, the last shape holds every batch
+        return counts.most_common(1)[0][0]
+
 
 def common_prefix(first: np.ndarray, second: np.ndarray) -> int:
     """Return the length of the common prefix of two sequences."""
@@ -230,7 +246,7 @@ def plan_shapes(
     max_shapes: int = 4,
     shared_prefix: int = 0,
     attention_crossover_length: float = 4096,
-    micro_batch_work: float = 128,
+    micro_batch_work: float = 512,
     multiple: int = 32,
     row_length: int | None = None,
 ) -> ShapePlan:

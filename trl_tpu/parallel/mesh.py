@@ -130,6 +130,7 @@ class Chip:
             out-of-memory message shows.
         link_bandwidth: Total bandwidth of all links to other chips in one direction, in bytes per second: half of the
             published bidirectional bandwidth.
+        memory_bandwidth: HBM bandwidth, in bytes per second.
         shapes: Shapes of slices that can be rented, from small to large.
         accelerator_prefix: Prefix of the accelerator type: "v5litepod" for a v5litepod-8.
     """
@@ -138,6 +139,7 @@ class Chip:
     peak_flops: float
     memory: int
     link_bandwidth: float
+    memory_bandwidth: float
     shapes: tuple[str, ...]
     accelerator_prefix: str
 
@@ -153,9 +155,9 @@ _3D_SHAPES = (
     *("8x8x16", "8x16x16", "16x16x16", "16x16x24"),
 )
 CHIPS = {
-    "v5e": Chip("v5e", 197e12, 16 * GiB - 258 * MiB, 400e9 / 2, _2D_SHAPES, "v5litepod"),
-    "v5p": Chip("v5p", 459e12, 96 * GiB - 263 * MiB, 1200e9 / 2, _3D_SHAPES, "v5p"),
-    "v6e": Chip("v6e", 918e12, 63 * GiB // 2 - 260 * MiB, 800e9 / 2, _2D_SHAPES, "v6e"),
+    "v5e": Chip("v5e", 197e12, 16 * GiB - 258 * MiB, 400e9 / 2, 819e9, _2D_SHAPES, "v5litepod"),
+    "v5p": Chip("v5p", 459e12, 96 * GiB - 263 * MiB, 1200e9 / 2, 2765e9, _3D_SHAPES, "v5p"),
+    "v6e": Chip("v6e", 918e12, 63 * GiB // 2 - 260 * MiB, 800e9 / 2, 1640e9, _2D_SHAPES, "v6e"),
 }
 
 

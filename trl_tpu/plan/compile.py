@@ -12,7 +12,10 @@ import re
 import subprocess
 import sys
 import tempfile
+import time
+from collections import Counter
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -54,11 +57,12 @@ class CompiledProgram:
         arguments: Bytes of weights, optimizer state, accumulated gradients and the batch. Idle tensors are included.
         results: Bytes of results that do not overwrite an argument.
         temporary: Bytes of intermediate values.
-        generated_code: Bytes of instructions.
+        generated_code: Bytes of instructions; 0 (unknown) if no code was generated.
         flops: Arithmetic operations; those in custom kernels are not counted. 0 (unknown) for a program with loops,
             because the compiler counts a loop body only once.
         received: Lower bound on the bytes that collectives receive from other chips; 0 (unknown) for a program with
             loops.
+        moved: Lower bound on the bytes read from HBM and written to it; 0 (unknown) for a program with loops.
     """
 
     arguments: int
@@ -67,6 +71,7 @@ class CompiledProgram:
     generated_code: int
     flops: float = 0.0
     received: float = 0.0
+    moved: float = 0.0
 
     @property
     def peak(self) -> int:
@@ -99,18 +104,19 @@ def pretend_devices(values: Mapping[str, Any], words: list[str]) -> None:
     os.environ |= {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": str(chips), "USE_TORCH_XLA": "1"}
 
 
-def compile_for(traced: TracedProgram, topology: str) -> CompiledProgram:
+def compile_for(traced: TracedProgram, topology: str, whole: bool = True) -> CompiledProgram:
     """Compile ``traced`` for a TPU slice.
 
     Args:
         traced: The program. Its mesh must not have more devices than the topology has chips.
         topology: Google's name of the slice, such as "v6e:4x4" or "v5p:2x2x4".
+        whole: Whether to generate code, which takes most of the time. Only `generated_code` needs it.
 
     Raises:
         RuntimeError: libtpu does not know the topology or cannot compile the program. The message is libtpu's.
     """
     flags = device_choice.flags_for(topology, os.environ.get(device_choice.VARIABLE, ""))
-    return call_in_child(compile_here, traced, topology, environment={device_choice.VARIABLE: flags})
+    return call_in_child(compile_here, traced, topology, whole, environment={device_choice.VARIABLE: flags})
 
 
 # ---- child processes
@@ -152,30 +158,43 @@ def run_pickled_call() -> None:
     except Exception as error:  # compiler messages are long; the beginning matters
         result, message = None, f"{type(error).__name__}: {error}"[:4000]
     exchange.write_bytes(pickle.dumps((result, message)))
+    os._exit(0)  # without waiting for the compiler's threads
 
 
 # ---- in the child process that compiles
 
 
-def compile_here(traced: TracedProgram, topology: str) -> CompiledProgram:
+def compile_here(traced: TracedProgram, topology: str, whole: bool) -> CompiledProgram:
     """Compile in this process; see `compile_for`."""
+    import jax
+    from jax._src.lib import xla_client
     from jax.experimental import topologies
     from jaxlib import _jax
 
     devices = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
     used = _jax.DeviceList(tuple(devices[: traced.chips]))
-    with tempfile.TemporaryDirectory() as dump:
-        executable = devices[0].client.compile(_mlir_module(traced), used, _compile_options(traced.chips, dump))
-        temporary = _temporary_bytes(Path(dump))
-    memory, listing = executable.get_compiled_memory_stats(), executable.hlo_modules()[0].to_string()
-    has_loops = " while(" in listing
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        options, dump = _compile_options(traced.chips, folder), Path(folder)
+        compiling = ThreadPoolExecutor(1).submit(devices[0].client.compile, _mlir_module(traced), used, options)
+        # libtpu writes this file when the program is final and its memory is assigned, before it generates code
+        while not compiling.done() and (whole or not any(dump.glob("*_after_buffer_assignment.txt"))):
+            time.sleep(0.1)
+        code = compiling.result().get_compiled_memory_stats().generated_code_size_in_bytes if compiling.done() else 0
+        listing = next(dump.glob("*after_optimizations.txt")).read_text()
+        allocations = _ALLOCATION.findall(next(dump.glob("*buffer-assignment.txt")).read_text())
+    bytes_of, has_loops = Counter[str](), " while(" in listing
+    for size, kind, overwritten in allocations:
+        bytes_of[kind] += int(size)
+        bytes_of["overwritten"] += int(size) if overwritten else 0
+    module, cpu = xla_client._xla.hlo_module_from_text(listing), jax.devices("cpu")[0].client
     return CompiledProgram(
-        arguments=memory.argument_size_in_bytes + traced.idle,
-        results=memory.output_size_in_bytes - memory.alias_size_in_bytes,
-        temporary=temporary,
-        generated_code=memory.generated_code_size_in_bytes,
-        flops=0.0 if has_loops else executable.cost_analysis()["flops"],
+        arguments=bytes_of["parameter"] + traced.idle,
+        results=bytes_of["maybe-live-out"] + bytes_of["output"],
+        temporary=bytes_of["preallocated-temp"],
+        generated_code=code,
+        flops=0.0 if has_loops else xla_client._xla.hlo_module_cost_analysis(cpu, module)["flops"],
         received=0.0 if has_loops else received(listing),
+        moved=0.0 if has_loops else bytes_of["parameter"] + moved(listing) - bytes_of["overwritten"],
     )
 
 
@@ -218,24 +237,38 @@ def _compile_options(chips: int, dump: str) -> Any:
     return options
 
 
-def _temporary_bytes(dump: Path) -> int:
-    """Return the HBM bytes of intermediate values, from the compiler's list of allocations.
-
-    ``get_compiled_memory_stats`` overestimates this size: for an 8B model, by 1.8 GB of about 9 GB. libtpu compiles
-    such a program even if a chip has less memory than the overestimate, and its out-of-memory messages agree with the
-    list.
-    """
-    file = next(dump.glob("**/*buffer-assignment.txt"))
-    # the pattern skips allocations in memories other than HBM: their lines have a "color" after the size
-    sizes = re.findall(r"^allocation \d+: size (\d+), preallocated-temp", file.read_text(), re.MULTILINE)
-    return sum(map(int, sizes))
-
-
+# bytes, kind, and whether a result overwrites an argument; allocations in memories besides HBM have a "color" instead
+_ALLOCATION = re.compile(
+    r"^allocation \d+: size (\d+), (parameter|preallocated-temp|maybe-live-out|output)\b.*?(maybe-live-out)?:?$",
+    re.MULTILINE,
+)
+# result shapes of instructions that write new values
+_WRITTEN = re.compile(
+    r"^  (?!ROOT)\S+ = (.*?) (?!(?:parameter|get-tuple-element|bitcast|tuple|\S+-start)\()[\w-]+\(", re.MULTILINE
+)
+# arrays such as bf16[8,128]{1,0:T(8,128)S(1)}: bits per number, dimensions, and layout; S(...) is a memory besides HBM
+_ARRAY = re.compile(r"\w+?(\d+)\[([\d,]*)\](\{[^}]*\})?")
 # groups: result shapes, operation, "-start", channel, and either the first group's chips or the size of the groups
 _COLLECTIVE = re.compile(
     r" = (.*?) (all-gather|all-reduce|all-to-all|collective-permute|reduce-scatter)(-start)?\(.*?channel_id=(\d+)"
     r"(?:.*?replica_groups=(?:\{\{([\d,]*)\}|\[\d+,(\d+)\]))?"
 )
+
+
+def moved(listing: str) -> float:
+    """Return a lower bound on the bytes that a compiled program writes to HBM and reads back, without its arguments.
+
+    Each result of an instruction is written, and read by another instruction, at least once.
+
+    Args:
+        listing: The program in HLO notation.
+    """
+    shapes = _WRITTEN.findall(listing[listing.index("\nENTRY ") :])
+    return 2 * sum(_size(*array) for shape in shapes for array in _ARRAY.findall(shape) if "S(" not in array[2])
+
+
+def _size(bits: str, dimensions: str, _: str = "") -> float:
+    return int(bits) / 8 * prod(int(length) for length in dimensions.split(",") if length)
 
 
 def received(listing: str) -> float:
@@ -251,9 +284,7 @@ def received(listing: str) -> float:
     bytes_of: dict[str, float] = {}
     for shapes, operation, start, channel, members, group_size in _COLLECTIVE.findall(listing):
         chips = int(group_size) if group_size else members.count(",") + 1 if members else 0  # 0 without groups
-        # arrays such as bf16[8,128]: bits per number, and dimensions
-        arrays = re.findall(r"\w+?(\d+)\[([\d,]*)\]", shapes)
-        sizes = [int(bits) / 8 * prod(int(length) for length in shape.split(",") if length) for bits, shape in arrays]
+        sizes = [_size(*array) for array in _ARRAY.findall(shapes)]
         full = max(sizes) if start else sum(sizes)  # the result of a "-start" operation includes its operand
         if operation == "reduce-scatter":
             full *= chips

@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
 from functools import cached_property, partial
-from math import ceil, prod
+from math import ceil
 from typing import Any
 
 from datasets import Dataset
@@ -16,7 +16,7 @@ from ..data.length_stats import kind_of_dataset, length_stats
 from ..modeling.adapters import without_adapters
 from ..modeling.model_shape import ModelShape, model_shape_of, training_flops
 from ..modeling.recurrent_layers import shared_chunk
-from ..packing.shapes import RowLengths, round_up
+from ..packing.shapes import BatchShape, RowLengths, ShapePlan, bucket_lengths, round_up
 from ..parallel.mesh import GiB, MeshShape, MiB, TpuSlice
 from ..runtime import Remat
 from ..training.batch_plan import LONG_ROW, plan_shapes_of
@@ -40,6 +40,7 @@ class Layout:
         mesh: The mesh, used instead of the mesh in ``args``.
         remat: The rematerialization policy, used instead of the policy in ``args``.
         device_batch_size: The `per_device_train_batch_size`, used instead of its value in ``args``.
+        given_shape: The micro-batch to compile, over all chips, without generating code. None compiles the largest.
     """
 
     module: Any
@@ -50,6 +51,7 @@ class Layout:
     mesh: MeshShape
     remat: Remat
     device_batch_size: int
+    given_shape: BatchShape | None = None
 
     @cached_property
     def model(self) -> ModelShape:
@@ -69,25 +71,39 @@ class Layout:
         return length_stats(self.tokens).answers if is_many else None
 
     @cached_property
-    def shape(self) -> tuple[int, int]:
-        """Number of token rows in the largest micro-batch over all chips, and their length."""
-        args, shards = self.args, self.mesh.batch_shards
+    def plan(self) -> ShapePlan:
+        """The shapes of micro-batches over all chips."""
+        args, shards, chunk = self.args, self.mesh.batch_shards, shared_chunk(self.module)
         if args.packing == "false":
             sequences = 1 if args.step_separator is not None else self.answers or 2  # a solution is one sequence
-            return sequences * self.batch_size, int(self.lengths.longest_N.max())
-        chunk = shared_chunk(self.module)
+            lengths = bucket_lengths(int(self.lengths.longest_N.max()), args.max_shapes)
+            return ShapePlan(tuple(BatchShape(sequences * self.batch_size, length) for length in lengths))
         if self.tokens is None:
             size = int(self.lengths.in_chunks(chunk).sizes_N[0])
             length = args.row_length or int(round_up(size, 128))
-            return ceil(self.batch_size / (length // size) / shards) * shards, length
+            return ShapePlan((BatchShape(ceil(self.batch_size / (length // size) / shards) * shards, length),))
         plan_shapes = partial(
             plan_shapes_of, self.tokens, self.model.hidden, self.batch_size, shards, args, chunk=chunk
         )
         plan = plan_shapes()
         is_long = args.packed_attention == "auto" and plan.longest >= LONG_ROW
         if self.answers is None and (is_long or args.packed_attention == "expanded"):
-            plan = plan_shapes(expands=True, multiple=256)
-        return max(((shape.rows, shape.length) for shape in plan.shapes), key=prod)
+            return plan_shapes(expands=True, multiple=256)
+        return plan
+
+    @cached_property
+    def usual(self) -> BatchShape:
+        """The micro-batch of most batches, over all chips."""
+        if self.args.packing == "false":
+            return self.plan.usual(self.lengths.longest_N, self.batch_size)
+        prefix = 0 if self.tokens is None else length_stats(self.tokens).shared_prefix
+        sizes_N = self.lengths.in_chunks(self.plan.chunk).sizes_N
+        return self.plan.usual(sizes_N, self.batch_size, prefix // self.plan.chunk * self.plan.chunk)
+
+    @cached_property
+    def shape(self) -> BatchShape:
+        """The micro-batch to compile, over all chips."""
+        return self.given_shape or max(self.plan.shapes, key=lambda shape: shape.rows * shape.length)
 
     @property
     def training_flops(self) -> float:
@@ -100,8 +116,7 @@ class Layout:
         return {"mesh": str(self.mesh), "remat": self.remat, "per_device_train_batch_size": self.device_batch_size}
 
     def __str__(self) -> str:
-        token_rows, length = self.shape
-        data = f"{self.batch_size} rows of the data in {token_rows} token rows of {length}"
+        data = f"{self.batch_size} rows of the data in {self.shape.rows} token rows of {self.shape.length}"
         return f"mesh {self.mesh}, remat {self.remat}, {data}"
 
 
@@ -136,19 +151,21 @@ def compile_layout(
     Raises:
         RuntimeError: The trainer or the compiler rejects the layout.
     """
-    config, (token_rows, length) = without_adapters(layout.module).config, layout.shape
+    config, shape = without_adapters(layout.module).config, layout.shape
     request = StepRequest(
         config,
         layout.topology.chips,
-        length,
-        None if layout.args.packing == "false" else token_rows,
+        shape.length,
+        None if layout.args.packing == "false" else shape.rows,
         {**arguments, **layout.arguments},
         peft_config,
         str(layout.module.dtype).removeprefix("torch."),
         layout.answers,
+        layout.plan.longest,
     )
     requests = [replace(request, model=with_layers(config, depth)) for depth in depths]
-    programs = [compile_for(trace_step(item), layout.topology.compiled_as) for item in requests]
+    whole = layout.given_shape is None
+    programs = [compile_for(trace_step(item), layout.topology.compiled_as, whole) for item in requests]
     return extrapolate(programs, depths, config.num_hidden_layers)
 
 
@@ -201,11 +218,16 @@ _OUT_OF_MEMORY = re.compile(
 
 @dataclass(frozen=True)
 class Attempt:
-    """A layout with its compiled program, or with the compiler's out-of-memory message."""
+    """A layout with its compiled program, or with the compiler's out-of-memory message.
+
+    Attributes:
+        usual: The program of most batches; None if it is the same.
+    """
 
     layout: Layout
     program: CompiledProgram | None = None
     error: str = ""
+    usual: CompiledProgram | None = None
 
     @property
     def fits(self) -> bool:
@@ -214,29 +236,43 @@ class Attempt:
     @property
     def flops(self) -> float:
         """Lower bound on the operations per chip and micro-batch: the compiler undercounts kernels and loops."""
-        counted = 0.0 if self.program is None else self.program.flops
+        counted = 0.0 if self.timed is None else self.timed.flops
         return max(counted, self.layout.training_flops / self.layout.topology.chips)
 
     @property
+    def timed(self) -> CompiledProgram | None:
+        """The program whose time is that of most batches."""
+        return self.usual or self.program
+
+    @property
     def seconds(self) -> dict[str, float]:
-        """Minimum time of a micro-batch for arithmetic and for links, at the chip's published speeds."""
-        chip, received = self.layout.topology.chip, 0.0 if self.program is None else self.program.received
-        return {"arithmetic": self.flops / chip.peak_flops, "links": received / chip.link_bandwidth}
+        """Minimum time of a usual micro-batch for arithmetic, links and memory, at the chip's published speeds."""
+        chip, received, moved = self.layout.topology.chip, 0.0, 0.0
+        if self.timed is not None:
+            received, moved = self.timed.received, self.timed.moved
+        return {
+            "arithmetic": self.flops / chip.peak_flops,
+            "links": received / chip.link_bandwidth,
+            "memory": moved / chip.memory_bandwidth,
+        }
 
     @property
     def most_rows_per_second(self) -> float:
-        """Upper bound on the data rows per second, with arithmetic and links working concurrently."""
+        """Upper bound on the data rows per second, with arithmetic, links and memory working concurrently."""
         return self.layout.batch_size / max(self.seconds.values())
 
 
 def attempt(layout: Layout, compile_one: Compile) -> Attempt:
-    """Compile a layout, and catch out-of-memory errors.
+    """Compile a layout's largest and usual micro-batch, and catch out-of-memory errors.
 
     Raises:
         RuntimeError: The compiler fails for another reason than memory.
     """
     try:
-        return Attempt(layout, compile_one(layout))
+        program, usual = compile_one(layout), None
+        if layout.given_shape is None and layout.usual != layout.shape:
+            usual = compile_one(replace(layout, given_shape=layout.usual))
+        return Attempt(layout, program, usual=usual)
     except RuntimeError as error:
         if (match := _OUT_OF_MEMORY.search(str(error))) is None:
             raise
@@ -256,17 +292,19 @@ def report(tried: Attempt, rows_to_train: float | None = None) -> str:
         rows_to_train: Number of data rows over all epochs; None omits the estimate of hours.
     """
     layout, program, chip = tried.layout, tried.program, tried.layout.topology.chip
-    model, chips, (token_rows, length) = layout.model, layout.topology.chips, layout.shape
+    model, chips, usual, largest = layout.model, layout.topology.chips, layout.usual, layout.shape
     needed = f"{sized(program.peak)} are needed" if program else tried.error
     head = (
         f"{scaled(model.parameters)}parameters, {scaled(model.trained_parameters)}trained, on {layout.topology}: "
         f"{chips} chip(s) as mesh {layout.mesh}, remat {layout.remat}\n"
-        f"A micro-batch: {layout.batch_size:,} rows of the data in {token_rows:,} token rows of {length:,}, over all "
-        "chips\n\n"
+        f"A micro-batch: {layout.batch_size:,} rows of the data, mostly in {usual.rows:,} token rows of "
+        f"{usual.length:,}, at most in {largest.rows:,} of {largest.length:,}, over all chips. Programs to compile: "
+        f"{len(layout.plan.shapes)}\n\n"
         f"{'IT FITS' if tried.fits else 'IT DOES NOT FIT'}: {needed}, each chip has {sized(chip.memory)}."
     )
     if program is None:
         return head
+    timed = tried.usual or program
     memory = [
         ("arguments", sized(program.arguments), "weights, optimizer state, accumulated gradients, the batch"),
         ("temporary", sized(program.temporary), "gradients, activations, gathered weights, a layer's own results"),
@@ -276,10 +314,13 @@ def report(tried: Attempt, rows_to_train: float | None = None) -> str:
     ]
     seconds, rate, best = tried.seconds, tried.most_rows_per_second, max(tried.seconds.values())
     operations = f"{scaled(tried.flops)}FLOP at {scaled(chip.peak_flops)}FLOP/s in bfloat16"
-    links = f"{scaled(program.received)}B received at {scaled(chip.link_bandwidth)}B/s, over all links"
+    links = f"{scaled(timed.received)}B received at {scaled(chip.link_bandwidth)}B/s, over all links"
+    moved = f"{scaled(timed.moved)}B at {scaled(chip.memory_bandwidth)}B/s, each result of an instruction once"
+    counted = bool(timed.flops)
     times = [
         ("arithmetic", f"{seconds['arithmetic']:.4g} s", operations),
-        ("links", f"{seconds['links']:.4g} s", links if program.flops else "unknown: the compiler counts a loop once"),
+        ("links", f"{seconds['links']:.4g} s", links if counted else "unknown: the compiler counts a loop once"),
+        ("memory", f"{seconds['memory']:.4g} s", moved if counted else "unknown"),
     ]
     mfu = layout.training_flops / chips / chip.peak_flops / best
     notes = [
@@ -290,7 +331,7 @@ def report(tried: Attempt, rows_to_train: float | None = None) -> str:
     if rows_to_train:
         hours = rows_to_train / rate / 3600
         notes.append(f"{rows_to_train:,.0f} rows: at least {hours:,.1f} h, {hours * chips:,.4g} chip-hours.")
-    title = f"Time of a micro-batch at the chip's published speeds ({chip.source})"
+    title = f"Time of a usual micro-batch at the chip's published speeds ({chip.source})"
     return "\n\n".join([head, _table("Memory of a chip", memory), _table(title, times, notes)])
 
 

@@ -55,6 +55,7 @@ class StepRequest:
         peft: A `peft.LoraConfig`; None trains the full model.
         dtype: Name of the weights' torch dtype.
         answers: Number of answers per ranking, or of steps per solution; None makes pairs.
+        longest: Length of the longest token rows of other batches. It decides how packed rows attend.
     """
 
     model: PretrainedConfig
@@ -65,6 +66,7 @@ class StepRequest:
     peft: Any = None
     dtype: str = "float32"
     answers: int | None = None
+    longest: int = 0
 
 
 def trace_step(request: StepRequest) -> TracedProgram:
@@ -138,7 +140,8 @@ def make_trainer(request: StepRequest, model: PreTrainedModel, folder: str) -> R
     args = config(**{**request.arguments, **fixed})
     batch_size = args.train_batch_size
     words = Tokenizer(models.WordLevel({"<pad>": 0, "<eos>": 1}, unk_token="<pad>"))  # a stub: nothing is tokenized
-    shapes = ShapePlan((BatchShape(request.token_rows or batch_size, request.length),))
+    lengths = request.length, max(request.length, request.longest)  # batches are short, and take the first
+    shapes = ShapePlan(tuple(BatchShape(request.token_rows or batch_size, length) for length in lengths))
     trainer: RewardTrainer = type(trainer_type.__name__, (trainer_type,), {"fixed_shapes": shapes})(
         model=model,
         args=args,
