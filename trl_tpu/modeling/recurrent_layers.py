@@ -205,9 +205,7 @@ def recompute_in_same_batch(model: nn.Module) -> None:
 def _checkpoint_in_batch(
     checkpoint: Callable[..., Any], forward: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
-    call = partial(forward)  # with the keywords of a partial `forward`: on XLA, some are inputs with a gradient
-    in_batch = partial(_call_in_batch, current_packed_batch(), call.func, *call.args, **call.keywords)
-    return checkpoint(in_batch, *args, **kwargs)
+    return checkpoint(partial(_call_in_batch, current_packed_batch(), forward), *args, **kwargs)
 
 
 def _call_in_batch(batch: Batch[Any] | None, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:

@@ -1,9 +1,7 @@
 """Recomputation of layers in the backward, and layers as one compiled loop."""
 
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from functools import partial
-from itertools import chain
 from typing import Any
 
 import torch
@@ -14,6 +12,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils.checkpoint import checkpoint
 from torch_xla.experimental.scan import _scan_impl_flat
 from torch_xla.experimental.stablehlo_custom_call import place_to_device, place_to_host
 
@@ -25,44 +24,38 @@ Operations = frozenset[OpOverload]
 def recompute(
     layer: nn.Module, policy: Remat, function: Callable[..., torch.Tensor | tuple[Any, ...]], *args: Any
 ) -> Any:
-    """Call ``function(*args)``, the forward of ``layer``, and recompute it in the backward.
+    """Call ``function(*args)``, the forward of ``layer``, and recompute it in the backward by torch's checkpoint.
 
-    The inputs and the results that ``policy`` keeps are saved for the backward. If ``function`` is a partial, some of
-    its keywords are inputs too: tensors with a gradient, and tensors in a mutable mapping. Layers of Gemma 3n and
-    Gemma 4 pass keys and values to later layers in such a mapping; tensors that the layer adds to it are outputs.
-    All other tensors inside ``function`` are constants without a gradient.
+    The results that ``policy`` keeps are saved for the backward. The recomputation reads copies of weights and inputs
+    behind a barrier that waits for a gradient: the compiler would otherwise merge it with the forward.
     """
-    keywords, parameters = getattr(function, "keywords", {}), list(layer.parameters())
-    named = {key: value for key, value in keywords.items() if isinstance(value, torch.Tensor) and value.requires_grad}
-    name = next((key for key, value in keywords.items() if _is_shared(value)), None)
-    shared: MutableMapping[str, tuple[torch.Tensor, ...]] = {} if name is None else keywords[name]
-    sizes, added, is_tuple = {key: len(values) for key, values in shared.items()}, dict[str, int](), False
+    keeping, autocast, seed = Keeping(kept_operations(policy)), autocast_now(), xm.get_rng_state()
+    gradients, is_forward = list[torch.Tensor](), True
 
-    def run(*inputs: Any) -> tuple[Any, ...]:
-        positional, tensors = inputs[: len(args)], iter(inputs[len(args) :])
-        kwargs: dict[str, Any] = {key: next(tensors) for key in named}
-        mapping = type(shared)()
-        for key, size in sizes.items():
-            mapping[key] = tuple(next(tensors) for _ in range(size))
-        before = dict(mapping)
-        outputs = partial(function, **kwargs, **({} if name is None else {name: mapping}))(*positional)
-        new = {key: values for key, values in mapping.items() if values is not before.get(key)}
-        added.update({key: len(values) for key, values in new.items()})
-        nonlocal is_tuple
-        is_tuple = isinstance(outputs, tuple)
-        return (*(outputs if is_tuple else (outputs,)), *chain.from_iterable(new.values()))
+    def run() -> Any:
+        nonlocal is_forward
+        if is_forward:
+            is_forward = False
+            with keeping:
+                return function(*args)
+        weights = [nn.Parameter(_copy(parameter), parameter.requires_grad) for parameter in layer.parameters()]
+        inputs = [_copy(arg) if isinstance(arg, torch.Tensor) else arg for arg in args]
+        kept, keeping.kept = [tensor.clone() for tensor in keeping.kept], []
+        tensors = (tensor for tensor in inputs if isinstance(tensor, torch.Tensor))
+        xm.optimization_barrier_([*weights, *tensors, *kept, *gradients])
+        with xm.fork_rng(), autocast, weights_of(layer, weights), Reusing(kept_operations(policy), kept):
+            xm.set_rng_state(seed)
+            return function(*inputs)
 
-    inputs = (*parameters, *args, *named.values(), *chain.from_iterable(shared.values()))
-    results = _Recompute.apply(layer, kept_operations(policy), run, len(parameters), *inputs)
-    count = len(results) - sum(added.values())
-    tensors = iter(results[count:])
-    for key, size in added.items():
-        shared[key] = tuple(next(tensors) for _ in range(size))
-    return results[:count] if is_tuple else results[0]
+    def note(gradient: torch.Tensor) -> torch.Tensor:
+        gradients.append(gradient.clone())
+        return gradients[-1]
 
-
-def _is_shared(value: Any) -> bool:
-    return isinstance(value, MutableMapping) and all(isinstance(tensors, tuple) for tensors in value.values())
+    results = checkpoint(run, use_reentrant=False, preserve_rng_state=False)
+    for result in results if isinstance(results, tuple) else (results,):
+        if isinstance(result, torch.Tensor) and result.requires_grad:
+            result.register_hook(note)
+    return results
 
 
 def kept_operations(policy: Remat) -> Operations:
@@ -104,51 +97,6 @@ def autocast_now() -> torch.autocast:
     """Return a context with the current autocast settings, for the backward: it runs outside the forward's context."""
     dtype, enabled = torch.get_autocast_dtype("xla"), torch.is_autocast_enabled("xla")
     return torch.autocast("xla", dtype, enabled, torch.is_autocast_cache_enabled())
-
-
-class _Recompute(torch.autograd.Function):
-    @staticmethod
-    def forward(  # type: ignore[override]
-        ctx: Any, layer: nn.Module, keep: Operations, function: Callable[..., Any], count: int, *inputs: Any
-    ) -> Any:
-        ctx.layer, ctx.keep, ctx.function = layer, keep, function
-        ctx.autocast = autocast_now()
-        ctx.seed = xm.get_rng_state()
-        args = inputs[count:]
-        ctx.is_tensor = [isinstance(arg, torch.Tensor) for arg in args]
-        ctx.others = [None if is_tensor else arg for arg, is_tensor in zip(args, ctx.is_tensor, strict=True)]
-        ctx.save_for_backward(*(arg for arg in args if isinstance(arg, torch.Tensor)))
-        with torch.no_grad(), Keeping(keep) as keeping:
-            outputs = function(*args)
-        ctx.kept = keeping.kept
-        return outputs
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[Any, ...]:
-        weights = [nn.Parameter(_copy(parameter), parameter.requires_grad) for parameter in ctx.layer.parameters()]
-        tensors = [_copy(tensor) for tensor in ctx.saved_tensors]
-        gradients = tuple(None if gradient is None else gradient.clone() for gradient in gradients)
-        kept, ctx.kept = [tensor.clone() for tensor in ctx.kept], []
-        xm.optimization_barrier_([*weights, *tensors, *kept, *(grad for grad in gradients if grad is not None)])
-        saved = iter(tensors)
-        args = [
-            next(saved) if is_tensor else value for is_tensor, value in zip(ctx.is_tensor, ctx.others, strict=True)
-        ]
-        with xm.fork_rng(), torch.enable_grad(), ctx.autocast, weights_of(ctx.layer, weights), Reusing(ctx.keep, kept):
-            xm.set_rng_state(ctx.seed)
-            outputs = ctx.function(*args)
-        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-        differentiable = [
-            (output, gradient)
-            for output, gradient in zip(outputs, gradients, strict=True)
-            if isinstance(output, torch.Tensor) and output.requires_grad and gradient is not None
-        ]
-        results, incoming = zip(*differentiable, strict=True)
-        leaves = [leaf for leaf in (*weights, *tensors) if leaf.requires_grad]
-        leaf_gradients = torch.autograd.grad(results, leaves, incoming, allow_unused=True)
-        gradient_of = dict(zip(map(id, leaves), leaf_gradients, strict=True))
-        return (None, None, None, None, *(gradient_of.get(id(value)) for value in (*weights, *args)))
 
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:
