@@ -97,7 +97,7 @@ def shard_model(model: Any, mesh: MeshShape, runtime: Runtime, device: torch.dev
             for tensor in whole.values():
                 tensor.data.copy_(_from_first(tensor, device))
         else:  # no process has weights now: TorchTPU cannot move them within FSDP2
-            _replace_tensors(model, lambda tensor: torch.empty_like(tensor, device="meta"))
+            _replace_tensors(model, lambda _, tensor: torch.empty_like(tensor, device="meta"))
         distribute(model, mesh)
         if mesh.tensor == 1:
             _receive(model, whole, device)
@@ -111,7 +111,7 @@ def shard_model(model: Any, mesh: MeshShape, runtime: Runtime, device: torch.dev
         )
     reshard(model)  # a trial of packed rows may have left gathered weights
     # tensors that are in no plan
-    _replace_tensors(model, lambda tensor: tensor if isinstance(tensor, DTensor) else tensor.to(device))
+    _replace_tensors(model, lambda _, tensor: tensor if isinstance(tensor, DTensor) else tensor.to(device))
     if whole:
         _check_values(model, whole)
     runtime.set_mesh(mesh.sizes, mesh.slices)
@@ -193,7 +193,7 @@ def _from_first(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 def _receive(model: nn.Module, whole: Mapping[str, torch.Tensor], device: torch.device) -> None:
     """Fill a sharded model with the values of process 0, one tensor after the other."""
-    _replace_tensors(model, lambda tensor: torch.empty_like(tensor, device=device))
+    _replace_tensors(model, lambda _, tensor: torch.empty_like(tensor, device=device))
     for name, tensor in _tensors_of(model).items():
         fill(tensor, _from_first(whole[name], device))
 
@@ -239,17 +239,34 @@ def fill(tensor: torch.Tensor, value: torch.Tensor) -> None:
 
 
 @torch.no_grad()
-def _replace_tensors(model: nn.Module, replace: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """Replace parameters and buffers. Shared ones stay shared; ``model.to`` separates them on meta and on TorchTPU."""
-    by_id = dict[int, torch.Tensor]()
+def _replace_tensors(model: nn.Module, replace: Callable[[str, torch.Tensor], torch.Tensor]) -> None:
+    """Replace parameters and buffers. Shared ones stay shared; ``model.to`` separates them on meta and on TorchTPU.
+
+    Modules are replaced one after another. Parameters that are still in the checkpoint's files, see `load_classifier`,
+    are read for their module only.
+
+    Args:
+        replace: Takes the tensor's first name and the tensor; returns the tensor itself to keep it.
+    """
+    names = {id(tensor): name for name, tensor in (*model.named_parameters(), *model.named_buffers())}
+    new = dict[str, torch.Tensor]()
     for module in model.modules():
-        for tensors in (module._parameters, module._buffers):
-            for leaf, tensor in tensors.items():
-                if tensor is not None:
-                    new = replace(tensor)
-                    if new is not tensor and isinstance(tensor, nn.Parameter):
-                        new = nn.Parameter(new, tensor.requires_grad)
-                    tensors[leaf] = by_id.setdefault(id(tensor), new)  # type: ignore[assignment]
+        places = [
+            (tensors, leaf, names[id(tensor)])
+            for tensors in (module._parameters, module._buffers)
+            for leaf, tensor in tensors.items()
+            if tensor is not None
+        ]
+        with align_module_device(module):
+            for tensors, leaf, name in places:
+                if name not in new:
+                    tensor: Any = tensors[leaf]
+                    replaced = replace(name, tensor)
+                    if replaced is not tensor and isinstance(tensor, nn.Parameter):
+                        replaced = nn.Parameter(replaced, tensor.requires_grad)
+                    new[name] = replaced
+        for tensors, leaf, name in places:
+            tensors[leaf] = new[name]  # type: ignore[assignment]
 
 
 def _placement(parameter: nn.Parameter, mesh: MeshShape) -> Placement:
@@ -357,34 +374,21 @@ def keep_whole(model: nn.Module, mesh: MeshShape, rules: Rules | None, runtime: 
 def place_model(model: nn.Module, plan: Plan, runtime: Runtime, device: torch.device) -> ShardReport:
     """Move ``model`` to the plan's mesh in place: parameters are sharded, buffers replicated.
 
-    Tied parameters stay tied and count once. Modules are moved one after another. A module's parameters are read from
-    the checkpoint's files (see `load_classifier`) when the module is moved. They are freed on the host before the next
-    module, unless another object holds them.
+    Tied parameters stay tied and count once. A module's parameters are freed on the host before the next module is
+    moved, unless another object holds them.
 
     Raises:
         UserError: From `Plan.place`, or from `Runtime.set_mesh`.
     """
     runtime.set_mesh(plan.mesh.sizes, plan.mesh.slices)
     placements = {name: plan.place(name, tuple(parameter.shape)) for name, parameter in model.named_parameters()}
-    first_names = {id(parameter): name for name, parameter in model.named_parameters()}
-    # a tied parameter has several names: use the first
-    names = {name: first_names[id(tensor)] for name, tensor in model.named_parameters(remove_duplicate=False)}
-    placed: dict[str, nn.Parameter] = {}
-    for path, module in model.named_modules():
-        leaves = {
-            leaf: names[f"{path}.{leaf}" if path else leaf] for leaf, _ in module.named_parameters(recurse=False)
-        }
-        with align_module_device(module):  # reads parameters that are still in files
-            for leaf, name in leaves.items():
-                if name not in placed:
-                    parameter = module._parameters[leaf]
-                    assert parameter is not None
-                    weight = runtime.place(parameter.detach(), placements[name].axes, device)
-                    is_placed = parameter.device == weight.device
-                    placed[name] = parameter if is_placed else nn.Parameter(weight, parameter.requires_grad)
-        module._parameters.update({leaf: placed[name] for leaf, name in leaves.items()})
-        for leaf, buffer in module.named_buffers(recurse=False):
-            module._buffers[leaf] = runtime.place(buffer, (None,) * buffer.dim(), device)
+
+    def place(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        axes = placements[name].axes if name in placements else (None,) * tensor.dim()
+        placed = runtime.place(tensor.detach(), axes, device)
+        return tensor if placed.device == tensor.device else placed
+
+    _replace_tensors(model, place)
     return ShardReport(plan.mesh, placements, {name: tensor.nbytes for name, tensor in model.named_parameters()})
 
 
