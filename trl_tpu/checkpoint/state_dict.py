@@ -95,7 +95,7 @@ def read_state(tensors: Mapping[str, torch.Tensor], folder: Path, runtime: Runti
         OSError: On one rank, a tensor is missing, has another shape or cannot be read; raised on all ranks.
     """
     reader = tensor_reader(folder)
-    runtime.step_boundary()
+    runtime.step_boundary(wait=True)  # torch_xla cannot read a shard while it is computed
     with _checkpointing(), torch.no_grad():
         dcp.load(dict(tensors), storage_reader=reader, **runtime.checkpoint_arguments(saves=False))
     runtime.step_boundary()
@@ -156,14 +156,16 @@ def to_host(state: Mapping[str, torch.Tensor], runtime: Runtime, *, keeps: bool 
 
 @contextmanager
 def _checkpointing() -> Iterator[None]:
-    """Ignore two warnings of torch.distributed.checkpoint, and raise its CheckpointException as an OSError.
+    """Ignore warnings of torch.distributed.checkpoint, and raise its CheckpointException as an OSError.
 
     CheckpointException derives from BaseException, so ``except Exception`` does not catch it. The ignored warnings
-    report that a process saves alone, as intended, and that torch uses its own deprecated storage.
+    report that a process saves alone, as intended, that torch uses its own deprecated storage, and that torch_xla
+    indexes shards by lists.
     """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
         warnings.filterwarnings("ignore", message="TypedStorage is deprecated")
+        warnings.filterwarnings("ignore", message="Using a non-tuple sequence for multidimensional indexing")
         try:
             yield
         except CheckpointException as error:

@@ -99,7 +99,7 @@ class PlaceholderRuntime(XlaRuntime):
 
     # ---- programs
 
-    def step_boundary(self) -> None:
+    def step_boundary(self, wait: bool = False) -> None:
         tensors = _live_tensors()
         pending = _pending_tensors(tensors)
         if not pending:

@@ -428,10 +428,13 @@ class Runtime:
 
     # ---- steps
 
-    def step_boundary(self) -> None:
+    def step_boundary(self, wait: bool = False) -> None:
         """End the recorded step: all operations since the last boundary become one execution.
 
         Plain torch executes operations immediately.
+
+        Args:
+            wait: Whether to wait for the execution.
         """
 
     def compiled(self, function: Callable[..., Any]) -> Callable[..., Any]:

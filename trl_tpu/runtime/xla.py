@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import importlib.util
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from math import prod
 from typing import Any
@@ -20,7 +20,6 @@ import torch_xla.distributed.xla_backend  # registers the init method "xla://"
 import torch_xla.runtime as xr
 from accelerate import PartialState
 from torch import nn
-from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.optim import Optimizer
 from torch_xla._internal import tpu
@@ -113,14 +112,6 @@ def _constrained_copy(tensor: torch.Tensor, mesh: xs.Mesh, axes: PartitionSpec) 
     return copy
 
 
-class HostShard(xs.XLAShard):
-    """A shard on the host. torch_xla's class indexes its tensor by a list of slices, and torch warns about that."""
-
-    @property  # type: ignore[misc]  # torch_xla's property also has a setter; nothing uses it
-    def unpadded_data(self) -> torch.Tensor:
-        return self.data[tuple(slice(0, part.stop - part.start) for part in self.indices)]
-
-
 class HostShards(_CpuShards):
     """This host's shards of a tensor, as host tensors with their indices in the full tensor."""
 
@@ -135,7 +126,7 @@ class HostShards(_CpuShards):
         """Return the full tensor. This host must have all of its shards."""
         joined = torch.empty(self.global_shape, dtype=self.shards[0].data.dtype)
         for shard in self.shards:
-            joined[tuple(shard.indices)] = shard.unpadded_data
+            joined[tuple(shard.indices)] = shard.data[tuple(slice(0, at.stop - at.start) for at in shard.indices)]
         return joined
 
 
@@ -156,24 +147,6 @@ class SavePlanner(SPMDSavePlanner):
         plan = super().create_local_plan()
         unique = {item.index: item for item in reversed(plan.items)}  # copies of a shard have equal indices
         return dataclasses.replace(plan, items=list(unique.values()))
-
-
-class LoadPlanner(SPMDLoadPlanner):
-    """torch_xla's load planner, with `HostShard`. It first computes all tensors: before that, reading shards fails."""
-
-    def set_up_planner(self, *args: Any, **kwargs: Any) -> None:
-        torch_xla.sync(wait=True)
-        super().set_up_planner(*args, **kwargs)
-
-    def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
-        if index.fqn in self.sharded_state_dict and index.fqn not in self._local_shards:
-            shards = self._local_shards[index.fqn] = _as_host_shards(self.sharded_state_dict[index.fqn].local_shards)
-            self._pending_elements[index.fqn] = sum(shard.unpadded_data.numel() for shard in shards)
-        return super().lookup_tensor(index)
-
-
-def _as_host_shards(shards: Iterable[xs.XLAShard]) -> list[xs.XLAShard]:
-    return [HostShard(**vars(shard)) for shard in shards]
 
 
 def _to_shards(tensor: torch.Tensor, mesh: xs.Mesh, axes: PartitionSpec) -> torch.Tensor:
@@ -402,8 +375,8 @@ class XlaRuntime(Runtime):
             return self.to_device(tensor, device)
         return self.place(tensor, (batch_axes, *([None] * (tensor.dim() - 1))), device)
 
-    def step_boundary(self) -> None:
-        torch_xla.sync()
+    def step_boundary(self, wait: bool = False) -> None:
+        torch_xla.sync(wait=wait)
 
     def to_device(self, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
         return xm.send_cpu_data_to_device([tensor], device)[0]  # type: ignore[index]
@@ -412,16 +385,16 @@ class XlaRuntime(Runtime):
         return torch_xla._XLAC._xla_get_cpu_tensors([tensor.detach() for tensor in tensors])
 
     def local_shards(self, state: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-        torch_xla.sync(wait=True)  # reading a shard while it is computed fails
+        self.step_boundary(wait=True)  # reading a shard while it is computed fails
         unique = {str(id(tensor)): tensor.detach() for tensor in state.values()}
         copies = {
-            key: HostShards(_as_host_shards(copy.shards), copy.global_shape) if isinstance(copy, _CpuShards) else copy
+            key: HostShards(copy.shards, copy.global_shape) if isinstance(copy, _CpuShards) else copy
             for key, copy in _sharded_cpu_state_dict(unique).items()
         }
         return {name: copies[str(id(tensor))] for name, tensor in state.items()}
 
     def checkpoint_arguments(self, *, saves: bool) -> dict[str, Any]:
-        return super().checkpoint_arguments(saves=saves) | {"planner": SavePlanner() if saves else LoadPlanner()}
+        return super().checkpoint_arguments(saves=saves) | {"planner": SavePlanner() if saves else SPMDLoadPlanner()}
 
     def skip_update_unless(self, is_finite: torch.Tensor, optimizer: Optimizer) -> None:
         """Do nothing: the recorded step itself selects between old and new values."""
