@@ -46,7 +46,7 @@ from .native import (
 
 logger = logging.getLogger(__name__)
 
-ShardingChange = Callable[[torch.Tensor, xs.Mesh, PartitionSpec], torch.Tensor]
+ShardingChange = Callable[[torch.Tensor], torch.Tensor]
 
 
 def _solve_triangular(
@@ -90,20 +90,13 @@ class ChangeSharding(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        tensor: torch.Tensor,
-        mesh: xs.Mesh,
-        axes: PartitionSpec,
-        change: ShardingChange,
-        change_back: ShardingChange,
-    ) -> torch.Tensor:
-        ctx.mesh, ctx.axes, ctx.change_back = mesh, axes, change_back
-        return change(tensor, mesh, axes)
+    def forward(ctx: Any, tensor: torch.Tensor, change: ShardingChange, change_back: ShardingChange) -> torch.Tensor:
+        ctx.change_back = change_back
+        return change(tensor)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:  # type: ignore[override]
-        return ctx.change_back(gradient, ctx.mesh, ctx.axes), None, None, None, None
+        return ctx.change_back(gradient), None, None
 
 
 def _constrained_copy(tensor: torch.Tensor, mesh: xs.Mesh, axes: PartitionSpec) -> torch.Tensor:
@@ -311,7 +304,8 @@ class XlaRuntime(Runtime):
         )
         if torch_xla._XLAC._get_xla_sharding_spec(tensor):
             tensor = tensor + 0  # a tensor keeps its first sharding, but a result computed from it can have another
-        constrained: torch.Tensor = ChangeSharding.apply(tensor, mesh, dividing, _constrained_copy, _constrained_copy)
+        change = functools.partial(_constrained_copy, mesh=mesh, axes=dividing)
+        constrained: torch.Tensor = ChangeSharding.apply(tensor, change, change)
         return constrained
 
     def mesh_of(self, tensor: torch.Tensor) -> xs.Mesh | None:
@@ -343,11 +337,15 @@ class XlaRuntime(Runtime):
         *input_axes, output_axes = (
             tuple(over if over in dividing else None for over in spec) for spec in (*axes, result_axes)
         )
+
+        def changes(spec: PartitionSpec) -> Iterator[ShardingChange]:
+            return (functools.partial(change, mesh=mesh, axes=spec) for change in (_to_shards, _to_global))
+
         shards = [
-            ChangeSharding.apply(tensor, mesh, spec, _to_shards, _to_global)
-            for tensor, spec in zip(tensors, input_axes, strict=True)
+            ChangeSharding.apply(tensor, *changes(spec)) for tensor, spec in zip(tensors, input_axes, strict=True)
         ]
-        return ChangeSharding.apply(function(*shards), mesh, output_axes, _to_global, _to_shards)
+        to_shards, to_global = changes(output_axes)
+        return ChangeSharding.apply(function(*shards), to_global, to_shards)
 
     def activations_on_host(self) -> AbstractContextManager[Any]:
         # on a CPU, device memory is host memory
