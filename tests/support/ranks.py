@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import ParallelismConfig
 from accelerate.utils import patch_environment
 from peft import LoraConfig
 from subprocesses import become_rank
@@ -35,7 +36,9 @@ WAYS: dict[str, tuple[int, str, str | None]] = {
     "loaded on a mesh": (2, "plain", None),
     "launched with FSDP2": (2, "plain", None),
     "launched with FSDP1": (2, "adapters", None),
+    "launched with tensor=2": (2, "plain", None),
     "fsdp": (2, "plain", None),
+    "parallelism_config": (2, "adapters", None),
     "not finite": (2, "not finite", "fsdp=2"),
     "planned": (2, "plain", None),
     "planned, padded": (2, "padded", "fsdp=2"),
@@ -59,11 +62,17 @@ if ON_GPU:  # processes share it: each is alone on its host, as its variables sa
     WAYS = {name: WAYS[name] for name in ("fsdp=2", "padded", "bf16", "adapters")}
     SETTINGS |= {"ddp_backend": "gloo"}
 
-#: Variables that `accelerate launch` sets for its FSDP configs.
-LAUNCHED = {
+_FSDP = {
     **{"ACCELERATE_USE_FSDP": "true", "FSDP_SHARDING_STRATEGY": "FULL_SHARD"},
     **{"FSDP_CPU_RAM_EFFICIENT_LOADING": "true", "FSDP_SYNC_MODULE_STATES": "true"},
 }
+#: Variables that `accelerate launch` sets for its configs.
+LAUNCHED = {
+    **{f"launched with FSDP{version}": _FSDP | {"FSDP_VERSION": version} for version in "12"},
+    "launched with tensor=2": {"ACCELERATE_USE_PARALLELISM_CONFIG": "true", "PARALLELISM_CONFIG_TP_SIZE": "2"},
+}
+#: Settings that ask accelerate to shard.
+SHARDING = {"fsdp": "full_shard", "parallelism_config": ParallelismConfig(dp_shard_size=2)}
 
 #: Families of models that are loaded by name, from folders of these names.
 FAMILIES = ("kimi_linear", "gemma4")
@@ -161,9 +170,8 @@ def main(model: str, folder: Path, count: int) -> None:
                 if choice().name == "native":
                     replace(Planning() if "planned" in name else Runtime())
                 loaded_on = DistributedConfig(fsdp_size=2) if name == "loaded on a mesh" else None
-                launched = LAUNCHED | {"FSDP_VERSION": name[-1]} if name.startswith("launched") else {}
-                settings = {"fsdp": "full_shard"} if name == "fsdp" else {}
-                with patch_environment(**launched):
+                settings = {name: SHARDING[name]} if name in SHARDING else {}
+                with patch_environment(**LAUNCHED.get(name, {})):
                     found[name] = train(model, folder / name, way, mesh, loaded_on, **settings)
     if count <= 2 and (folder / "causal").is_dir() and not ON_GPU:
         mesh = None if count == 1 else "fsdp=2"

@@ -78,7 +78,7 @@ def _value(args: Any, name: str) -> Any:
 
 
 def _shown(args: Any, name: str) -> str:
-    return f"{name}={_value(args, name)!r}"
+    return re.sub(r"\s*\n\s*", " ", f"{name}={_value(args, name)!r}")  # accelerate's objects have several lines
 
 
 def warn_of_unmet_needs(args: Any, needs: Mapping[str, str] = _NEEDS) -> None:

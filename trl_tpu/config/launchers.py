@@ -1,4 +1,4 @@
-"""Turn requests for FSDP, by accelerate's launcher or by `fsdp`, into a mesh: this package shards in one way only."""
+"""Turn what accelerate's launcher or its settings shard into a mesh: this package shards in one way only."""
 
 from typing import Any
 
@@ -20,13 +20,15 @@ def without_fsdp() -> Any:
     return patch_environment(**dict.fromkeys(_SHARDING, "false"))
 
 
-def launched_mesh() -> str | None:
-    """Return the mesh that accelerate's launcher asks for; None if it does not ask for FSDP."""
-    if not parse_flag_from_env("ACCELERATE_USE_FSDP"):
-        return None
-    if not parse_flag_from_env("ACCELERATE_USE_PARALLELISM_CONFIG"):
-        return "fsdp=-1"
-    sizes = ParallelismConfig()
+def launched_mesh(sizes: ParallelismConfig | None) -> str | None:
+    """Return the mesh that `parallelism_config` or accelerate's launcher asks for; None if both do not.
+
+    Raises:
+        UserError: They split sequences.
+    """
+    if sizes is None and not parse_flag_from_env("ACCELERATE_USE_PARALLELISM_CONFIG"):
+        return "fsdp=-1" if parse_flag_from_env("ACCELERATE_USE_FSDP") else None
+    sizes = sizes or ParallelismConfig()
     if sizes.cp_size * sizes.sp_size > 1:
         raise UserError(
             f"cp_size={sizes.cp_size} and sp_size={sizes.sp_size} of accelerate's config are not supported: sequences "
@@ -36,7 +38,7 @@ def launched_mesh() -> str | None:
 
 
 def apply_fsdp(args: Any, launched: str | None) -> None:
-    """Set `mesh` and the settings that FSDP's options stand for, and turn off `fsdp`.
+    """Set `mesh` and the settings that FSDP's options stand for, and turn off `fsdp` and `parallelism_config`.
 
     Which weights are gathered together, and when, is transformers' plan. Each checkpoint has the sharded state and the
     full model, for any `state_dict_type`.
@@ -68,4 +70,4 @@ def apply_fsdp(args: Any, launched: str | None) -> None:
         args.gradient_checkpointing = args.activation_checkpointing = True
     args.activation_offloading |= getattr(plugin, "activation_checkpointing_offload", False)  # since accelerate 1.15
     args.mesh = args.mesh or launched or "fsdp=-1"
-    args.fsdp = args.fsdp_plugin_args = None
+    args.fsdp = args.fsdp_plugin_args = args.parallelism_config = None

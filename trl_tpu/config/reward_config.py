@@ -409,7 +409,7 @@ class RewardConfig(RemovedArguments, TrainingArguments):
             self.gradient_checkpointing = False  # remat overrides TRL's default of True
         if self.greater_is_better is None and (self.metric_for_best_model or "").endswith(ERRORS):
             self.greater_is_better = False  # transformers does this only for losses
-        shows_no_bars, launched = self.disable_tqdm, launched_mesh()
+        shows_no_bars, launched = self.disable_tqdm, launched_mesh(self.parallelism_config)
         with without_fsdp(), chosen.accelerate_context(), warnings.catch_warnings():
             # our default has TRL's name, and transformers deprecates it
             warnings.filterwarnings(

@@ -267,7 +267,7 @@ _add(
 )
 _add("sharding_plan", No("ranks", "leave it out: transformers shards by its own plan"))
 _add("fsdp", No("xla", "shard with mesh='fsdp=-1'"))
-_add("parallelism_config", No("xla", "arrange the devices with mesh"), _BY_MESH)
+_add("parallelism_config", No("xla mesh", "arrange the devices with mesh"))
 _add(
     "activation_checkpointing_kwargs",
     No("xla", "leave out torch's options offload and context_fn", "'(offload|context_fn)': (?!None|False)"),

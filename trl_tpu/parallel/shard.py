@@ -141,7 +141,7 @@ def distribute(model: Any, mesh: MeshShape) -> None:
             {name: style for name, style in plan.items() if "embed_tokens" not in name}
             for plan in (base.fsdp_plan, base.tp_plan)
         )
-    groups = _process_groups(mesh, dist.group.WORLD)  # outside: the error of a lost process is not about the model
+    groups = connect(mesh)  # outside: the error of a lost process is not about the model
     with explaining(f"mesh='{mesh}' cannot shard {type(base).__name__}", "Choose another mesh."):
         base.maybe_distribute_model(base, distributed_config(mesh), groups)
     if separated := sorted(_tensors_of(model).keys() - names):
@@ -149,6 +149,15 @@ def distribute(model: Any, mesh: MeshShape) -> None:
             f"{type(base).__name__} cannot be sharded: its layers share parameters, and sharded layers would not "
             f"({separated[0]}). Leave mesh={str(mesh)!r} out: each process then has the whole model (DDP)."
         )
+
+
+def connect(mesh: MeshShape) -> Any:
+    """Connect the processes of a mesh, and return transformers' form of it.
+
+    Call it before anything that may fail on one process alone: others would wait for that process to connect, but
+    connected processes notice at once that it has ended.
+    """
+    return _process_groups(mesh, dist.group.WORLD)
 
 
 @cache

@@ -39,6 +39,7 @@ from ..modeling.build import (
 from ..modeling.losses import Loss, StepResult, batch_loss
 from ..packing.batch import Batch
 from ..packing.shapes import ShapePlan
+from ..parallel.shard import connect
 from ..training.batch_plan import BatchPlan
 from .evaluation import ORDER_METHODS, EvaluatingTrainer
 
@@ -131,6 +132,8 @@ class RewardTrainer(SuggestsNewNames, EvaluatingTrainer):
         args = upgrade_args(args or self._trl_tpu_config(default_folder(model)), RewardConfig, max_length)
         optimizer, schedule = optimizers or (None, None)
         self._check_settings(args, model, optimizer, eval_dataset)
+        if args.shards_over_processes:
+            connect(args.mesh_shape)
         self.use_reward_data_collator = has_old_columns(train_dataset, data_collator)
 
         # model and tokenizer

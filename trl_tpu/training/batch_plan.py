@@ -195,8 +195,8 @@ def obstacle_to_packing(
         return "neftune_noise_alpha scales its noise by the length of token rows"
     if outgrows_positions(model, args.max_length):
         return "long sequences change the positions of shorter ones in a batch (see max_length)"
-    if args.deepspeed_plugin or args.parallelism_config:
-        return "accelerate shards the model, and packed rows are not tested with that"
+    if args.deepspeed_plugin:
+        return "DeepSpeed shards the model, and packed rows are not tested with that"
     counted = args.include_num_input_tokens_seen
     if getattr(counted, "value", counted) not in (False, "no"):
         return "include_num_input_tokens_seen counts padded rows (num_tokens in the logs does not)"

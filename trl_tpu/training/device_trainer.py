@@ -210,8 +210,7 @@ class DeviceTrainer(SavingTrainer):
             built["mixed_precision"] = "no"  # on a TPU accelerate would store every float32 tensor as bfloat16
         if self.args.torch_compile:
             built["dynamo_plugin"] = TorchDynamoPlugin(backend="no")  # layers are compiled one by one
-        if self.args.parallelism_config is None:  # accelerate would reject the `tensor` axis on a CPU
-            built.pop("parallelism_config", None)
+        built.pop("parallelism_config", None)  # accelerate would reject the `tensor` axis on a CPU
         # accelerate cannot split our batches by rows of the data: each process makes its own, the same number on all
         built["dataloader_config"].dispatch_batches, built["dataloader_config"].even_batches = False, True
         return built
