@@ -188,9 +188,9 @@ class LabeledRewards:
         self._lists_answers |= any(map(kind.lists_answers, rows))
         self._rewards.append(padded([rewards for _, rewards, _ in parts]))
         self._grades.append(padded([grades for *_, grades in parts]))
-        if kind.sequences == 2 and not self._lists_answers:
-            counts = [[row.get(tokens) for _, tokens in kind.scored_columns.values()] for row in items]
-            self._tokens.append(np.array(counts, dtype=np.float64).reshape(-1, 2))
+        are_compared = not (kind.compares_with_zero or self._lists_answers)
+        tokens = [(are_compared and kind.token_counts(row)) or [math.nan] * len(part) for row, part, _ in parts]
+        self._tokens.append(padded([counts[: len(part)] for counts, (_, part, _) in zip(tokens, parts, strict=True)]))
         group_by = self._eval_by or next((name for name in _GROUP_COLUMNS if any(name in row for row in items)), None)
         self.groups += [None if group_by is None else label_of(row.get(group_by)) for row in items]
         self._prompts += [prompt_of(row) or b"" for row in items]
@@ -203,12 +203,13 @@ class LabeledRewards:
         Raises:
             UserError: Nothing can be evaluated.
         """
-        rewards_NK, grade_NK = (padded([*chain.from_iterable(parts)]) for parts in (self._rewards, self._grades))
+        rewards_NK, grade_NK, tokens_NK = (
+            padded([*chain.from_iterable(parts)]) for parts in (self._rewards, self._grades, self._tokens)
+        )
         if self._lists_answers:
             return evaluate_best_of_n(rewards_NK, grade_NK, self._ids, self.groups, self._prompts)
-        tokens_N2 = np.concatenate(self._tokens) if self._tokens else None
         return evaluate_rows(
-            rewards_NK, Labels(grade_NK[:, None], kind=self.kind), tokens_N2, self.groups, self._prompts
+            rewards_NK, Labels(grade_NK[:, None], kind=self.kind), tokens_NK, self.groups, self._prompts
         )
 
 

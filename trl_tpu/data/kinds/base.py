@@ -236,6 +236,10 @@ class RowKind:
         """Check whether a scored row has lists of right and wrong answers, as in RewardBench 2."""
         return False
 
+    def token_counts(self, row: Row) -> list[Any] | None:
+        """Return the number of tokens of each answer of a scored row; None if they are unknown."""
+        return row.get("tokens")
+
     def from_scored(self, row: Row) -> Iterator[ScoredItem]:
         """Yield the items that a scored row adds to a verdict. A NaN reward with a grade counts as left out."""
         raise NotImplementedError

@@ -101,6 +101,9 @@ class Pairs(RowKind):
     def lists_answers(self, row: Row) -> bool:
         return any(isinstance(row.get(column), list) for column in _REWARDS)
 
+    def token_counts(self, row: Row) -> list[Any] | None:
+        return [row.get(tokens) for _, tokens in self.scored_columns.values()]
+
     def from_scored(self, row: Row) -> Iterator[ScoredItem]:
         """Yield the row's pair, or its list of right and wrong answers."""
         chosen, rejected = (numbers_in(row.get(column)) for column in _REWARDS)
