@@ -96,7 +96,7 @@ def test_links_within_a_checkpoint_are_followed(tmp_path: Path) -> None:
 
 
 def test_error_without_a_good_checkpoint_names_the_damaged_ones(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="checkpoint-N"):
+    with pytest.raises(UserError, match="resume_from_checkpoint"):
         found(tmp_path)
     os.truncate(write_checkpoint(tmp_path, 4) / "weights", 50)
     for asked in (True, str(tmp_path / "checkpoint-4")):

@@ -28,7 +28,7 @@ from trl_tpu.errors import UserError
 from trl_tpu.runtime.native import Runtime
 from trl_tpu.training import progress
 from trl_tpu.training.optimizer import create_schedule
-from trl_tpu.training.progress import BusyCores, JsonLines
+from trl_tpu.training.progress import JsonLines
 
 Make = Callable[..., RewardTrainer]
 
@@ -190,7 +190,6 @@ def test_files_get_lines_and_no_bars_unless_asked_for(
     monkeypatch.setattr(progress, "seconds_without_core", lambda: next(waits))
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     trainer = make(disable_tqdm=bars, eval_strategy="no")
-    trainer.add_callback(BusyCores())
     trained(trainer).evaluate(tiny.made_up_pairs(8))
     lines, bars_shown = capsys.readouterr()
     assert ("0/4 [" in bars_shown) is (bars is False) and lines.count("'loss'") == 4

@@ -117,7 +117,9 @@ BELOW = {
     "training": {
         "checkpoint", "compat", "config", "data", "evaluation", "modeling", "packing", "parallel", "report", "runtime",
     },
-    "trainer": {"compat", "config", "data", "evaluation", "modeling", "packing", "report", "runtime", "training"},
+    "trainer": {
+        "compat", "config", "data", "evaluation", "modeling", "packing", "parallel", "report", "runtime", "training",
+    },
     "experimental": {"config", "data", "modeling", "runtime", "trainer"},
     "plan": {"config", "data", "experimental", "modeling", "packing", "parallel", "runtime", "trainer", "training"},
     "scripts": {

@@ -121,7 +121,8 @@ def test_rewards_and_gradients_of_random_pairs_equal_the_padded_forward(family: 
 
 @pytest.mark.parametrize("family", ALL)
 def test_trial_finds_every_family_exact_in_float32(family: str) -> None:
-    check_packing_is_exact(tiny_model(family, vocab_size=64).float(), PAD)
+    model = tiny_model(family, vocab_size=64).float()
+    check_packing_is_exact(model, PAD, True, model.device, model.dtype)
 
 
 def test_proven_types_equal_the_families_tested_here() -> None:

@@ -132,7 +132,7 @@ class BusyCores(TrainerCallback):
         if self._start is None or (seconds := time.monotonic() - self._start[0]) < _MEASURED_SECONDS:
             return
         share, self._start = (seconds_without_core() - self._start[1]) / seconds, None
-        if share > _BUSY_SHARE and torch.get_num_threads() > 1 and state.is_local_process_zero:
+        if share > _BUSY_SHARE and state.is_local_process_zero:
             logger.warning(
                 f"Training has waited for a CPU core {share:.0%} of the time, since other work uses the cores. Its "
                 f"{torch.get_num_threads()} threads then wait for each other. OMP_NUM_THREADS=1 may be much faster."
