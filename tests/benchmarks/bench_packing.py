@@ -3,9 +3,9 @@
 python -m tests.benchmarks.bench_packing --pairs 256 2048 16384 --hosts 8
 """
 
+import itertools
 import time
 from collections.abc import Iterator
-from itertools import islice
 
 import numpy as np
 import real_pairs
@@ -19,16 +19,14 @@ from trl_tpu.packing.shapes import RowLengths, common_prefix, plan_shapes
 
 def dialogues() -> Iterator[list[np.ndarray]]:
     """Yield pairs without end. Copies have other token ids, so that they share nothing."""
-    copy, pairs = (
-        0,
-        [[np.array(ids, np.int32) for ids in pair] for pair in real_pairs.tokenized(real_pairs.best_pairs())],
-    )
-    while copy := copy + 1:
+    tokenized = real_pairs.tokenized(real_pairs.best_pairs())
+    pairs = [[np.array(ids, np.int32) for ids in pair] for pair in tokenized]
+    for copy in itertools.count(1):
         yield from ([ids + 10_000 * copy for ids in pair] for pair in pairs)
 
 
 def measured(count: int, hosts: int) -> list[float]:
-    seconds, pairs = list[float](), list(islice(dialogues(), 4 * count))
+    seconds, pairs = list[float](), list(itertools.islice(dialogues(), 4 * count))
     lengths = RowLengths.of((same := common_prefix(*both), *(len(ids) - same for ids in both)) for both in pairs)
     with timed(seconds, time.process_time):
         plan = plan_shapes(lengths.sizes_N, count, hosts, attention_crossover_length=6 * 1024)

@@ -5,8 +5,8 @@ tokens in order:
 
 - A convolution reads the long row. It has copies of the last `CONTEXT` tokens of its path before each tail.
 - A rule that carries a state reads paths and then rests. A path goes from the start of a tree to a branch. A rest is
-  what follows in one sequence. It continues from the state after a path, or starts a tree. Padding is on the left of
-  paths, where an empty state stays empty, and on the right of rests, where nothing follows.
+  what follows in one sequence. It continues from the state after a path, or starts a tree. Paths are padded on the
+  left: there an empty state stays empty. Rests are padded on the right, since nothing follows them.
 
 Rules work on chunks of tokens, so the paths are chosen to make the fewest chunks. A sequence continues one path at
 most. In trees with several levels of branches, the rule then reads some tokens again for each sequence.
@@ -63,8 +63,13 @@ def read_order(trees: tuple[Tree, ...], columns: int, few_groups: bool) -> ReadO
     source_G = place_T[np.concatenate([group.ravel() for group in of_paths + of_rests])]
     target_E = np.zeros(places + 1, np.int64)
     target_E[source_G] = np.arange(len(source_G))
+    token_E = np.concatenate(parts)
     return ReadOrder(
-        *(token_E := np.concatenate(parts), place_T[:-1], token_E == columns, source_G, target_E[:-1]),
+        token_E=token_E,
+        place_T=place_T[:-1],
+        is_empty_E=token_E == columns,
+        source_G=source_G,
+        target_E=target_E[:-1],
         groups=tuple((len(group), group.shape[1]) for group in of_paths + of_rests),
         paths=len(of_paths),
         state_N=np.append(np.argsort(path_order), len(paths))[path_N[rest_order]],
