@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import traceback
+import uuid
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -184,13 +185,15 @@ def test_resumed_run_compiles_no_program_of_the_first_run(model: str, tmp_path: 
     """With torch_tpu's own caches: each compiled program becomes a file, and the last lines of its log count them."""
     cache = tmp_path / "cache"
     cache.mkdir()
-    caches = {"TORCH_TPU_TIER2_COMPILATION_CACHE": tmp_path.name, "TORCH_TPU_TIER3_COMPILATION_CACHE_ROOT": str(cache)}
+    # this one is in shared memory, where it outlives a test that was killed
+    shared = uuid.uuid4().hex
+    caches = {"TORCH_TPU_TIER2_COMPILATION_CACHE": shared, "TORCH_TPU_TIER3_COMPILATION_CACHE_ROOT": str(cache)}
     environment = {**os.environ, **caches, "PYTHONPATH": f"{ROOT}:{SUPPORT}", "TF_CPP_MIN_LOG_LEVEL": "0"}
     words, programs, counts = [sys.executable, "-c", RESUMES, model, str(tmp_path / "run")], [0], list[int]()
     for _ in range(2):
         process = subprocess.run(words, env=environment, capture_output=True, text=True, check=True)
         counts.append(int(re.findall(r"num_compilations=(\d+)", process.stderr)[-1]))
         programs.append(len([*cache.rglob("*.bin")]))
-    shutil.rmtree(f"/dev/shm/torch_tpu_cache/{tmp_path.name}", ignore_errors=True)
+    shutil.rmtree(f"/dev/shm/torch_tpu_cache/{shared}", ignore_errors=True)
     assert counts == [programs[1], programs[2] - programs[1]]  # resuming itself needs a few new programs
     assert counts[1] < counts[0] / 2
