@@ -115,6 +115,8 @@ def test_adapters_resume_bitwise_and_the_best_are_loaded(train: Train, tmp_path:
     export.run([str(first / "checkpoint-2"), str(tmp_path / "best")])
     for folder in (first, second):
         assert_same(folder, tmp_path / "best")
+        config = json.loads((folder / "base_model_config.json").read_text())
+        assert config["architectures"] == ["LlamaForSequenceClassification"]  # without FSDP2's prefix
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 EVERY_SECOND: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 2}
-DROPOUT = {"model_init_kwargs": {"attention_dropout": 0.5}, "packing": False}
+DROPOUT = {"model_init_kwargs": {"attention_dropout": 0.5}, "disable_dropout": False, "packing": False}
 
 
 def read_stop_note(checkpoint: str) -> Any:

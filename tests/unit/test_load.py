@@ -74,6 +74,12 @@ def test_loaded_model_equals_trls_with_the_same_random_head(checkpoint: str, tmp
     assert same_weights(ours.state_dict(), theirs.state_dict())
 
 
+def test_disabled_dropout_includes_dropout_of_functions(checkpoint: str) -> None:
+    model, ids = load.load_model(checkpoint, attention_dropout=0.5), torch.tensor([[3, 4, 5, 6]])
+    load.disable_dropout_in_model(model)
+    assert torch.equal(model.train()(ids).logits, model.eval()(ids).logits)
+
+
 def test_loading_arguments_equal_trls_or_are_named(checkpoint: str, tmp_path: Path, caplog: Any) -> None:
     for dtype in ("bfloat16", "auto", None, torch.bfloat16):
         theirs = create_model_from_path(checkpoint, AutoModelForSequenceClassification, dtype=dtype, num_labels=1)

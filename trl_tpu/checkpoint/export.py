@@ -170,7 +170,8 @@ def _name_base_in_card(path: Path, base: str) -> None:
         card = ModelCard(path.read_text(encoding="utf-8") if path.is_file() else "---\n{}\n---\n# Reward model\n")
     if may_be_on_the_hub(base):
         card.data["base_model"] = base
-    card.text += f"\n## Base model\n\nThe trained adapters are merged into the weights of `{base}`.\n"
+    sentence = f"The trained adapters are merged into the weights of `{base}`."
+    card.text = f"{card.text.rstrip()}\n\n## Base model\n\n{sentence}\n"
     card.save(path)
 
 

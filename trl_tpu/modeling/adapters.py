@@ -275,7 +275,7 @@ def complete_config(model: nn.Module, folder: str | Path) -> None:
     if is_peft_model(model):
         base = without_adapters(model)
         config = copy.deepcopy(base.config)
-        config.architectures = [type(base).__name__]
+        config.architectures = [type(base).__name__.removeprefix("FSDP")]  # FSDP2 renames the classes of its models
         Path(folder, BASE_CONFIG).write_text(config.to_json_string(), encoding="utf-8")
         if hasattr(base, "code_of_head"):  # the base model's folder has no such file
             Path(folder, CODE_FILE).write_text(base.code_of_head, encoding="utf-8")

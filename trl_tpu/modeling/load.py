@@ -247,10 +247,13 @@ def load_tokenizer(name: str, **kwargs: Any) -> PreTrainedTokenizerBase:
 
 
 def disable_dropout_in_model(model: nn.Module) -> None:
-    """Set the probability of every `nn.Dropout` to 0, in place."""
+    """Set all dropout probabilities to 0, in place: of `nn.Dropout`, and of layers that call dropout as a function."""
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0
+        for name, value in vars(module).items():
+            if "dropout" in name and isinstance(value, float):
+                setattr(module, name, 0.0)
 
 
 def freeze(model: nn.Module, pattern: str | None) -> None:
