@@ -188,9 +188,11 @@ class LabeledRewards:
         self._lists_answers |= any(map(kind.lists_answers, rows))
         self._rewards.append(padded([rewards for _, rewards, _ in parts]))
         self._grades.append(padded([grades for *_, grades in parts]))
-        are_compared = not (kind.compares_with_zero or self._lists_answers)
-        tokens = [(are_compared and kind.token_counts(row)) or [math.nan] * len(part) for row, part, _ in parts]
-        self._tokens.append(padded([counts[: len(part)] for counts, (_, part, _) in zip(tokens, parts, strict=True)]))
+        compares_lengths, tokens = not (kind.compares_with_zero or self._lists_answers), list[list[Any]]()
+        for row, rewards, _ in parts:
+            counts = kind.token_counts(row) if compares_lengths else None
+            tokens.append(counts[: len(rewards)] if counts else [math.nan] * len(rewards))
+        self._tokens.append(padded(tokens))
         group_by = self._eval_by or next((name for name in _GROUP_COLUMNS if any(name in row for row in items)), None)
         self.groups += [None if group_by is None else label_of(row.get(group_by)) for row in items]
         self._prompts += [prompt_of(row) or b"" for row in items]
