@@ -7,7 +7,6 @@ import json
 import sys
 import tempfile
 from pathlib import Path
-from types import MethodType
 from typing import Any
 
 import peft
@@ -15,7 +14,7 @@ import tiny
 import torch
 import training
 from torch import nn
-from transformers import BloomConfig, BloomForSequenceClassification, LlamaForSequenceClassification, PreTrainedModel
+from transformers import LlamaForSequenceClassification, PreTrainedModel
 from transformers.modeling_outputs import SequenceClassifierOutput
 
 ROPE = {"rope_theta": 1e4}
@@ -42,19 +41,6 @@ def averaging() -> PreTrainedModel:
     stock = plain()
     model = Averaging(stock.config)
     model.load_state_dict(stock.state_dict())
-    return model
-
-
-def replaced_forward() -> PreTrainedModel:
-    model = plain()
-    forward = model.forward
-
-    def doubled(self: Any, *args: Any, **kwargs: Any) -> Any:
-        output: Any = forward(*args, **kwargs)
-        output.logits = 2 * output.logits + 1
-        return output
-
-    model.forward = MethodType(doubled, model)  # type: ignore[method-assign]
     return model
 
 
@@ -101,13 +87,6 @@ def longrope() -> PreTrainedModel:
 def dynamic_rope() -> PreTrainedModel:
     rope = {"rope_type": "dynamic", "factor": 8.0} | ROPE
     return tiny.tiny_model(TOKENIZER, rope_parameters=rope, max_position_embeddings=16)
-
-
-def alibi() -> PreTrainedModel:
-    """Return a model that counts positions in the row, so that packed rewards would be silently wrong."""
-    torch.manual_seed(0)
-    sizes = {"vocab_size": len(TOKENIZER), "hidden_size": 32, "n_layer": 2, "n_head": 4}
-    return BloomForSequenceClassification(BloomConfig(**sizes, num_labels=1, pad_token_id=TOKENIZER.pad_token_id))
 
 
 #: Models whose rewards depend on the padding of a row.

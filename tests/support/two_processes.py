@@ -1,8 +1,8 @@
 """One of two processes of plain torch, or a single one: two_processes.py MODEL FOLDER [RANK]
 
 With RANK it sets torchrun's environment variables itself. It trains in every way, with the same pairs per batch for
-one or two processes, and writes the results to FOLDER. Two processes also compare with TRL, and are stopped and
-resumed.
+one or two processes, and writes the results to FOLDER. Two processes also compare with TRL, stop at a time limit, and
+save at a URL.
 """
 
 import json
@@ -21,21 +21,14 @@ from datasets import Dataset
 from label_formats import format_in
 from subprocesses import become_rank
 from training import QUIET, At, advance_clock, logged, losses, sigterm, trained, untimed
-from transformers import TrainerCallback
 
 import trl_tpu
 from trl_tpu import RewardConfig, RewardTrainer
 from trl_tpu.checkpoint.folders import RemoteRun, find_faults
 from trl_tpu.errors import UserError
-from trl_tpu.training import stopping as agreement
 from trl_tpu.training.stopping import Unfinished
 
 COMMON = QUIET | {"max_steps": 6, "learning_rate": 1e-3, "use_cpu": True}
-SETTINGS: dict[str, Any] = {
-    **COMMON,
-    **{"total_batch_size": 4, "per_device_eval_batch_size": 2, "max_eval_steps": 2, "logging_steps": 4},
-    **{"save_steps": 2, "eval_strategy": "steps", "eval_steps": 3, "load_best_model_at_end": False},
-}
 WAYS: dict[str, tuple[Callable[[Dataset], Any], dict[str, Any]]] = {
     "eager": (lambda pairs: pairs, {"model_init_kwargs": {"attn_implementation": "eager"}}),
     "padded": (
@@ -104,32 +97,17 @@ def after_a_time_limit(model: str, out: Path, told: bool) -> str:
     return "stopped by " + str(trainer.stopped_by)
 
 
-def make_trainer(model: str, folder: Path | str, *added: TrainerCallback, **settings: Any) -> RewardTrainer:
-    pairs = tiny.made_up_pairs(64)
-    args = RewardConfig(str(folder), **SETTINGS | settings)
-    return RewardTrainer(model, args, train_dataset=pairs, eval_dataset=pairs.select(range(16)), callbacks=[*added])
-
-
-def check_a_stop_where_nothing_is_due(model: str, folder: Path, told: bool) -> None:
-    """Both processes stop at the same step and save only that step. They vote at every step."""
-    agreement._SECONDS_BETWEEN_VOTES = 0.0
-    callbacks = [At("on_step_begin", 1, sigterm)] if told else []
-    settings = {"save_strategy": "no", "eval_strategy": "no", "logging_strategy": "no"}
-    try:
-        make_trainer(model, folder, *callbacks, **settings).train()
-        raise AssertionError("SIGTERM was ignored")
-    except Unfinished as unfinished:
-        assert unfinished.checkpoint == str(folder / "checkpoint-2"), unfinished
-    assert [path.name for path in folder.glob("checkpoint-*")] == ["checkpoint-2"]
-
-
 def check_a_run_at_a_url(model: str, url: str, first: bool) -> None:
     """Each process has its own random state, so the checkpoint must hold all of them.
 
     A process that cannot write its state fails the save of both. In a resume, one process downloads for both.
     """
-    settings: dict[str, Any] = {"save_steps": 1, "eval_strategy": "no"}
-    trainer = make_trainer(model, url, max_steps=2, **settings)
+
+    def make(max_steps: int = 6) -> RewardTrainer:
+        args = RewardConfig(url, **COMMON | {"max_steps": max_steps, "total_batch_size": 4, "save_steps": 1})
+        return RewardTrainer(model, args, train_dataset=tiny.made_up_pairs(64))
+
+    trainer = make(2)
     save_rng_state: Any = trainer._save_rng_state
 
     def full(folder: str) -> None:
@@ -149,33 +127,14 @@ def check_a_run_at_a_url(model: str, url: str, first: bool) -> None:
     trainer.accelerator.wait_for_everyone()
     downloads, get = [], RemoteRun.get
     RemoteRun.get = lambda self, folder: downloads.append(self.url) or get(self, folder)  # type: ignore[func-returns-value, method-assign]
-    resumed = trained(make_trainer(model, url, max_steps=3, **settings), resume=True)
+    resumed = trained(make(3), resume=True)
     assert resumed.state.global_step == 3
     assert [Path(each).name for each in downloads] == (["checkpoint-9", "checkpoint-2"] if first else []), downloads
     try:
-        make_trainer(model, url, **settings).train(resume_from_checkpoint=f"{url}/checkpoint-7")
+        make().train(resume_from_checkpoint=f"{url}/checkpoint-7")
         raise AssertionError("checkpoint-7 does not exist")
     except (UserError, OSError) as error:
         assert "checkpoint-7" in str(error), error
-
-
-def stopped_and_resumed(model: str, folder: Path, first: bool) -> dict[str, Any]:
-    """Train without a stop; then with a stop between two logs, and resume from the checkpoint.
-
-    Only the second process gets the SIGTERM. The evaluation after it is skipped.
-    """
-    whole = trained(make_trainer(model, folder / "whole"))
-    stopped = make_trainer(model, folder / "stopped", *([] if first else [At("on_step_begin", 2, sigterm)]))
-    try:
-        stopped.train()
-        raise AssertionError("SIGTERM was ignored")
-    except Unfinished as unfinished:
-        assert unfinished.checkpoint == str(folder / "stopped" / "checkpoint-3"), unfinished
-        assert (folder / "stopped" / "checkpoint-3" / "manifest.json").is_file()  # on both ranks
-    resumed = trained(make_trainer(model, folder / "stopped"), resume=True)
-    equal = all(map(torch.equal, whole.model.parameters(), resumed.model.parameters()))
-    after = [log for log in logged(whole) if log["step"] > 3]
-    return {"equal": equal, "whole": after, "resumed": logged(resumed)}
 
 
 def main(model: str, folder: Path) -> None:
@@ -185,8 +144,6 @@ def main(model: str, folder: Path) -> None:
         found |= {package.__name__: of_13_pairs(package, model, folder / "13") for package in (trl, trl_tpu)}
         found["a time limit"] = after_a_time_limit(model, folder / "limit", told=False)
         found["a time limit and a SIGTERM"] = after_a_time_limit(model, folder / "both", told=rank == "1")
-        found |= stopped_and_resumed(model, folder, first=rank == "0")
-        check_a_stop_where_nothing_is_due(model, folder / "quiet", told=rank == "1")
         check_a_run_at_a_url(model, f"file://{folder}/url", first=rank == "0")
     (folder / f"{rank}.json").write_text(json.dumps(found))
 

@@ -170,14 +170,12 @@ def test_search_trains_trials_as_separate_runs(afterwards: bool, tmp_path: Path,
 
 CASES: dict[Callable[[], Any], str] = {
     customized.averaging: "Averaging",
-    customized.replaced_forward: "LlamaForSequenceClassification",
     customized.deep_head: "Sequential",
     customized.normalized_head: "Head",
     customized.prompt_tuning: "PROMPT_TUNING",
     customized.prefix_tuning: "PREFIX_TUNING",
     customized.longrope: "max_length",
     customized.dynamic_rope: "max_length",
-    customized.alibi: "BloomForSequenceClassification",
 }
 
 

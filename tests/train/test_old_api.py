@@ -1,30 +1,34 @@
 """Scripts for TRL up to 0.23 run with a changed import and give the right numbers.
 
-The reference is the Hugging Face model, called on one sequence at a time, without padding. The whole scripts are in
-`support/old_scripts`. TRL 1.16 cannot run them, but trains on the same tokens. The tolerance is 1e-5: float32 sums
+The reference is the Hugging Face model, called on one sequence at a time, without padding. A whole script is in
+`support/old_script.py`. TRL 1.16 cannot run it, but trains on the same tokens. The tolerance is 1e-5: float32 sums
 have another order over three steps.
 """
 
 import copy
 import json
-import os
+import runpy
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-import subprocesses
 import tiny
 import torch
+import transformers
+import trl
 from datasets import Dataset
-from environment import ROOT, SUPPORT
+from environment import SUPPORT
 from peft import LoraConfig
+from preference_rows import assistant, user, write_jsonl
 from torch.nn.functional import cross_entropy, logsigmoid
 from training import QUIET, losses, trained
-from transformers import EvalPrediction, PrinterCallback, TrainingArguments
+from transformers import EvalPrediction, PrinterCallback
 from transformers.trainer_pt_utils import AcceleratorConfig
 
+import trl_tpu
 from trl_tpu import RewardConfig, RewardDataCollatorWithPadding, RewardTrainer
 from trl_tpu.errors import UserError
 from trl_tpu.trainer.utils import compute_accuracy
@@ -130,12 +134,15 @@ def test_model_init_restarts_each_training_also_on_streams(old: OldScript, tmp_p
         assert losses(trainer) == pytest.approx(expected, abs=1e-5)
 
 
-def test_plain_training_arguments_keep_all_settings(old: OldScript, tmp_path: Path) -> None:
+@pytest.mark.parametrize("package", [transformers, trl_tpu])
+def test_plain_training_arguments_keep_all_settings(package: Any, old: OldScript, tmp_path: Path) -> None:
     @dataclass
-    class ScriptTrainingArguments(TrainingArguments):
+    class ScriptTrainingArguments(package.TrainingArguments):  # type: ignore[misc, name-defined]
         their_own: str = "kept"
 
-    args = ScriptTrainingArguments(str(tmp_path), max_steps=2, seed=7, their_own="mine", **OFTEN, **FULL_BATCH)
+    more = {"evaluation_strategy": "no"} if package is trl_tpu else {}
+    settings = {"max_steps": 2, "seed": 7, "their_own": "mine", "remove_unused_columns": False} | OFTEN | more
+    args = ScriptTrainingArguments(str(tmp_path), **settings, **FULL_BATCH)
     before = copy.deepcopy(args.to_dict())
     expected = current_losses(old, tmp_path, steps=2)
     trainer = trained(RewardTrainer(model=old.model, args=args, tokenizer=old.tokenizer, train_dataset=old.pairs))
@@ -144,7 +151,8 @@ def test_plain_training_arguments_keep_all_settings(old: OldScript, tmp_path: Pa
     assert isinstance(trainer.args, RewardConfig) and trainer.args.their_own == "mine"
     after = trainer.args.to_dict()
     changed = {name for name in before if after.get(name, before[name]) != before[name]}
-    assert changed <= {"dataloader_pin_memory", "hub_token"}  # transformers writes a placeholder for a token
+    # transformers writes a placeholder for tokens
+    assert changed <= {"dataloader_pin_memory", "hub_token", "push_to_hub_token"}
     assert trainer.args.max_length is None
 
 
@@ -263,87 +271,36 @@ def test_tokenizer_under_both_names_is_rejected(old: OldScript, tmp_path: Path) 
         RewardTrainer(old.model, config(tmp_path), train_dataset=old.pairs, **names)
 
 
-# ---- whole scripts since TRL 0.5, and a translated EasyDeL script
+# ---- a whole script for TRL 0.12 to 0.23
 
 
 START, END = "<|im_start|>", "<|im_end|>"  # ChatML
-MODEL, TEXTS, CHATS, TOKENS = "lab/model", "lab/texts", "lab/chats", "lab/tokens"
-FLAGS = {
-    **{"model_name_or_path": MODEL, "dataset_name": CHATS, "output_dir": "out", "report_to": "none", "bf16": "false"},
-    **{"save_strategy": "no", "optim": "adamw_torch", "logging_steps": "1", "per_device_train_batch_size": "8"},
-    **{"learning_rate": "1e-3", "num_train_epochs": "1", "max_length": "512", "evaluation_strategy": "epoch"},
-}
-_OFTEN = {"num_train_epochs": 1, "per_device_train_batch_size": 8, "learning_rate": 1e-3, "warmup_steps": 0}
-#: EasyDeL's defaults. A step uses all pairs, and the only log is the mean of ten steps.
-_EASYDEL = {
-    **{"num_train_epochs": 10, "per_device_train_batch_size": 32, "learning_rate": 5e-5, "warmup_steps": 0},
-    **{"weight_decay": 0.01, "max_grad_norm": 0, "lr_scheduler_type": "constant", "logging_steps": 10},
-    "center_rewards_coefficient": 0.1,
-}
-#: Command-line words of each script, its data, and its settings.
-SCRIPTS: dict[str, tuple[list[str], str, dict[str, Any]]] = {
-    "training_arguments": ([MODEL, TEXTS, "out"], "texts", _OFTEN),
-    "raw_rows": ([word for name, value in FLAGS.items() for word in (f"--{name}", value)], "chats", _OFTEN),
-    "easydel": ([MODEL, TEXTS], "texts", _EASYDEL),
-}
+OF_SCRIPT = OFTEN | {"num_train_epochs": 1, "per_device_train_batch_size": 8, "optim": "adamw_torch"}
+FLAGS = {"model_name_or_path": "lab/model", "dataset_name": "lab/chats", "output_dir": "out"}
+FLAGS |= {"evaluation_strategy": "epoch", "max_length": 512, "learning_rate": 1e-3} | OF_SCRIPT
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Save a model without a chat template, with ChatML's tokens in its vocabulary, and 20 pairs in every format."""
-    folder = tmp_path_factory.mktemp("old")
-    pairs = tiny.made_up_pairs(20)
+def test_old_script_has_trls_losses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It gives the model ChatML's template. The tokens of that are in the vocabulary."""
+    pairs, lab = tiny.made_up_pairs(20), tmp_path / "lab"
     tokenizer = tiny.tiny_tokenizer(pairs, vocab_size=400)
     tokenizer.add_special_tokens({"additional_special_tokens": [START, END]})
     tokenizer.chat_template = None
-    tiny.tiny_model(tokenizer, vocab_size=len(tokenizer)).save_pretrained(folder / MODEL)
-    tokenizer.save_pretrained(folder / MODEL)
+    tiny.tiny_model(tokenizer, vocab_size=len(tokenizer)).save_pretrained(lab / "model")
+    tokenizer.save_pretrained(lab / "model")
+    chats = [{half: [user(row["prompt"]), assistant(row[half])] for half in HALVES} for row in pairs]
+    write_jsonl(lab / "chats" / "train.jsonl", chats)
 
-    def rendered(messages: list[dict[str, str]]) -> str:
-        return "".join(f"{START}{each['role']}\n{each['content']}{END}\n" for each in messages)
+    def ids_of(messages: list[dict[str, str]]) -> list[int]:
+        return tokenizer("".join(f"{START}{each['role']}\n{each['content']}{END}\n" for each in messages))["input_ids"]
 
-    texts, chats = [
-        [{half: make(row["prompt"], row[half]) for half in ("chosen", "rejected")} for row in pairs]
-        for make in (
-            lambda prompt, answer: prompt + answer,
-            lambda prompt, answer: [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}],
-        )
-    ]
-    files = {f"{TEXTS}/train": texts, f"{CHATS}/train": chats}
-    for name, rows in (("texts", texts), ("chats", [{half: rendered(row[half]) for half in row} for row in chats])):
-        ids = [{f"{half}_ids": tokenizer(row[half])["input_ids"] for half in row} for row in rows]
-        files[f"{TOKENS}-{name}/pairs"] = ids
-    for name, rows in files.items():
-        file = folder / f"{name}.jsonl"
-        file.parent.mkdir(parents=True)
-        (file.parent / "model").symlink_to(folder / MODEL)  # the folder that `trajectory.py` reads
-        Dataset.from_list(rows).to_json(file)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def expected(folder: Path) -> dict[str, list[float]]:
-    """Return the losses that TRL logs on the tokens of each script."""
-    out = folder / "trl.json"
-    runs = {
-        name: {"max_length": None, "data": f"{TOKENS}-{data}", **settings}
-        for name, (_, data, settings) in SCRIPTS.items()
-    }
-    subprocesses.run("trajectory.py", "trl", str(folder), str(out), json.dumps(runs), USE_TORCH_XLA="0")
-    return {name: losses_in(logs) for name, logs in json.loads(out.read_text()).items()}
-
-
-def losses_in(logs: list[dict[str, float]]) -> list[float]:
-    return [log["loss"] for log in logs if "loss" in log]
-
-
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_old_script_has_trls_losses(script: str, folder: Path, expected: dict[str, Any], tmp_path: Path) -> None:
-    (tmp_path / "lab").symlink_to(folder / "lab")
-    environment = os.environ | {"HF_HUB_OFFLINE": "1", "PYTHONPATH": f"{ROOT}{os.pathsep}{SUPPORT}"}
-    words = (str(SUPPORT / "old_scripts" / f"{script}.py"), *SCRIPTS[script][0])
-    process = subprocesses.python(*words, environment=environment, folder=tmp_path)
-    assert process.returncode == 0, process.stderr[-4000:]
-    losses = losses_in(json.loads((tmp_path / "out" / "trainer_state.json").read_text())["log_history"])
-    assert len(losses) == (1 if script == "easydel" else 3)
-    assert losses == pytest.approx(expected[script], abs=1e-5)
+    tokens = Dataset.from_list([{f"{half}_ids": ids_of(row[half]) for half in HALVES} for row in chats])
+    args = trl.RewardConfig(str(tmp_path / "trl"), learning_rate=1e-3, max_length=None, use_cpu=True, **OF_SCRIPT)
+    theirs = trained(trl.RewardTrainer(str(lab / "model"), args, train_dataset=tokens))
+    monkeypatch.chdir(tmp_path)
+    words = [word for name, value in FLAGS.items() for word in (f"--{name}", str(value))]
+    monkeypatch.setattr(sys, "argv", ["script", *words])
+    runpy.run_path(str(SUPPORT / "old_script.py"), run_name="__main__")
+    logs = json.loads((tmp_path / "out" / "trainer_state.json").read_text())["log_history"]
+    found = [log["loss"] for log in logs if "loss" in log]
+    assert len(found) == 3 and found == pytest.approx(losses(theirs), abs=1e-5)

@@ -60,13 +60,18 @@ def assert_same(folder: Path, other: Path) -> None:
     assert all(torch.equal(ours[name], theirs[name]) for name in ours), (folder, other)
 
 
-def test_preemption_of_one_rank_stops_all_and_resumes_bitwise(train: Train, whole_run: Any, tmp_path: Path) -> None:
-    folder, logged = whole_run
-    stopped = train(tmp_path, 2, status=75, mesh="fsdp=2", save_steps=100, told=3)
-    assert stopped["stopped by"] == "SIGTERM"
-    (checkpoint,) = tmp_path.glob("checkpoint-*")
-    assert train(tmp_path, 2, mesh="fsdp=2", resume=str(checkpoint))["logged"] == logged
-    assert_same(tmp_path, folder)
+EVALUATES = {"mesh": None, "logging_steps": 4, "eval_strategy": "steps", "eval_steps": 3}
+
+
+@pytest.mark.parametrize("settings", [{"mesh": "fsdp=2"}, EVALUATES], ids=["fsdp=2", "DDP"])
+def test_preemption_of_one_rank_stops_all_and_resumes_bitwise(settings: Any, train: Train, tmp_path: Path) -> None:
+    """Also between two logs. An evaluation that is due at the stop is skipped."""
+    whole, out = tmp_path / "whole", tmp_path / "out"
+    logged = train(whole, 2, **settings)["logged"]
+    assert train(out, 2, status=75, save_steps=100, told=2, **settings)["stopped by"] == "SIGTERM"
+    (checkpoint,) = out.glob("checkpoint-*")
+    assert train(out, 2, resume=str(checkpoint), **settings)["logged"] == logged
+    assert_same(out, whole)
 
 
 @pytest.mark.parametrize(

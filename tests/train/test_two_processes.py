@@ -1,4 +1,7 @@
-"""Processes of plain torch led by accelerate save, stop and resume together."""
+"""Processes of plain torch led by accelerate train, stop at a time limit, save at a URL and resume together.
+
+`test_ranks_checkpoints.py` preempts and resumes them, and compares with one process.
+"""
 
 import json
 import math
@@ -8,7 +11,6 @@ from typing import Any
 import pytest
 import subprocesses
 import two_processes
-from training import logged
 
 
 @pytest.fixture(scope="module")
@@ -54,32 +56,3 @@ def equal(ours: Any, reference: Any) -> bool:
     if isinstance(reference, list):
         return len(ours) == len(reference) and all(map(equal, ours, reference))
     return math.isclose(ours, reference, rel_tol=1e-5, abs_tol=1e-6) or ours != ours and reference != reference
-
-
-def check_resumed_to_the_bit(folder: Path) -> None:
-    found = [json.loads((folder / f"{process}.json").read_text()) for process in range(2)]
-    for each in found:
-        assert each["equal"]
-        assert each["resumed"] == each["whole"]
-    assert [log["step"] for log in found[0]["whole"]] == [4, 6]
-
-
-def test_preemption_of_one_process_stops_both_and_resumes_bitwise(folder: Path) -> None:
-    check_resumed_to_the_bit(folder)
-
-
-@pytest.mark.long
-def test_torchrun_starts_two_processes(model_folder: str, tmp_path: Path) -> None:
-    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
-    subprocesses.run_without_server(*launcher, two_processes.__file__, model_folder, str(tmp_path), USE_TORCH_XLA="0")
-    check_resumed_to_the_bit(tmp_path)
-
-
-def test_single_process_resumes_the_metric_sums_of_two(folder: Path, model_folder: str, tmp_path: Path) -> None:
-    """The sums are then on one device, in the same batches, and equal up to rounding."""
-    trainer = two_processes.make_trainer(model_folder, tmp_path, per_device_eval_batch_size=4)
-    trainer.train(resume_from_checkpoint=str(folder / "stopped" / "checkpoint-3"))
-    whole = json.loads((folder / "0.json").read_text())["whole"]
-    assert [log["eval_pairs"] for log in whole if "eval_pairs" in log] == [8]
-    for ours, theirs in zip(logged(trainer), whole, strict=True):
-        assert ours == pytest.approx(theirs, abs=1e-5, rel=1e-4), ours["step"]

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import datasets
@@ -181,25 +182,28 @@ def test_training_from_yaml_supports_adapters_and_mixtures(tmp_path: Path, monke
 # ---- `trl-tpu selfcheck`
 
 
-#: A sitecustomize module: it makes attention in packed rows wrong, before anything else is imported.
+#: A child with this code in front attends wrongly in packed rows.
 WRONG_KERNEL = """
+import runpy
 import trl_tpu.modeling.forward as forward
 attend = forward.attend_packed
 def wrong(*args, **kwargs):
     output, weights = attend(*args, **kwargs)
     return output * 1.1, weights
 forward.attend_packed = wrong
+runpy.run_module("trl_tpu.scripts.selfcheck", run_name="__main__")
 """
 
 
 @pytest.mark.parametrize("is_wrong", [False, True])
-def test_selfcheck_passes_and_fails_with_a_wrong_kernel(is_wrong: bool, tmp_path: Path) -> None:
-    if is_wrong:
-        (tmp_path / "sitecustomize.py").write_text(WRONG_KERNEL)
-    command = [sys.executable, "-m", "trl_tpu.cli", "selfcheck", "--output", str(tmp_path / "out.json")]
-    environment = {**os.environ, "USE_TORCH_XLA": "0", "PYTHONPATH": f"{tmp_path}:{ROOT}"}
-    process = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True)
-    assert process.returncode == int(is_wrong), process.stderr
+def test_selfcheck_passes_and_fails_with_a_wrong_kernel(is_wrong: bool, tmp_path: Path, monkeypatch: Any) -> None:
+    def forked(command: list[str], env: dict[str, str], **_: Any) -> Any:
+        words = ["-c", WRONG_KERNEL, *command[3:]] if is_wrong else command[1:]
+        return subprocesses.python(*words, environment=env | {"USE_TORCH_XLA": "0"})
+
+    monkeypatch.setattr(selfcheck, "subprocess", SimpleNamespace(run=forked))
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    assert cli.main(["selfcheck", "--output", str(tmp_path / "out.json")]) == int(is_wrong)
     report = json.loads((tmp_path / "out.json").read_text())
     passed = {line["check"]: line["passed"] for line in report["lines"]}
     assert passed["packed: losses"] is not is_wrong and passed["padded: losses"] and passed["resumed: losses"]
@@ -214,7 +218,7 @@ def test_gpu_check_runs_dry_without_a_gpu(tmp_path: Path) -> None:
     process = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True)
     table = (tmp_path / "gpu.md").read_text()
     assert process.returncode == 0 and "FAILED" not in table, table + process.stderr
-    said = "flash attention | not installed; segments: error; rows: error; TRL's time; margins pairs, packed]"
+    said = "flash attention | not installed; segments: error; rows: error; TRL's time; equal_the_formula[regression]"
     assert [each for each in (*parts, *said.split("; ")) if each not in table] == []
 
 
