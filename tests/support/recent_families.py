@@ -39,8 +39,8 @@ HYBRIDS: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("qwen3_5_text", "olmo_hybrid"), DELTA),
     **dict.fromkeys(("qwen3_next", "qwen3_5_moe_text"), DELTA | EXPERTS),
     "kimi_linear": LATENT
-    | {"layer_types": DELTA["layer_types"], "linear_head_dim": 8, "linear_num_heads": 4, "num_experts": 4}
-    | {"num_experts_per_token": 2, "moe_intermediate_size": 16, "head_dim": None},
+    | {"layer_types": DELTA["layer_types"][-2:], "linear_head_dim": 8, "linear_num_heads": 4, "num_experts": 4}
+    | {"num_experts_per_token": 2, "moe_intermediate_size": 16, "head_dim": None, "num_hidden_layers": 2},
     "lfm2": CONVOLUTIONS,
     "lfm2_moe": CONVOLUTIONS | EXPERTS | {"num_dense_layers": 1},
     "granitemoehybrid": MAMBA
@@ -53,7 +53,9 @@ HYBRIDS: dict[str, dict[str, Any]] = {
         **{"layers_block_type": ["mamba", "hybrid"] * 2, "mamba_d_state": 8, "n_mamba_heads": 8, "mamba_ngroups": 2},
         **{"chunk_size": 16, "head_dim": None},
     },
-    "bailing_hybrid": EXPERTS | LATENT | {"layer_group_size": 4},
+    "bailing_hybrid": EXPERTS
+    | LATENT
+    | {"layer_group_size": 2, "num_hidden_layers": 2, "mlp_layer_types": ["dense", "sparse"]},
 }
 #: Other families that have no classifier in transformers 5.23.
 DECODERS: dict[str, dict[str, Any]] = {

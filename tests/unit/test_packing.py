@@ -1,6 +1,7 @@
 """Packed rows keep the attention, positions and scored tokens of their sequences, in a few planned shapes."""
 
 import os
+from functools import cache
 from itertools import combinations
 from typing import Any
 
@@ -213,10 +214,15 @@ def test_bucket_lengths_reach_the_longest_in_few_even_steps(longest: int, most: 
         assert longer <= 2 * shorter + multiple  # at most about half of a row is padding
 
 
+@cache
+def made_up() -> list[tuple[list[int], list[int]]]:
+    return real_pairs.tokenized(real_pairs.made_up_dialogues())
+
+
 @pytest.mark.parametrize(("pairs", "shards", "most_tokens"), [(8, 1, 0.72), (64, 8, 0.70)])
 def test_packing_computes_few_tokens_per_real_token(pairs: int, shards: int, most_tokens: float) -> None:
     """Hidden size 1,024, at most four shapes. Padding to the longest sequence computes 2.5 tokens per real token."""
-    both = real_pairs.tokenized(real_pairs.made_up_dialogues())
+    both = made_up()
     sizes = length_stats(dataset_of(both)).lengths.sizes_N
     # the number of micro-batches does not count here
     plan = plan_shapes(sizes, pairs, shards, attention_crossover_length=6 * 1024, micro_batch_work=128)
