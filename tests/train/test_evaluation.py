@@ -23,6 +23,7 @@ from trl_tpu.config.reward_config import METRICS
 from trl_tpu.errors import UserError
 from trl_tpu.evaluation.verdict import ScoreFit, proportion
 from trl_tpu.experimental.prm import PRMConfig, PRMTrainer
+from trl_tpu.report import pages
 from trl_tpu.report.pages import read_run
 from trl_tpu.scripts.report import write_report
 from trl_tpu.trainer.evaluation import EvaluatedRows
@@ -292,7 +293,10 @@ OTHER_LABELS = {
 
 
 @pytest.mark.parametrize("form", [*PROMPT_FORMS, *LABEL_FORMATS, *OTHER_LABELS])
-def test_evaluation_card_score_and_report_agree(model_folder: str, tmp_path: Path, form: str, capsys: Any) -> None:
+def test_evaluation_card_score_and_report_agree(
+    model_folder: str, tmp_path: Path, form: str, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pages, "find_spec", lambda _: None)  # without pictures, which take most of the time
     own, convert = OTHER_LABELS.get(form) or format_in(form), PROMPT_FORMS.get(form, lambda row: row)
     rows = [convert({**row, "prompt": f"Count on from {n % 9}:"}) for n, row in enumerate(own.rows(45).to_list())]
     args = own.config(str(tmp_path / "run"), **QUIET | own.settings | {"per_device_eval_batch_size": 4})
