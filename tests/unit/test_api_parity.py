@@ -1,4 +1,4 @@
-"""The API equals that of the installed trl, except for the differences listed here with their reasons.
+"""The API equals that of the installed trl, except for the differences listed here or in a guide, with their reasons.
 
 Each area lists its differences as texts. A new difference, for example from a later trl, fails until it is listed. A
 listed difference that no longer exists fails, too.
@@ -33,6 +33,8 @@ from trl_tpu.compat.arguments import REMOVED
 from trl_tpu.scripts import utils
 from trl_tpu.trainer.model_config import ModelConfig
 
+GUIDE = (EXAMPLES / "guides" / "differences_from_trl.md").read_text(encoding="utf-8")
+FIELDS_IN_GUIDE = re.findall(r"`(\w+)`", re.findall(r"- `RewardConfig` has (.+?)\.\n- ", GUIDE, re.DOTALL)[0])
 _OLD = "scripts for older versions of TRL give it, or import it"
 _DATASETS = "type of datasets: list[trl.scripts.utils.DatasetConfig], ours list[trl_tpu.scripts.utils.DatasetConfig]"
 
@@ -55,23 +57,7 @@ DIFFERENCES: dict[str, dict[str, str]] = {
 }
 # area -> reason -> names that only this package has
 ADDED: dict[str, dict[str, str]] = {
-    "RewardConfig's fields": {
-        "rankings and their labels": "loss_type average_over ranking_top_k margin_scale ties tie_threshold",
-        "several attributes": "attributes attribute_weights attribute_loss_weights",
-        "uncertain labels": "label_smoothing",
-        "TRL leaves devices to accelerate": "mesh sharding_plan remat",
-        "settings of compilation on XLA": "scan_layers row_length packed_attention max_shapes",
-        "shared tokens are computed once": "packing group_by_prompt",
-        "preemptible runs, and runs kept at a URL": "training_time_limit save_interval_minutes output_url",
-        "nonfinite steps are skipped": "nonfinite_limit",
-        "smaller moments, JSON logs, gradient norms": "optim_state_dtype progress log_grad_norms",
-        "the EOS is scored, as in servers that score the last token": "own_pad_token",
-        "the same on any number of devices": "total_batch_size",
-        "evaluation on the first batches, and by the labels of a column": "max_eval_steps eval_by",
-        "TRL has them under other names or elsewhere": "frozen_parameters learning_rate_end truncation_mode",
-        "of multimodal models, parts that text does not reach": "train_unread_towers",
-        _OLD: " ".join(REMOVED),
-    },
+    "RewardConfig's fields": {"groups of the guide": " ".join(FIELDS_IN_GUIDE), _OLD: " ".join(REMOVED)},
     "RewardTrainer's parameters": {"parameters of TRL or transformers in the past": "model_init tokenizer max_length"},
     "RewardTrainer's methods": {
         "description of the run and of its end": "describe stopped_by stop_checkpoint save_description",
@@ -237,8 +223,7 @@ def public_names(module: ModuleType) -> set[str]:
 
 @pytest.mark.filterwarnings("ignore")
 def test_every_public_trl_name_exists_or_is_listed_in_the_guide() -> None:
-    guide = (EXAMPLES / "guides" / "differences_from_trl.md").read_text(encoding="utf-8")
-    rows = guide.partition("### Names")[2].partition("\n## ")[0]
+    rows = GUIDE.partition("### Names")[2].partition("\n## ")[0]
     listed = re.findall(r"`([\w.*]+)`", "".join(re.findall(r"^\| (`.*?) \| ", rows, re.MULTILINE)))
     used = set()
 

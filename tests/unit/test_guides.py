@@ -351,12 +351,6 @@ def test_guide_of_model_families_equals_a_new_trial(tmp_path: Path) -> None:
     assert (tmp_path / "page.md").read_text(encoding="utf-8") == model_families.PAGE.read_text(encoding="utf-8")
 
 
-def test_fields_named_as_missing_in_trl_exist() -> None:
-    text = prose(GUIDES / "differences_from_trl.md")
-    (fields,) = re.findall(r"`RewardConfig` has (.+?)\.\n- ", text, re.DOTALL)
-    assert set(quoted(fields)) <= {each.name for each in dataclasses.fields(RewardConfig)}
-
-
 def test_every_easydel_field_has_one_row_and_is_accepted_or_gets_a_suggestion(tmp_path: Path) -> None:
     rows = re.findall(r"^\| (`.+?) \| (.*?) ?\| .*\|$", prose(GUIDES / "from_easydel.md"), re.MULTILINE)
     theirs = [name for names, _ in rows for name in quoted(names)]

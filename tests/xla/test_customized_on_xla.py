@@ -11,7 +11,6 @@ import hyperparameter_search
 import overridden
 import pytest
 import subprocesses
-import trl
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
 from training import logged, trained
@@ -36,17 +35,6 @@ def test_losses_of_customized_models_equal_trls(name: str, tmp_path: Path) -> No
     trainer, losses = customized.losses(trl_tpu, make(), tmp_path)
     assert losses == pytest.approx(json.loads(process.stdout.splitlines()[-1]), abs=1e-5)
     assert (trainer.batch_plan.layout.shapes is None) == (make in customized.KEEP_LENGTHS)
-
-
-def test_loss_copied_from_trl_trains(tmp_path: Path) -> None:
-    class Pasted(trl_tpu.RewardTrainer):
-        compute_loss: Any = trl.RewardTrainer.compute_loss
-
-    args = trl_tpu.RewardConfig(str(tmp_path), **customized.SETTINGS | {"max_steps": 2, "max_shapes": 1})
-    theirs, ours = (trained(each(customized.plain(), args, **DATA)) for each in (Pasted, trl_tpu.RewardTrainer))
-    for pasted, own in zip(logged(theirs), logged(ours), strict=True):
-        for name in ("loss", "num_tokens", "accuracy", "margin", "max_reward"):
-            assert pasted[name] == pytest.approx(own[name], abs=1e-5), name
 
 
 def test_optimizer_and_schedule_of_a_subclass_need_no_super(tmp_path: Path) -> None:
