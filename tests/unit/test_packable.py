@@ -53,12 +53,22 @@ def test_families_with_inexact_packing_are_rejected(family: str) -> None:
 STATES: dict[str, Any] = {"kept": lambda state: state, "lost": lambda state: None, "detached": torch.Tensor.detach}
 
 
+def as_module(func: Any) -> torch.nn.Module:
+    """Return what the package `kernels` makes of each function that it may replace."""
+
+    class Func(torch.nn.Module):
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            return func(*args, **kwargs)
+
+    return Func()
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("state", STATES)
 def test_lost_states_and_states_without_gradient_are_rejected(
     state: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In bfloat16, the layer calls a kernel with the signature and the limits of flash-linear-attention's."""
+    """In float32 `kernels` is installed, and in bfloat16 a kernel with the signature of flash-linear-attention's."""
     rule = modeling_qwen3_5.torch_chunk_gated_delta_rule
 
     def changed(*args: Any, initial_state: Any = None, **kwargs: Any) -> Any:
@@ -69,7 +79,7 @@ def test_lost_states_and_states_without_gradient_are_rejected(
         assert q.dtype == torch.bfloat16
         return changed(q, k, v, g, beta, **kwargs)
 
-    chosen = changed if dtype == torch.float32 else kernel
+    chosen = as_module(changed) if dtype == torch.float32 else kernel
     monkeypatch.setattr(modeling_qwen3_5, "torch_chunk_gated_delta_rule", chosen)
     monkeypatch.setattr(forward, "few_kernels", lambda _: dtype == torch.bfloat16)
     recurrent_layers._with_other_functions.cache_clear()

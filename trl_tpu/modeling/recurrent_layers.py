@@ -109,17 +109,20 @@ class States:
 
 def has_rule(layer: nn.Module) -> bool:
     """Return whether a recurrent layer's forward calls a function that takes an initial state."""
-    return any(states for _, states in _functions_of(inspect.unwrap(type(layer).forward)).values())
+    return any(states for *_, states in _functions_of(inspect.unwrap(type(layer).forward)).values())
 
 
-def _functions_of(forward: FunctionType) -> dict[str, tuple[FunctionType, frozenset[str]]]:
-    """Return the functions of its module that a forward names, with their parameters for an initial state."""
-    named = {name: forward.__globals__.get(name) for name in forward.__code__.co_names}
-    return {
-        name: (function, INITIAL_STATES & inspect.signature(function).parameters.keys())
-        for name, function in named.items()
-        if inspect.isfunction(function)
-    }
+def _functions_of(forward: FunctionType) -> dict[str, tuple[Any, FunctionType, frozenset[str]]]:
+    """Return the functions of its module that a forward names: as called, as written, parameters for a state."""
+    functions = dict[str, tuple[Any, FunctionType, frozenset[str]]]()
+    for name in forward.__code__.co_names:
+        called = written = forward.__globals__.get(name)
+        if isinstance(called, nn.Module):  # the package `kernels` makes a module of a function that it may replace
+            written = inspect.getclosurevars(type(called).forward).nonlocals.get("func")
+        if inspect.isfunction(written):
+            states = INITIAL_STATES & inspect.signature(written).parameters.keys()
+            functions[name] = called, inspect.unwrap(written), states
+    return functions
 
 
 def _forward_of(layer: nn.Module, scans: bool, has_kernels: bool) -> Callable[..., Any]:
@@ -136,8 +139,8 @@ def _forward_of(layer: nn.Module, scans: bool, has_kernels: bool) -> Callable[..
 @lru_cache
 def _with_other_functions(forward: FunctionType, scans: bool, has_kernels: bool) -> FunctionType:
     functions = dict[str, Any]()
-    for name, (function, states) in _functions_of(forward).items():
-        functions[name] = function if has_kernels else inspect.unwrap(function)
+    for name, (called, written, states) in _functions_of(forward).items():
+        functions[name] = called if has_kernels else written
         for state in states if scans else ():
             functions[name] = partial(_scan, functions[name], state)
     copy = FunctionType(
