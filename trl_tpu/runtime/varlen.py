@@ -44,20 +44,24 @@ def varlen_attention(
 
 
 @functools.cache
-@torch.no_grad()
+@torch.enable_grad()
 def varlen_error(device: torch.device, dtype: torch.dtype, head_dim: int) -> float:
-    """Return the relative error of `varlen_attention` on ``device``, compared with a mask; infinite without a kernel.
+    """Return the relative error of `varlen_attention` and its gradients on ``device``; infinite without a kernel.
 
-    Only a GPU can show that its kernel aligns causal masks to the last key of a segment. Aligned to the first, the
-    error is about 1.
+    It is compared with masks, with and without a window. Only a GPU can show that its kernel aligns both to the last
+    key of a segment, and that it has gradients. Aligned to the first key, the error is about 1.
     """
-    numbers = torch.arange(110 * head_dim, device=device).view(110, 1, head_dim).sin().to(dtype)
-    query, key = numbers[:40], numbers[40:]
+    numbers = torch.arange(110 * head_dim, device=device).view(110, 1, head_dim).sin().to(dtype).requires_grad_()
+    query, key = numbers.split([40, 70])
     queries, keys = torch.tensor([[0, 40], [0, 70]], dtype=torch.int32, device=device)
-    mask = torch.ones(40, 70, dtype=torch.bool, device=device).tril(30)
-    expected = masked_attention(query.transpose(0, 1), key.transpose(0, 1), key.transpose(0, 1), mask, 0.1)
-    try:
-        computed = varlen_attention((query, key, key), (queries, keys, 40, 70), 0.1)
-    except RuntimeError:
-        return math.inf
-    return float((computed - expected.transpose(0, 1)).abs().max() / expected.abs().max())
+    causal, errors = torch.ones(40, 70, dtype=torch.bool, device=device).tril(30), list[torch.Tensor]()
+    for window, mask in ((None, causal), (16, causal.triu(15))):
+        q_HLD, k_HLD = query.transpose(0, 1), key.transpose(0, 1)
+        expected = masked_attention(q_HLD, k_HLD, k_HLD, mask, 0.1).transpose(0, 1)
+        try:
+            computed = varlen_attention((query, key, key), (queries, keys, 40, 70), 0.1, window)
+            both = [(output, *torch.autograd.grad(output, numbers, query.detach())) for output in (computed, expected)]
+        except RuntimeError:
+            return math.inf
+        errors += [(found - exact).abs().max() / exact.abs().max() for found, exact in zip(*both, strict=True)]
+    return torch.stack(errors).max().item()
