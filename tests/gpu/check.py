@@ -53,16 +53,17 @@ def run(part: str, seconds: float, folder: Path) -> list[str]:
 
 def main(parts: list[str], folder: Path) -> int:
     folder.mkdir(parents=True, exist_ok=True)
-    rows = ["| part | check | result | |", "|---|---|---|---|"]
+    versions = ", ".join(f"{name} {version}" for name, version in package_versions().items() if version)
+    title = f"{current().topology().description}{', a dry run' * IS_DRY}; CUDA {torch.version.cuda}; {versions}"
+    rows = [title, "", "| part | check | result | |", "|---|---|---|---|"]
     for group, at_once in ((CHECKS, 1 if IS_DRY else len(CHECKS)), (SPEED, 1)):
         chosen = [(part, 1000 if IS_DRY else limit, folder) for part, limit in group.items() if part in parts]
         with ThreadPoolExecutor(at_once) as pool:
-            rows += [row for found in pool.map(lambda each: run(*each), chosen) for row in found]
-    versions = ", ".join(f"{name} {version}" for name, version in package_versions().items() if version)
-    title = f"{current().topology().description}{', a dry run' * IS_DRY}; CUDA {torch.version.cuda}; {versions}"
-    (folder / "gpu.md").write_text("\n".join([title, "", *rows, ""]))
+            for found in pool.map(lambda each: run(*each), chosen):
+                rows += found
+                (folder / "gpu.md").write_text("\n".join([*rows, ""]))  # now: the lane may be ended at any time
     failed = sum(VERDICTS[False] in row for row in rows)
-    print("\n".join(["", title, *rows, f"{failed} of {len(rows) - 2} rows failed. Table and logs: {folder}"]))
+    print("\n".join(["", *rows, f"{failed} of {len(rows) - 4} rows failed. Table and logs: {folder}"]))
     return bool(failed)
 
 
