@@ -144,7 +144,7 @@ def sizes_by_prompt(dataset: Any, batch_size: int) -> np.ndarray:
 
 
 # settings of a DataLoader; in TrainingArguments their names begin with "dataloader_"
-_LOADER_SETTINGS = ("num_workers", "persistent_workers", "prefetch_factor", "multiprocessing_context")
+_LOADER_SETTINGS = ("num_workers", "persistent_workers", "prefetch_factor", "multiprocessing_context", "pin_memory")
 
 
 def training_order(dataset: TorchDataset[Any], sampler: Sampler[int], seed: int | None) -> Sampler[int]:

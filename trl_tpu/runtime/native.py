@@ -424,7 +424,7 @@ class Runtime:
 
     def upload(self, tensor: torch.Tensor, batch_axes: tuple[str, ...], device: torch.device) -> torch.Tensor:
         """Copy a tensor of a batch to the devices: token rows sharded over the batch axes, others replicated."""
-        return tensor.to(device)
+        return tensor.to(device, non_blocking=tensor.is_pinned())  # copies of pinned memory need not wait
 
     # ---- steps
 

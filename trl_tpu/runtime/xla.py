@@ -221,6 +221,7 @@ class XlaRuntime(Runtime):
         return True
 
     def set_device_arguments(self, args: Any) -> None:
+        args.dataloader_pin_memory = False  # only GPUs copy from pinned memory
         if args.bf16 is None:
             args.bf16 = not args.fp16
         if args.optim == "adamw_torch_fused":

@@ -202,8 +202,7 @@ class StepStatistics:
         """
         if not self.skips_nonfinite:
             return loss_sum_1
-        norm = 0.0 if self.has_scaler else norm
-        finite_1 = torch.isfinite(self._losses_1 + torch.as_tensor(norm, device=self._device))
+        finite_1 = torch.isfinite(self._losses_1 if self.has_scaler else self._losses_1 + norm)
         self._losses_1 = torch.zeros_like(self._losses_1)
         if self._accelerator is not None and self._accelerator.num_processes > 1:  # losses differ between processes
             finite_1 = self._accelerator.reduce((~finite_1).int()) == 0
