@@ -1,6 +1,6 @@
 """Packed rows, with masks or expanded, give the rewards and gradients of the padded forward."""
 
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import peft
@@ -33,10 +33,11 @@ from transformers.masking_utils import (
     or_masks,
     sliding_window_causal_mask_function,
 )
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from trl_tpu.modeling import forward
 from trl_tpu.modeling.packability import PROVEN_TYPES, check_packing_is_exact, use_tree_masks
-from trl_tpu.modeling.segments import tree_layout
+from trl_tpu.modeling.segments import flash_in_segments, tree_layout
 from trl_tpu.modeling.static_shapes import ExpansionImpossible, use_expanded_attention, window_of
 from trl_tpu.packing.pack import TreeLayout, pack, pack_unpadded
 from trl_tpu.packing.shapes import BatchShape, ShapePlan
@@ -183,6 +184,18 @@ def test_kernel_of_a_gpu_takes_segments_and_has_gradients() -> None:
     output = varlen_attention((q.requires_grad_(), k.requires_grad_(), k), (starts, starts, 6, 12), 0.1, window=5)
     output.sum().backward()
     assert output.shape == q.shape and k.grad is not None and k.grad.shape == k.shape
+
+
+def test_flash_attention_is_compiled_without_the_layers_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The number would be part of the program: each layer would have its own."""
+
+    def flash(layer: Any, query: Any, **_: Any) -> Any:
+        return query * (layer.config._attn_implementation == "flash_attention_2"), hasattr(layer, "layer_idx")
+
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, "flash_attention_2", flash)
+    attend = torch.compile(partial(flash_in_segments, "flash_attention_2"), backend="eager", fullgraph=True)
+    output, has_number = attend(model_of("Llama").model.layers[0].self_attn, torch.ones(2))
+    assert output.tolist() == [1, 1] and not has_number
 
 
 # ---- rejected models

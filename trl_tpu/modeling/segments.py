@@ -5,7 +5,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -85,11 +84,24 @@ def sdpa_in_segments(
     return varlen_attention((query, key, value), lengths, scale, kwargs["sliding_window"], dropout)[None], None
 
 
+class _Changed:
+    """An object with other values of some attributes. torch.compile traces no `SimpleNamespace`."""
+
+    def __init__(self, base: Any, **changed: Any) -> None:
+        self._base = base
+        for name, value in changed.items():
+            setattr(self, name, value)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._base, name)
+
+
 def flash_in_segments(name: str, module: Any, *args: Any, **kwargs: Any) -> Outputs:
     """Attend with transformers' flash attention ``name``, padded rows or segments."""
     # transformers loads the kernel that the layer's config names, and the config names our implementation
-    config = SimpleNamespace(**vars(module.config) | {"_attn_implementation": name})
-    layer = SimpleNamespace(config=config, is_causal=getattr(module, "is_causal", True), modules=module.modules)
+    config, is_causal = _Changed(module.config, _attn_implementation=name), getattr(module, "is_causal", True)
+    # without the layer's number, which would be compiled into a program per layer
+    layer = _Changed(None, config=config, is_causal=is_causal, modules=module.modules)
     return ALL_ATTENTION_FUNCTIONS[name](layer, *args, **kwargs)
 
 
