@@ -6,6 +6,8 @@ It needs `make setup-tpu`, but no TPU. Each row's numbers are kept in the folder
 """
 
 import json
+import os
+import resource
 from dataclasses import replace
 from functools import partial
 from itertools import product
@@ -62,17 +64,19 @@ def run(model: str, topology: str, data: str, rows: str) -> dict[str, float | st
     tried = layouts.attempt(replace(layout, given_shape=usual), compile_one)
     times = {name: round(1000 * seconds / layout.batch_size, 2) for name, seconds in tried.seconds.items()}
     memory = tried.error if tried.program is None else round(tried.program.peak / GiB, 1)
-    return {"tokens": usual.rows * usual.length / layout.batch_size} | times | {"GiB": memory, "programs": programs}
+    cpu_seconds = round(resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime)  # of compiling, in processes of its own
+    numbers = {"tokens": usual.rows * usual.length / layout.batch_size} | times
+    return numbers | {"GiB": memory, "programs": programs, "CPU seconds": cpu_seconds}
 
 
 if __name__ == "__main__":
     folder = Path(options(run, folder="plans").folder)
     folder.mkdir(exist_ok=True)
+    os.environ |= {"PJRT_DEVICE": "CPU", "USE_TORCH_XLA": "1"}
     for (model, topology), data, rows in product(CELLS, ["HH-RLHF", "UltraFeedback"], ["packed", "padded"]):
         file = folder / f"{model} {topology} {data} {rows}.json"
         if not file.exists():
-            devices = {"PJRT_DEVICE": "CPU", "USE_TORCH_XLA": "1"}
-            file.write_text(json.dumps(in_a_process("tpu_plans", model, topology, data, rows, **devices)))
+            file.write_text(json.dumps(in_a_process("tpu_plans", model, topology, data, rows)))
         numbers = json.loads(file.read_text())
         print(
             model, topology, data, rows, *(f"{name} {value}" for name, value in numbers.items()), sep=" | ", flush=True
