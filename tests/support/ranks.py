@@ -47,6 +47,7 @@ WAYS: dict[str, tuple[int, str, str | None]] = {
     "attributes": (2, "attributes", "fsdp=2"),
     "recurrent": (2, "kimi_linear", "fsdp=2"),
     "multimodal": (2, "gemma4", "fsdp=2"),
+    "without a plan": (2, "gpt2", "fsdp=2"),
     "steps": (2, "steps", "data=2"),
     "steps, planned": (2, "steps", "fsdp=2"),
     "data=4": (4, "plain", "data=4"),
@@ -75,7 +76,7 @@ LAUNCHED = {
 SHARDING = {"fsdp": "full_shard", "parallelism_config": ParallelismConfig(dp_shard_size=2)}
 
 #: Families of models that are loaded by name, from folders of these names.
-FAMILIES = ("kimi_linear", "gemma4")
+FAMILIES = ("kimi_linear", "gemma4", "gpt2")
 
 
 class Planning(Runtime):

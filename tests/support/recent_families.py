@@ -86,6 +86,7 @@ WITH_CLASS: dict[str, dict[str, Any]] = {
     "opt": {"ffn_dim": 48, "word_embed_proj_dim": 32, "dropout": 0.0, "enable_bias": False},
 }
 OTHERS: dict[str, dict[str, Any]] = {
+    "gpt2": {},  # transformers' default plan names none of its modules
     "jamba": {
         **{"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1},
         **{"num_experts": 1, "num_experts_per_tok": 1, "use_mamba_kernels": False},

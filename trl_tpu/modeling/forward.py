@@ -230,7 +230,6 @@ def run_packed(model: nn.Module, batch: Batch[torch.Tensor], **kwargs: Any) -> I
     record_scores(model)
     with reading(batch) as recorded:
         assert recorded is not None
-        # The model's own outputs pool one score per token row; they have no meaning for packed rows.
         model(input_ids=ids_RL, **mask_and_positions, **kwargs)
         if not recorded.rules:
             raise UserError(
@@ -241,7 +240,9 @@ def run_packed(model: nn.Module, batch: Batch[torch.Tensor], **kwargs: Any) -> I
 
 
 def record_scores(model: nn.Module) -> None:
-    """Install a hook that records the outputs of the model's score head while it reads packed rows.
+    """Install hooks that record each token's scores, and make them the model's outputs, while it reads packed rows.
+
+    FSDP2 reduces gradients only if the loss uses the outputs of a module that it shards.
 
     Raises:
         UserError: The model has no `score` head.
@@ -250,11 +251,18 @@ def record_scores(model: nn.Module) -> None:
         raise UserError(f"{type(model).__name__} has no `score` head to read the rewards of packed rows from.")
     if _record_scores not in head._forward_hooks.values():  # a second hook would change a traced program
         head.register_forward_hook(_record_scores)
+        base = next((module for module in model.modules() if isinstance(module, PreTrainedModel)), model)
+        base.register_forward_hook(_output_scores, prepend=True)
 
 
 def _record_scores(_head: nn.Module, _args: tuple[torch.Tensor, ...], scores: torch.Tensor) -> None:
     if (packed := _READ.get()) is not None:
         packed.scores.append(scores)
+
+
+def _output_scores(_model: nn.Module, _args: tuple[torch.Tensor, ...], outputs: Any) -> None:
+    if (packed := _READ.get()) is not None:
+        outputs.logits = packed.scores[0]
 
 
 def rewards_of(model: nn.Module, batch: Batch[torch.Tensor], **extras: Any) -> tuple[torch.Tensor, Any]:
