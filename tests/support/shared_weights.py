@@ -81,6 +81,9 @@ def main(rank: str, folder: Path, families: list[str]) -> None:
     add = int(rank)
     with patch.object(shard, "fill", lambda tensor, value, fill=shard.fill: fill(tensor, value + add)):
         results["received wrongly"] = {"fsdp=2": different(folder / families[-1], "fsdp=2", tokenizer)}
+    # no family: a model that computes other rewards than before it was split
+    with patch.object(shard, "_check_values", lambda model, _: model.score.weight.data.mul_(2)):
+        results["computed wrongly"] = {"tensor=2": different(folder / "olmo3", "tensor=2", tokenizer)}
     (folder / f"weights of {rank}.json").write_text(json.dumps(results))
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
+from itertools import count
 from math import prod
 from typing import Any, TypeVar
 
@@ -87,15 +88,16 @@ def shard_model(model: Any, mesh: MeshShape, runtime: Runtime, device: torch.dev
     The values come from process 0, as with DDP. Adapters are sharded like their base layers.
 
     Raises:
-        UserError: The `tensor` axis would split an attention head, or transformers has loaded wrong rows into the
-            shards.
+        UserError: The `tensor` axis would split an attention head, transformers has loaded wrong rows into the shards,
+            or its plan for `tensor` changes the rewards.
     """
-    base, whole = _base_of(model), dict[str, torch.Tensor]()
+    base, whole, trial = _base_of(model), dict[str, torch.Tensor](), None
     if mesh_of(base) is None:
         whole = _tensors_of(model)  # process 0's are the values of all
         if mesh.tensor > 1:
             for tensor in whole.values():
                 tensor.data.copy_(_from_first(tensor, device))
+            trial = _Trial(model)
         else:  # no process has weights now: TorchTPU cannot move them within FSDP2
             _replace_tensors(model, lambda _, tensor: torch.empty_like(tensor, device="meta"))
         distribute(model, mesh)
@@ -114,6 +116,8 @@ def shard_model(model: Any, mesh: MeshShape, runtime: Runtime, device: torch.dev
     _replace_tensors(model, lambda _, tensor: tensor if isinstance(tensor, DTensor) else tensor.to(device))
     if whole:
         _check_values(model, whole)
+    if trial is not None:
+        trial.check(model, mesh)
     runtime.set_mesh(mesh.sizes, mesh.slices)
     placements = {name: _placement(parameter, mesh) for name, parameter in model.named_parameters()}
     return ShardReport(mesh, placements, {name: tensor.nbytes for name, tensor in model.named_parameters()})
@@ -231,6 +235,41 @@ def _check_values(model: nn.Module, whole: Mapping[str, torch.Tensor]) -> None:
             f"{len(wrong)} of {len(sums)} tensors, such as {wrong[0]}, differ from those that process 0 has loaded. "
             "Leave `mesh` out: each process then loads the whole model."
         )
+
+
+# torch takes the sharded embeddings of two models for one if their outputs have the same shape
+_lengths = count(16)
+
+
+class _Trial:
+    """Rewards of made-up token ids, before and after a model is split by `tensor`: a family's plan may be wrong."""
+
+    def __init__(self, model: nn.Module) -> None:
+        vocabulary = _base_of(model).config.get_text_config().vocab_size
+        self._ids_BL = torch.arange(8 * next(_lengths)).view(8, -1) % vocabulary
+        self._expected = self._rewards(model)
+
+    @torch.no_grad()
+    def _rewards(self, model: nn.Module) -> torch.Tensor:
+        training = [module for module in model.modules() if module.training]
+        outputs = model.eval()(input_ids=self._ids_BL.to(_base_of(model).device), use_cache=False)
+        for module in training:
+            module.training = True
+        return full_tensor(outputs.logits).cpu()
+
+    def check(self, model: nn.Module, mesh: MeshShape) -> None:
+        """Compare the rewards of the split model.
+
+        Raises:
+            UserError: They differ, or the split model cannot compute them.
+        """
+        fault, fix = f"mesh='{mesh}' cannot shard {type(_base_of(model)).__name__}", "Leave `tensor` out."
+        with explaining(fault, fix):
+            rewards = self._rewards(model)
+        error = ((rewards - self._expected).abs().max() / self._expected.abs().max()).item()
+        if error > torch.finfo(rewards.dtype).eps ** 0.5:  # the parts are summed in another order
+            raise UserError(f"{fault}: with its plan in transformers, rewards change by {error:.1%}. {fix}")
+        reshard(model)
 
 
 def _sum_of_bits(tensor: torch.Tensor) -> torch.Tensor:
