@@ -37,6 +37,8 @@ def test_confidence_interval_equals_scipys(case: tuple[int, int]) -> None:
     ours = proportion(*case)
     assert (ours.low, ours.high) == pytest.approx((expected.low, expected.high), abs=1e-12)
     assert 0 <= ours.low <= ours.value <= ours.high <= 1
+    rounded = proportion(np.nextafter(1, 2) * case[1], case[1])  # a sum of weights
+    assert rounded.low <= rounded.value <= rounded.high
 
 
 BY_PROMPT = [

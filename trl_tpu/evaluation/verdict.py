@@ -38,7 +38,7 @@ def proportion(right: float, count: float, design_effect: float = 1.0) -> Propor
     fractional if only some of a row's comparisons are counted, since all comparisons of a row count as one item.
     ``design_effect`` is the number of dependent items with the information of one independent item, see `share_of`.
     """
-    value, items = right / count, count / design_effect
+    value, items = min(right / count, 1.0), count / design_effect  # sums of weights may round to more than all
     middle = (value + _Z**2 / (2 * items)) / (1 + _Z**2 / items)
     half = _Z / (1 + _Z**2 / items) * (value * (1 - value) / items + _Z**2 / (4 * items**2)) ** 0.5
     # near 0 and 1, rounding could put the value itself outside of the interval
