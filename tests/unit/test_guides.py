@@ -40,6 +40,7 @@ from trl_tpu.compat import arguments
 from trl_tpu.errors import UserError, UserTypeError
 from trl_tpu.experimental.prm import PRMConfig
 from trl_tpu.modeling.packability import PROVEN_TYPES
+from trl_tpu.parallel.sharding_plan import Rules
 from trl_tpu.scripts import export, plan, report, reward, score, synthetic
 
 GUIDES = EXAMPLES / "guides"
@@ -386,6 +387,13 @@ def test_easydel_tutorial_flags_get_a_suggestion() -> None:
     assert [key for key, today in flags.items() if f" {key}: use {today}" not in str(raised.value)] == []
     with pytest.raises(UserTypeError, match="arguments: use args"):
         RewardTrainer("model", arguments=None)
+
+
+def test_example_sharding_plan_fits_a_llama(tmp_path: Path) -> None:
+    (block,) = [each for each in blocks(GUIDES / "sharding_and_slices.md") if "plan.yaml" in each.text[:20]]
+    (tmp_path / "plan.yaml").write_text(block.text)
+    model = synthetic.tiny_model(synthetic.tiny_tokenizer())
+    Rules.read(tmp_path / "plan.yaml").check(["score.weight", *(name for name, _ in model.named_parameters())])
 
 
 def script(path: Path) -> Any:
