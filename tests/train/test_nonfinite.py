@@ -61,6 +61,15 @@ def test_infinite_gradient_of_a_finite_loss_is_skipped(train: Make) -> None:
     runs.check_skipped(train([], steps=4, callbacks=[Spoil(2)]), train([], steps=4, left_out=[2]), 1)
 
 
+def test_only_steps_compute_with_zero_for_denormal_numbers(make: Make) -> None:
+    found, trainer = list[float](), make([], steps=1)
+    trainer.model.register_forward_hook(lambda *_: found.append((torch.tensor(1e-40) * 1).item()))
+    trainer.train()
+    trainer.evaluate(trainer.train_dataset)
+    step, *evaluation = found
+    assert step == 0 and min(evaluation) > 0
+
+
 def test_log_without_a_finite_step_has_no_loss(train: Make) -> None:
     trainer = train([1], steps=3, logging_steps=1)
     first, second, third, _ = trainer.state.log_history

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 from .device_choice import choice
 
 if TYPE_CHECKING:
-    from .native import PartitionSpec, Remat, Runtime, Topology, Value
+    from .native import PartitionSpec, Remat, Runtime, Topology, Value, flush_denormals
 
-__all__ = ["PartitionSpec", "Remat", "Runtime", "Topology", "Value", "choice", "current", "replace"]
+__all__ = ["PartitionSpec", "Remat", "Runtime", "Topology", "Value", "choice", "current", "flush_denormals", "replace"]
 
 _current: Runtime | None = None
 
@@ -46,7 +46,7 @@ def current() -> Runtime:
 
 
 def __getattr__(name: str) -> Any:
-    """Import the types at their first use, since their module imports torch."""
+    """Import names of `native` at their first use, since it imports torch."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f"{__name__}.native"), name)

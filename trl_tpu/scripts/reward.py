@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import pyarrow as pa
+import torch
 from datasets.exceptions import DatasetGenerationError
 from safetensors import SafetensorError
 
@@ -239,6 +240,7 @@ def run(argv: list[str], config: Mapping[str, Any] | None = None, parser: TrlPar
         config: Values of the YAML file, if `argv` no longer names it.
         parser: Parser of the command; by default the parser of ``trl-tpu reward``.
     """
+    torch.set_flush_denormal(True)  # before torch starts threads: see `runtime.flush_denormals`
     parser = parser or make_parser("trl-tpu reward")
     script_args, training_args, model_args, dataset_args = parser.parse_args_and_config(argv, config=config)
     try:

@@ -69,7 +69,7 @@ from ..modeling.recurrent_layers import recompute_in_same_batch
 from ..packing.batch import Batch, micro_batches_of, tensors_in
 from ..parallel import shard
 from ..parallel.mesh import BATCH_AXES
-from ..runtime import choice, current
+from ..runtime import choice, current, flush_denormals
 from .batch_plan import BatchPlan
 from .optimizer import create_schedule, unwrap
 from .progress import BusyCores, JsonLines, Progress
@@ -430,6 +430,7 @@ class DeviceTrainer(SavingTrainer):
 
     # ---- the step
 
+    @flush_denormals()
     def _update(
         self, model: nn.Module, batches: Sequence[Any], items: Any = None, completes: bool = True
     ) -> tuple[Any, float] | None:
