@@ -26,6 +26,7 @@ import trl_tpu
 from trl_tpu import RewardConfig, RewardTrainer
 from trl_tpu.checkpoint.folders import RemoteRun, find_faults
 from trl_tpu.errors import UserError
+from trl_tpu.training import stopping
 from trl_tpu.training.stopping import Unfinished
 
 COMMON = QUIET | {"max_steps": 6, "learning_rate": 1e-3, "use_cpu": True}
@@ -97,6 +98,16 @@ def after_a_time_limit(model: str, out: Path, told: bool) -> str:
     return "stopped by " + str(trainer.stopped_by)
 
 
+def told_to_stop(model: str, out: Path, told: bool) -> str:
+    """Send a SIGTERM in a run that votes at every step and in which nothing else is due; return the checkpoint."""
+    args = arguments(trl_tpu, out, save_strategy="no", logging_strategy="no")
+    callbacks: list[Any] = [At("on_step_begin", 1, sigterm)] if told else []
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(Unfinished) as stop:
+        patch.setattr(stopping, "_SECONDS_BETWEEN_VOTES", 0.0)
+        RewardTrainer(model, args, train_dataset=tiny.made_up_pairs(24), callbacks=callbacks).train()
+    return Path(stop.value.checkpoint).name
+
+
 def check_a_run_at_a_url(model: str, url: str, first: bool) -> None:
     """Each process has its own random state, so the checkpoint must hold all of them.
 
@@ -144,6 +155,7 @@ def main(model: str, folder: Path) -> None:
         found |= {package.__name__: of_13_pairs(package, model, folder / "13") for package in (trl, trl_tpu)}
         found["a time limit"] = after_a_time_limit(model, folder / "limit", told=False)
         found["a time limit and a SIGTERM"] = after_a_time_limit(model, folder / "both", told=rank == "1")
+        found["a SIGTERM alone"] = told_to_stop(model, folder / "alone", told=rank == "1")
         check_a_run_at_a_url(model, f"file://{folder}/url", first=rank == "0")
     (folder / f"{rank}.json").write_text(json.dumps(found))
 

@@ -5,6 +5,8 @@
 
 import json
 import math
+import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -43,10 +45,20 @@ def test_last_training_batch_is_completed_as_in_trl(process_results: list[dict[s
         assert found["trl_tpu"] == pytest.approx(found["trl"], abs=1e-6)
 
 
-def test_two_processes_end_equally_after_a_time_limit(process_results: list[dict[str, Any]]) -> None:
+def test_two_processes_end_equally(process_results: list[dict[str, Any]]) -> None:
     for found in process_results[1:]:
         assert found["a time limit"] == "stopped by training_time_limit"
         assert found["a time limit and a SIGTERM"] == "SIGTERM"
+        assert found["a SIGTERM alone"] == "checkpoint-2"
+
+
+@pytest.mark.long
+def test_torchrun_starts_both(process_results: list[dict[str, Any]], model_folder: str, tmp_path: Path) -> None:
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
+    script, variables = two_processes.__file__, {"USE_TORCH_XLA": "0", "PYTHONPATH": os.pathsep.join(sys.path)}
+    subprocesses.run_without_server(*launcher, script, model_folder, str(tmp_path), **variables)
+    for rank, started_by_hand in enumerate(process_results[1:]):
+        assert equal(json.loads((tmp_path / f"{rank}.json").read_text())["eager"], started_by_hand["eager"])
 
 
 def equal(ours: Any, reference: Any) -> bool:
