@@ -194,11 +194,9 @@ def test_checkpoint_at_a_url_is_exported_and_leaves_no_copy(tmp_path: Path, monk
     assert not list(temporary.iterdir())
 
 
-@pytest.mark.parametrize("url", ["ftp://127.0.0.1:1/a", "memory://exported/nothing", "nosuch://exported"])
-def test_unusable_urls_are_named(url: str, error_of: Callable[..., str]) -> None:
+def test_url_as_output_is_rejected(error_of: Callable[..., str]) -> None:
     """`test_run_folder.py` tests file names that would be written outside the download folder."""
-    for words in ((url, "out"), ("c", url)):
-        assert url in error_of("export", *words)
+    assert "memory://exported" in error_of("export", "c", "memory://exported")
 
 
 # ---- memory
@@ -297,11 +295,6 @@ def _linked(name: str, folder: Path) -> None:
     (folder / name).symlink_to(folder.parent / "secret")
 
 
-def _broken_adapters(folder: Path) -> None:
-    (folder / "model.safetensors").rename(folder / "adapter_model.safetensors")
-    (folder / "adapter_config.json").write_text('{"r": 4')
-
-
 LINKED = ("tokenizer.json", "model.safetensors", "adapter_config.json")
 REFUSED: list[tuple[Callable[[Path], list[str] | None], str]] = [
     (lambda folder: ["--merge"], "adapter_config.json.*--merge"),
@@ -312,7 +305,6 @@ REFUSED: list[tuple[Callable[[Path], list[str] | None], str]] = [
     (partial(_without_head, True), "model.score.weight"),
     (partial(_without_head, False), "score.weight"),
     *((partial(_linked, name), f"c/{name}") for name in LINKED),
-    (_broken_adapters, "c/adapter_config.json"),
 ]
 
 

@@ -148,12 +148,9 @@ def test_error_in_a_batch_stops_training(config: Any, model_folder: str) -> None
         trainer.train()
 
 
-def test_device_map_is_ignored_and_bitsandbytes_rejected(model_folder: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_device_map_is_ignored(model_folder: str, caplog: pytest.LogCaptureFixture) -> None:
     model = load_model(model_folder, device_map="auto")
     assert not hasattr(model, "hf_device_map") and "`device_map` is ignored" in caplog.text
-    quantization = {"quant_method": "bitsandbytes", "load_in_4bit": True}
-    with pytest.raises(UserError, match="bitsandbytes"):
-        load_model(model_folder, quantization_config=quantization)
 
 
 class OwnLoader(RewardTrainer):

@@ -427,12 +427,6 @@ class CheckpointLoader:
         elif self._runtime.is_spmd:
             state_dict.read_torch_optimizer(optimizer, scheduler, checkpoint, self._runtime)
             return True
-        elif mesh_of(model) is not None:
-            raise UserError(
-                f"The checkpoint {checkpoint} was written by another trainer: its optimizer state is unsharded, but "
-                "this run shards it. Resume in one process without a mesh first, then resume from the checkpoint that "
-                "this saves."
-            )
         return False
 
     def delete_download(self) -> None:

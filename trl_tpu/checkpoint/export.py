@@ -24,7 +24,7 @@ from transformers.dynamic_module_utils import get_relative_imports
 
 from ..compat.transformers4 import add_transformers4_names
 from ..config.reward_config import is_url
-from ..errors import UserError, explaining
+from ..errors import UserError
 from ..modeling.adapters import adapter_weights, empty_adapters, load_adapted_model
 from ..modeling.classifier import load_classifier
 from ..modeling.head_spec import (
@@ -119,8 +119,6 @@ def export_checkpoint(
 
 
 def _check_checkpoint(checkpoint: Path, merge: bool, base: str | None, has_adapters: bool) -> None:
-    if not checkpoint.is_dir():
-        raise UserError(f"{checkpoint} is not a folder. Pass the folder of a checkpoint or of a saved model.")
     paths = (path for pattern in _WEIGHT_FILES for path in checkpoint.glob(pattern))
     _check_regular(checkpoint, (path.relative_to(checkpoint).as_posix() for path in paths))
     if not has_adapters and (merge or base is not None):
@@ -166,8 +164,7 @@ def _files_to_copy(folder: Path) -> set[str]:
 
 def _name_base_in_card(path: Path, base: str) -> None:
     """Name the base model of merged adapters in the model card, and in its metadata if it may be on the Hub."""
-    with explaining(f"{path.name} has broken metadata", "Correct or delete it."):
-        card = ModelCard(path.read_text(encoding="utf-8") if path.is_file() else "---\n{}\n---\n# Reward model\n")
+    card = ModelCard(path.read_text(encoding="utf-8") if path.is_file() else "---\n{}\n---\n# Reward model\n")
     if may_be_on_the_hub(base):
         card.data["base_model"] = base
     sentence = f"The trained adapters are merged into the weights of `{base}`."
@@ -176,9 +173,7 @@ def _name_base_in_card(path: Path, base: str) -> None:
 
 
 def _read_config(path: Path) -> dict[str, Any]:
-    with explaining(f"{path} is broken", "Copy or download it again."):
-        config = json.loads(path.read_text(encoding="utf-8"))
-    return config
+    return json.loads(path.read_text(encoding="utf-8"))
 
 
 # ---- weights
@@ -228,7 +223,6 @@ def _write_adapters(
 ) -> None:
     """Write the trained adapters in peft's format to ``folder``."""
     if (checkpoint / ADAPTER_FILE).is_file():
-        _stored_dtype(checkpoint)  # rejects a damaged file
         weights = load_file(checkpoint / ADAPTER_FILE)
     else:
         stored = _stored_dtype(checkpoint / STATE_FOLDER, WEIGHT_PREFIX)
@@ -250,10 +244,9 @@ def _stored_dtype(folder: Path, prefix: str = "") -> torch.dtype:
     """Return the widest dtype of the safetensors weights in ``folder`` with names that begin with ``prefix``.
 
     Raises:
-        UserError: ``folder`` has no weights, a file is damaged, or shards of a weight are missing.
+        UserError: ``folder`` has no weights, or shards of a weight are missing.
     """
-    with explaining(f"A file in {folder} is damaged", "Copy it again, or export another one."):
-        metadata = tensor_reader(folder).read_metadata().state_dict_metadata if folder.is_dir() else {}
+    metadata = tensor_reader(folder).read_metadata().state_dict_metadata if folder.is_dir() else {}
     dtypes = []
     for name, saved in metadata.items():
         if isinstance(saved, TensorStorageMetadata) and name.startswith(prefix):

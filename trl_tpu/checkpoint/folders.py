@@ -13,10 +13,9 @@ import os
 import re
 import shutil
 import socket
-import stat
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,7 @@ from typing import Any
 import fsspec
 
 from ..config.reward_config import is_url
-from ..errors import UserError, explaining
+from ..errors import UserError
 from .state_dict import PROGRESS_FILE, STATE_FOLDER
 
 logger = logging.getLogger(__name__)
@@ -116,14 +115,14 @@ def find_faults(folder: str | Path, share: tuple[int, int] = (0, 1)) -> list[str
     """Check a checkpoint against its manifest, and return descriptions of its faults (empty for a good one).
 
     Files that the manifest does not list are ignored. A missing file that resuming does not need causes only a
-    warning. Only regular files inside the folder are read, even if the manifest lists other paths.
+    warning. Files outside of the folder are not read, even if the manifest lists them.
 
     Args:
         share: Index of the part of the files to check, and the number of parts. Checks all files by default.
     """
     folder = Path(folder)
     try:
-        manifest = json.loads(_regular_file(folder, MANIFEST_FILE).read_text(encoding="utf-8"))
+        manifest = json.loads((folder / MANIFEST_FILE).read_text(encoding="utf-8"))
         if manifest["format"] != _FORMAT:
             return [f"{MANIFEST_FILE} has format {manifest['format']}, but this version reads only format {_FORMAT}"]
         expected = {str(name): (int(file["size"]), str(file["sha256"])) for name, file in manifest["files"].items()}
@@ -149,17 +148,9 @@ def path_below(folder: str | Path, name: str) -> Path:
     raise OSError(f"{name!r} is outside of the folder")
 
 
-def _regular_file(folder: Path, name: str) -> Path:
-    """Return the path of a file in ``folder``. Raise OSError for devices and pipes: reading them might never end."""
-    path = path_below(folder, name)
-    if not stat.S_ISREG(path.stat().st_mode):
-        raise OSError("it is not a regular file")
-    return path
-
-
 def _file_fault(folder: Path, name: str, size: int, sha256: str) -> str | None:
     try:
-        path = _regular_file(folder, name)
+        path = path_below(folder, name)
         if (actual := path.stat().st_size) != size:
             return f"{name} has {actual} bytes instead of {size}"
         return None if _sha256(path) == sha256 else f"{name} was altered (its SHA-256 differs)"
@@ -230,11 +221,7 @@ def atomic_folder(folder: Path) -> Iterator[Path]:
 
 @contextmanager
 def local_copy(folder: str | Path) -> Iterator[Path]:
-    """Yield a local folder unchanged, or a URL's copy below TMPDIR. The copy is removed on exit.
-
-    Raises:
-        UserError: The URL has no files, or one cannot be read.
-    """
+    """Yield a local folder unchanged, or a URL's copy below TMPDIR. The copy is removed on exit."""
     if not is_url(str(folder)):
         yield Path(folder)
         return
@@ -243,25 +230,16 @@ def local_copy(folder: str | Path) -> Iterator[Path]:
         yield RemoteRun(str(folder)).get(Path(place) if name in ("", ".", "..") else Path(place, name))
 
 
-_URL_ADVICE = "Correct the URL, or its content."
-
-
 class RemoteRun:
-    """The files of a run at a URL.
-
-    Raises:
-        UserError: fsspec cannot open the URL.
-    """
+    """The files of a run at a URL."""
 
     def __init__(self, url: str) -> None:
         self.url = url.rstrip("/")
-        with explaining(f"{url} cannot be opened", _URL_ADVICE):
-            self._files, self._root = fsspec.core.url_to_fs(self.url)
+        self._files, self._root = fsspec.core.url_to_fs(self.url)
 
     def checkpoints(self) -> list[str]:
         """Return the names of complete checkpoints, newest step first."""
-        with explaining(f"{self.url} cannot be listed", _URL_ADVICE):
-            manifests = self._files.glob(f"{glob.escape(self._root)}/checkpoint-*/{MANIFEST_FILE}")
+        manifests = self._files.glob(f"{glob.escape(self._root)}/checkpoint-*/{MANIFEST_FILE}")
         return newest_first(path.rsplit("/", 2)[-2] for path in manifests)
 
     def read_text(self, name: str) -> str | None:
@@ -306,17 +284,13 @@ class RemoteRun:
         """Download all files below the URL to ``folder``, and return ``folder``.
 
         Raises:
-            UserError: There are no files, a file cannot be read, or its name leads out of the folder (archives and
-                object stores allow any name).
+            OSError: The name of a file leads out of the folder: archives and object stores allow any name.
         """
-        with explaining(f"{self.url} cannot be copied", _URL_ADVICE):
-            root = f"{self._root}/"
-            copies = {path: path_below(folder, path.removeprefix(root)) for path in self._files.find(root)}
-            if not copies:
-                raise FileNotFoundError("there are no files")
-            for path, copy in copies.items():
-                copy.parent.mkdir(parents=True, exist_ok=True)
-                self._files.get_file(path, str(copy))
+        root = f"{self._root}/"
+        copies = {path: path_below(folder, path.removeprefix(root)) for path in self._files.find(root)}
+        for path, copy in copies.items():
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            self._files.get_file(path, str(copy))
         return folder
 
     def delete(self, name: str) -> None:
@@ -368,9 +342,8 @@ class RunFolder:
     def rotate(self, limit: int | None, needed: set[str]) -> None:
         """Delete the oldest checkpoints until ``limit`` are left. Checkpoints in ``needed`` are never deleted."""
         try:
-            names = self.checkpoints() if limit is not None and limit > 0 else []
-            surplus = len(names) - max(limit or 0, len(needed.intersection(names)))
-            for name in [name for name in names[::-1] if name not in needed][: max(surplus, 0)]:
+            kept_first = sorted(self.checkpoints() if (limit or 0) > 0 else (), key=lambda name: name not in needed)
+            for name in [name for name in kept_first[limit:] if name not in needed][::-1]:
                 if self.remote is not None:
                     self.remote.delete(name)
                 else:
@@ -385,16 +358,15 @@ class RunFolder:
         """Lock the folder against other trainers until `release`.
 
         Raises:
-            UserError: Another trainer has the lock, in this process or another, or the folder cannot be written to.
+            UserError: Another trainer has the lock, in this process or another.
         """
-        with self._explaining():
-            if self._writes and self.remote is None:
-                self.path.mkdir(parents=True, exist_ok=True)
-                self._file = os.open(self.path / RUN_FILE, os.O_RDWR | os.O_CREAT, 0o644)
-                self._lock(self._file)
-                for unfinished in (self.path / STAGING_FOLDER).glob("checkpoint-*"):  # left by a killed process
-                    discard(unfinished)
-            self._run = self._read()
+        if self._writes and self.remote is None:
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._file = os.open(self.path / RUN_FILE, os.O_RDWR | os.O_CREAT, 0o644)
+            self._lock(self._file)
+            for unfinished in (self.path / STAGING_FOLDER).glob("checkpoint-*"):  # left by a killed process
+                discard(unfinished)
+        self._run = self._read()
 
     def _lock(self, file: int) -> None:
         try:
@@ -437,35 +409,34 @@ class RunFolder:
             bases: Names or folders of the base models of trained adapters. They must not be moved.
 
         Raises:
-            UserError: The folder cannot be written to, or a base model would be moved.
+            UserError: A base model would be moved.
         """
         if not self._writes:
             return
         normalized = os.path.realpath if self.remote is None else str
         is_here = resumed is not None and normalized(os.path.dirname(resumed.rstrip("/"))) == normalized(self._place)
-        with self._explaining():
-            unused = [name for name in self.checkpoints() if not is_here or step_of(name) > step]
-            for base in bases:
-                if any(Path(base).resolve().is_relative_to((self.path / name).resolve()) for name in unused):
-                    raise UserError(
-                        f"The adapters' base model, {base}, is a checkpoint in output_dir={str(self.path)!r}. A new "
-                        "run would save its own checkpoints under the same names. Set another output_dir."
-                    )
-            if unused:
-                self._move_to_earlier(unused)
-            earlier = self._run.get("resumed_at", []) if is_here else []
-            self._run = {
-                "host": socket.gethostname(),
-                "process": os.getpid(),
-                "since": datetime.now(UTC).isoformat(timespec="seconds"),
-                "began_from": resumed,
-                "resumed_at": [at for at in earlier if at < step] + [step] * (resumed is not None),
-            }
-            if self.remote is not None:
-                self.remote.write_text(RUN_FILE, json.dumps(self._run))
-            else:
-                (self.path / RUN_FILE).write_text(json.dumps(self._run), encoding="utf-8")
-                flush(self.path / RUN_FILE)
+        unused = [name for name in self.checkpoints() if not is_here or step_of(name) > step]
+        for base in bases:
+            if any(Path(base).resolve().is_relative_to((self.path / name).resolve()) for name in unused):
+                raise UserError(
+                    f"The adapters' base model, {base}, is a checkpoint in output_dir={str(self.path)!r}. A new "
+                    "run would save its own checkpoints under the same names. Set another output_dir."
+                )
+        if unused:
+            self._move_to_earlier(unused)
+        earlier = self._run.get("resumed_at", []) if is_here else []
+        self._run = {
+            "host": socket.gethostname(),
+            "process": os.getpid(),
+            "since": datetime.now(UTC).isoformat(timespec="seconds"),
+            "began_from": resumed,
+            "resumed_at": [at for at in earlier if at < step] + [step] * (resumed is not None),
+        }
+        if self.remote is not None:
+            self.remote.write_text(RUN_FILE, json.dumps(self._run))
+        else:
+            (self.path / RUN_FILE).write_text(json.dumps(self._run), encoding="utf-8")
+            flush(self.path / RUN_FILE)
 
     def _move_to_earlier(self, names: list[str]) -> None:
         below = f"{EARLIER_FOLDER}/{datetime.now():%Y%m%d-%H%M%S-%f}"
@@ -493,6 +464,3 @@ class RunFolder:
         with suppress(ValueError, TypeError):
             return dict(json.loads(text or ""))
         return {}
-
-    def _explaining(self) -> AbstractContextManager[None]:
-        return explaining(f"{self._place} cannot be written to", "Free space or repair it, or set another output_dir.")

@@ -297,13 +297,9 @@ def read_weights(model: nn.Module, checkpoint: str | Path, runtime: Runtime) -> 
     here, there = ({name: list(tensor.shape) for name, tensor in state.items()} for state in (tensors, saved))
     # torch silently ignores tensors that only the checkpoint has
     if names := sorted(name for name in here | there if here.get(name) != there.get(name)):
-        shapes = [
-            f"{name}: {there.get(name, 'missing')} in the checkpoint, {here.get(name, 'missing')} in the model"
-            for name in names[:3]
-        ]
         raise UserError(
-            f"The checkpoint {checkpoint} belongs to another model: {len(names)} weights differ "
-            f"({'; '.join(shapes)}). Pass the model, and the adapters, that it was trained with."
+            f"The checkpoint {checkpoint} belongs to another model: {len(names)} weights have other names or shapes "
+            f"({', '.join(names[:3])}). Pass the model, and the adapters, that it was trained with."
         )
     read_state(tensors, folder, runtime)
 
@@ -317,7 +313,8 @@ def read_optimizer(
         numbers: The result of `optimizer_numbers` that the checkpoint stored.
 
     Raises:
-        UserError: The state belongs to another optimizer, or to parameters that are not trained now.
+        UserError: The state belongs to another optimizer.
+        KeyError: It belongs to a parameter that is not trained now.
     """
     if (name := type(optimizer).__name__) != numbers["class"]:
         raise UserError(
@@ -327,11 +324,6 @@ def read_optimizer(
     folder, parameters = Path(checkpoint, STATE_FOLDER), dict(_trained_parameters(optimizer, model))
     for name, tensor in tensors_in(folder, OPTIMIZER_PREFIX).items():
         key, kind = _parameter_and_kind(name)
-        if key not in parameters:
-            raise UserError(
-                f"The checkpoint {checkpoint} has optimizer state of {key}, but this run does not train it. "
-                "Train the same parameters, or start from its weights: pass its folder as the model."
-            )
         state, parameter = optimizer.state[parameters[key]], parameters[key]
         if kind not in state and tensor.shape == parameter.shape:
             # torch's optimizers compute in the dtype of the weights, but the checkpoint has `optim_state_dtype`
@@ -403,16 +395,10 @@ def _update_groups(optimizer: Optimizer, saved_groups: list[dict[str, Any]]) -> 
     """Restore the groups' settings from a checkpoint, except those that the run's arguments set.
 
     Raises:
-        UserError: The number of groups differs, and the checkpoint's groups do not all have the same settings.
+        ValueError: The number of groups differs, and the checkpoint's groups do not all have the same settings.
     """
     groups = [{name: saved[name] for name in saved.keys() - set(_GROUP_SETTINGS_OF_RUN)} for saved in saved_groups]
-    if len(groups) != len(optimizer.param_groups):  # transformers splits groups by the mesh of their parameters
-        if any(group != groups[0] for group in groups):
-            raise UserError(
-                f"The checkpoint's optimizer has {len(groups)} parameter groups with different settings, and this "
-                f"run's has {len(optimizer.param_groups)}. Create the groups that it was trained with, or start from "
-                "its weights: pass its folder as the model."
-            )
+    if all(group == groups[0] for group in groups):  # transformers splits groups by the mesh of their parameters
         groups = groups[:1] * len(optimizer.param_groups)
     for group, saved in zip(optimizer.param_groups, groups, strict=True):
         # JSON stores tuples as lists

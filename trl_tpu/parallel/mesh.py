@@ -16,9 +16,9 @@ BATCH_AXES = ("data", "fsdp")
 _AXIS_SIZE = re.compile(rf"(?!slices=-)({'|'.join(AXES)}|slices)=(-1|[1-9][0-9]*)")
 
 
-def names_of(axes: str | tuple[str, ...] | None) -> tuple[str, ...]:
+def names_of(axes: str | Sequence[str] | None) -> tuple[str, ...]:
     """Return the mesh axes of one tensor dimension as a tuple, from None, one name or several."""
-    return () if axes is None else (axes,) if isinstance(axes, str) else axes
+    return () if axes is None else (axes,) if isinstance(axes, str) else tuple(axes)
 
 
 def as_axes(names: Sequence[str]) -> str | tuple[str, ...] | None:
@@ -66,8 +66,8 @@ def parse_mesh(spec: str, devices: int, slices: int = 1) -> MeshShape:
         slices: The number of slices if the spec does not set it.
 
     Raises:
-        UserError: An axis is unknown or repeated, a size is not a positive integer or -1, the sizes do not multiply to
-            ``devices`` (the message shows the equation), or `slices` does not divide `data`.
+        UserError: An axis is unknown or repeated, a size is not a positive integer or -1, or the sizes do not multiply
+            to ``devices``: the message shows the equation.
     """
     sizes: dict[str, int] = {}
     for part in spec.replace(" ", "").split(","):
@@ -89,11 +89,6 @@ def parse_mesh(spec: str, devices: int, slices: int = 1) -> MeshShape:
         raise UserError(
             f"mesh {spec!r}: the axis sizes must multiply to the number of devices, {devices}, but are {equation}. "
             "Write -1 for one axis that may be of any size."
-        )
-    if shape.data % slices:
-        raise UserError(
-            f"mesh {spec!r}: the number of slices must divide `data`, but data={shape.data} / slices={slices} is not "
-            "a whole number."
         )
     return shape
 

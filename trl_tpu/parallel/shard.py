@@ -266,9 +266,10 @@ class _Trial:
         fault, fix = f"mesh='{mesh}' cannot shard {type(_base_of(model)).__name__}", "Leave `tensor` out."
         with explaining(fault, fix):
             rewards = self._rewards(model)
-        error = ((rewards - self._expected).abs().max() / self._expected.abs().max()).item()
-        if error > torch.finfo(rewards.dtype).eps ** 0.5:  # the parts are summed in another order
-            raise UserError(f"{fault}: with its plan in transformers, rewards change by {error:.1%}. {fix}")
+        error, largest = (rewards - self._expected).abs().max(), self._expected.abs().max()
+        # the parts are summed in another order; rewards that are not finite have no error
+        if not error <= largest * torch.finfo(rewards.dtype).eps ** 0.5:
+            raise UserError(f"{fault}: with its plan in transformers, rewards change by {error / largest:.1%}. {fix}")
         reshard(model)
 
 

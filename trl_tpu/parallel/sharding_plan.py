@@ -6,13 +6,13 @@ import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from math import prod
+from math import inf, prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import yaml
 
-from ..errors import UserError, explaining
+from ..errors import UserError
 from .mesh import AXES, MeshShape, as_axes, names_of
 
 if TYPE_CHECKING:
@@ -33,19 +33,8 @@ class Rules:
 
     @classmethod
     def read(cls, path: str | Path) -> Rules:
-        """Read a YAML file.
-
-        Raises:
-            UserError: The file is not valid YAML, is not a mapping of patterns to lists of axes, or has an unknown or
-                repeated axis.
-            UserFileError: The file cannot be read.
-        """
-        source = f"sharding plan {str(path)!r}"
-        with explaining(f"{source} cannot be read", "Name a YAML file that maps patterns to mesh axes."):
-            content = yaml.safe_load(Path(path).read_bytes())
-        if not isinstance(content, dict) or not content:
-            raise UserError(f"{source} must map patterns of parameter names to lists of mesh axes, or to {AUTO!r}.")
-        return cls(source, {str(pattern): _read_axes(source, pattern, value) for pattern, value in content.items()})
+        """Read a YAML file."""
+        return cls(f"sharding plan {str(path)!r}", yaml.safe_load(Path(path).read_bytes()))
 
     def find(self, name: str) -> str | None:
         """Return the first pattern that matches a parameter's name, or None."""
@@ -80,32 +69,20 @@ class Rules:
             Axes of each dimension; None for a pattern with ``"auto"``.
 
         Raises:
-            UserError: The shape has another number of dimensions, or a size that the axes do not divide.
+            UserError: The shape has another number of dimensions, or a size that the axes do not divide, or an axis is
+                unknown.
         """
         axes = self.patterns[pattern]
         if isinstance(axes, str):
             return None
-        parts = [prod(mesh.sizes[axis] for axis in names_of(names)) for names in axes]
+        parts = [prod(mesh.sizes.get(axis, inf) for axis in names_of(names)) for names in axes]
         if len(axes) != len(shape) or any(size % count for size, count in zip(shape, parts, strict=True)):
             raise UserError(
                 f"{self.source}: {pattern!r}: {_text(axes)} does not fit {name} of shape {list(shape)} on the mesh "
-                f"'{mesh}', which would split it into {parts} parts. Write an axis, a list of axes or null for "
-                "each dimension, of sizes that divide it."
+                f"'{mesh}', which would split it into {parts} parts. Write an axis ({', '.join(AXES)}), a list of "
+                "axes or null for each dimension, of sizes that divide it."
             )
         return tuple(as_axes([axis for axis in names_of(names) if mesh.sizes[axis] > 1]) for names in axes)
-
-
-def _read_axes(source: str, pattern: Any, value: Any) -> PartitionSpec | str:
-    if value == AUTO:
-        return AUTO
-    dimensions = [axes for axes in value if axes is not None] if isinstance(value, list) else [None]
-    names = [name for axes in dimensions for name in (axes if isinstance(axes, list) else [axes])]
-    if any(name not in AXES or names.count(name) > 1 for name in names):
-        raise UserError(
-            f"{source}: {pattern!r}: {value!r} is not {AUTO!r}, nor a list of a mesh axis, a list of axes or null for "
-            f"each dimension. The axes are {', '.join(AXES)}, each at most once."
-        )
-    return tuple(tuple(axes) if isinstance(axes, list) else axes for axes in value)
 
 
 def _text(axes: PartitionSpec) -> str:

@@ -1,7 +1,6 @@
 """Choose the backend before torch or transformers are imported."""
 
 import glob
-import mmap
 import os
 import sys
 from collections.abc import Mapping
@@ -39,20 +38,8 @@ def flags_for(topology: str, given: str = "") -> str:
 
 
 def set_flags() -> None:
-    """Add `FLAGS` to this process's environment. libtpu reads it when the first device is used.
-
-    Only flags that the installed libtpu supports are added; none without libtpu.
-    """
-    # torch_xla sets these variables to its choice of libtpu
-    library = os.environ.get("TPU_LIBRARY_PATH") or os.environ.get("PTXLA_TPU_LIBRARY_PATH")
-    if library and Path(library).is_file():
-        os.environ[VARIABLE] = with_flags(os.environ.get(VARIABLE, ""), supported_flags(FLAGS, Path(library)))
-
-
-def supported_flags(flags: Mapping[str, str], library: Path) -> dict[str, str]:
-    """Return the flags with names that occur in a libtpu library: libtpu ends the process for unknown flags."""
-    with library.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-        return {name: value for name, value in flags.items() if content.find(name.encode()) >= 0}
+    """Add `FLAGS` to this process's environment. libtpu reads it when the first device is used."""
+    os.environ[VARIABLE] = with_flags(os.environ.get(VARIABLE, ""), FLAGS)
 
 
 def with_flags(given: str, flags: Mapping[str, str]) -> str:
@@ -136,18 +123,19 @@ class _State:
 
     Attributes:
         set_switch: Whether `settle` set ``USE_TORCH_XLA``.
-        came_late: Whether XLA was already started when plain torch was chosen.
     """
 
     choice: Choice | None = None
     set_switch = False
-    came_late = False
 
 
 def settle() -> None:
     """Choose the backend by the current environment, at the import of this package and again after later changes.
 
     After transformers is imported, the choice is final: transformers reads the environment only once.
+
+    Raises:
+        RuntimeError: Plain torch is chosen, but XLA was already started.
     """
     if _State.choice is not None and "transformers" in sys.modules:
         return
@@ -162,24 +150,18 @@ def settle() -> None:
         os.environ.pop("ACCELERATE_TORCH_DEVICE", None)
     if _State.set_switch:
         torch_xla = sys.modules.get("torch_xla")
-        _State.came_late = torch_xla is not None and torch_xla._XLAC._xla_runtime_is_initialized()
+        if torch_xla is not None and torch_xla._XLAC._xla_runtime_is_initialized():
+            raise RuntimeError(
+                f"This process should train on plain torch, since {_State.choice.reason}. But accelerate has started "
+                "XLA's devices. Import trl_tpu before creating an Accelerator or TrainingArguments, or set "
+                f"{_SWITCH}=0 in the environment. To train on PyTorch/XLA instead, set PJRT_DEVICE=CPU."
+            )
         _turn_xla_off()
 
 
 def choice() -> Choice:
-    """Return the chosen runtime of this process.
-
-    Raises:
-        RuntimeError: Plain torch was chosen, but XLA was already started.
-    """
+    """Return the chosen runtime of this process."""
     assert _State.choice is not None  # set at the import of this package
-    if _State.came_late:
-        raise RuntimeError(
-            f"This process should train on plain torch, since {_State.choice.reason}. But XLA's devices were started "
-            "before trl_tpu was imported: accelerate starts them if torch_xla is installed. Import trl_tpu before "
-            f"creating an Accelerator or TrainingArguments, or set {_SWITCH}=0 in the environment. To train on "
-            "PyTorch/XLA instead, set PJRT_DEVICE=CPU."
-        )
     return _State.choice
 
 

@@ -27,7 +27,6 @@ from torch_xla.backends import set_mat_mul_precision
 from torch_xla.experimental.distributed_checkpoint import SPMDLoadPlanner, SPMDSavePlanner
 from torch_xla.experimental.distributed_checkpoint._helpers import _CpuShards, _sharded_cpu_state_dict
 from torch_xla.experimental.scan import _scan_impl_flat
-from transformers import BitsAndBytesConfig
 
 from ..errors import UserError
 from . import device_choice
@@ -175,21 +174,10 @@ class XlaRuntime(Runtime):
     _mesh: xs.Mesh  # set by `set_mesh`
 
     def __init__(self) -> None:
-        """Turn SPMD on. torch_xla cannot do that after a device is used.
-
-        Raises:
-            RuntimeError: A device was already used.
-        """
-        if xr.is_spmd():
-            return
-        if torch_xla._XLAC._xla_get_spmd_config_is_locked():
-            raise RuntimeError(
-                "An XLA device was used before the trainer could turn SPMD on, and torch_xla cannot change that in a "
-                "running process. Import trl_tpu's RewardTrainer (or make its RewardConfig) before the first tensor, "
-                "Accelerator or TrainingArguments touches the device, or call torch_xla.runtime.use_spmd() first."
-            )
-        device_choice.set_flags()
-        xr.use_spmd()
+        """Turn SPMD on. If a device is already used, torch_xla warns, and replicates its tensors."""
+        if not xr.is_spmd():
+            device_choice.set_flags()
+            xr.use_spmd()
 
     @functools.cached_property
     def has_attention_kernel(self) -> bool:  # type: ignore[override]
@@ -235,14 +223,6 @@ class XlaRuntime(Runtime):
         )
 
     def fit_loading_arguments(self, kwargs: dict[str, Any]) -> None:
-        quantization = kwargs.get("quantization_config")
-        method = quantization.get("quant_method") if isinstance(quantization, dict) else None
-        if isinstance(quantization, BitsAndBytesConfig) or method == "bitsandbytes":
-            raise UserError(
-                "bitsandbytes quantization needs CUDA kernels, and XLA devices have none. Load the model without "
-                "quantization, or train on CUDA with USE_TORCH_XLA=0. To save memory on XLA, train adapters of a "
-                "bfloat16 model: `--dtype bfloat16 --use_peft`."
-            )
         if kwargs.pop("device_map", None) is not None:
             logger.warning("`device_map` is ignored: on XLA the trainer places the model by its sharding plan.")
 
@@ -277,13 +257,8 @@ class XlaRuntime(Runtime):
         return dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT)
 
     def set_mesh(self, sizes: Mapping[str, int], slices: int) -> None:
-        names, shape, reported_slices = tuple(sizes), tuple(sizes.values()), len(_reported_slices())
-        if reported_slices and reported_slices != slices:
-            raise UserError(
-                f"The mesh is for {slices} slice(s), but the devices are in {reported_slices}. Set "
-                f"slices={reported_slices}, or leave `slices` out: the default is read from the devices."
-            )
-        if reported_slices > 1:
+        names, shape = tuple(sizes), tuple(sizes.values())
+        if len(_reported_slices()) > 1:
             within, across = (shape[0] // slices, *shape[1:]), (slices, *(1 for _ in shape[1:]))
             self._mesh = xs.HybridMesh(ici_mesh_shape=within, dcn_mesh_shape=across, axis_names=names)
         else:
