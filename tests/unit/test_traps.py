@@ -12,7 +12,6 @@ from tokenizers.processors import TemplateProcessing
 
 from trl_tpu.data.formats import apply_template
 from trl_tpu.data.kinds import Pairs
-from trl_tpu.errors import UserError
 from trl_tpu.modeling.head_spec import HeadSpec
 from trl_tpu.scoring.stream import Form, flatten_items
 from trl_tpu.scripts.synthetic import load_dataset
@@ -107,17 +106,14 @@ def test_ordinary_rows_trigger_no_trap(caplog: pytest.LogCaptureFixture) -> None
 
 
 def test_pairs_made_equal_by_the_template_are_named(caplog: pytest.LogCaptureFixture) -> None:
-    """If most pairs are equal, an error is raised."""
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = "S{% for m in messages if m.role in ('user', 'assistant') %}{{ m.content }}{% endfor %}"
     dropped = {half: [{"role": "Human", "content": "q"}, {"role": "Bot", "content": half}] for half in GOOD}
     with caplog.at_level(logging.WARNING, logger="trl_tpu"):
         prepare([CHAT, dropped, CHAT], tokenizer)
-    assert "1 of 3" in caplog.text and "row 1" in caplog.text and "['Bot', 'Human']" in caplog.text
+    assert "1 of 3" in caplog.text and "row 1), chosen and rejected" in caplog.text and "'Bot'" in caplog.text
     list(prepare([CHAT, dropped], tokenizer, streaming=True))
     assert "same tokens" in caplog.records[-1].getMessage()
-    with pytest.raises(UserError, match="2 of 3 pairs.*row 0"):
-        prepare([dropped] * 2 + [CHAT], tokenizer)
 
 
 # names of parts, and two conversations that differ in this part only
@@ -131,7 +127,6 @@ UNWRITTEN: dict[str, list[list[dict[str, Any]]]] = {
 
 @pytest.mark.parametrize("part", [*UNWRITTEN, "`tools`"])
 def test_parts_that_the_template_does_not_write_are_named(part: str, caplog: pytest.LogCaptureFixture) -> None:
-    """If most pairs are equal for this reason, the error names it."""
     tokenizer, answers = tiny_tokenizer(), UNWRITTEN.get(part, [])
     content = "{{ m.role }}: {{ m.content.split('</think>')[-1] }}"
     tokenizer.chat_template = f"{{% for m in messages if m.role != 'critic' %}}{content}. {{% endfor %}}"
@@ -147,9 +142,6 @@ def test_parts_that_the_template_does_not_write_are_named(part: str, caplog: pyt
             (message,) = [each.getMessage() for each in caplog.records]
             assert part in message and ("2 of 4" in message or streaming or len(rows) == 1)
             assert "row 1" in message or len(rows) == 1
-    if answers:
-        with pytest.raises(UserError, match=f"2 of 3 pairs.*{part}"):
-            prepare([dict(zip(GOOD, answers, strict=True))] * 2 + [good], tokenizer)
 
 
 def sharegpt_message(role: str, text: str) -> dict[str, str]:

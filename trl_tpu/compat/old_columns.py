@@ -11,7 +11,6 @@ import torch
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import PaddingStrategy
 
-from ..data import checks
 from ..data.checks import OLD_KEYS, RAW_COLUMNS, Row
 from ..data.formats import maybe_apply_chat_template
 from ..data.kinds import Pairs
@@ -66,8 +65,7 @@ class OldPairs(Pairs):
 
     def raw_answers(self, row: Row, where: str) -> dict[str, Any]:
         super().raw_answers(row, where)
-        with checks.rendering(where):
-            rendered = maybe_apply_chat_template(dict(row), self.tokenizer)
+        rendered = maybe_apply_chat_template(dict(row), self.tokenizer)
         return {column: rendered[column] for column in RAW_COLUMNS}
 
     def with_prompt(self, row: Row, answer: Any, tokenizer: Any) -> Any:

@@ -7,14 +7,14 @@ import json
 import logging
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
 from datasets import Dataset, IterableDataset
 
-from ..errors import UserError, UserTypeError, explaining
+from ..errors import UserError, UserTypeError
 from .formats import texts_of
 
 logger = logging.getLogger(__name__)
@@ -25,6 +25,11 @@ RAW_COLUMNS = ("chosen", "rejected")
 #: Names of token columns of pairs, and of the keys of a batch, in TRL up to 0.23.
 OLD_KEYS = ("input_ids_chosen", "attention_mask_chosen", "input_ids_rejected", "attention_mask_rejected")
 LARGEST = float(np.finfo(np.float32).max)  # losses are float32
+
+
+def is_number(value: Any) -> bool:
+    """Check for a number that float32 can hold; bools are no numbers."""
+    return isinstance(value, int | float | np.number) and not isinstance(value, bool) and abs(float(value)) <= LARGEST
 
 
 def row_of(index: int, name: str, column: str | None = None) -> str:
@@ -55,7 +60,7 @@ def column_names(dataset: Dataset | IterableDataset, name: str = "given") -> lis
 def check_raw_row(row: Mapping[str, Any], answers: Mapping[str, Any], where: str) -> None:
     """Check one row's texts or messages.
 
-    An answer may be empty if the row has a prompt: a model may have returned no text.
+    An answer may be empty: a model may have returned no text.
 
     Args:
         row: The row's values by column, with or without a prompt.
@@ -63,9 +68,8 @@ def check_raw_row(row: Mapping[str, Any], answers: Mapping[str, Any], where: str
         where: Beginning of error messages, see `row_of`.
 
     Raises:
-        UserError: A value is null; prompt and answer are both empty; a message has images; the row mixes text and
-            messages; or the answers end with different roles.
-        UserTypeError: A value is neither text nor a list of messages, or a message has no role or no content.
+        UserError: The row mixes text and messages; the answers end with different roles; or a value is bad, see
+            `check_conversation`.
     """
     parts = {key: row[key] for key in ("prompt",) if key in row} | dict(answers)
     for key, value in parts.items():
@@ -75,9 +79,6 @@ def check_raw_row(row: Mapping[str, Any], answers: Mapping[str, Any], where: str
             f"{where} mixes text and lists of messages in {', '.join(f'`{key}`' for key in parts)}. If the answers "
             "already contain the prompt, drop the column: `dataset.remove_columns('prompt')`."
         )
-    for key in answers:
-        if not parts.get("prompt") and not parts[key]:
-            raise UserError(f"{where}: `{key}` is empty, and there is no prompt. Remove such rows.")
     roles = {key: value[-1]["role"] for key, value in answers.items() if isinstance(value, list) and value}
     if len(set(roles.values())) > 1:
         raise UserError(
@@ -94,57 +95,30 @@ def check_conversation(value: Any, where: str) -> None:
         where: Beginning of error messages, see `row_of`.
 
     Raises:
-        UserError: The value is null, a message has images, or a text holds half of a character.
+        UserError: A text holds half of a character.
         UserTypeError: The value is neither text nor a list of messages, or a message has no role or no content.
     """
-    if value is None:
-        raise UserError(f"{where} is null; every row needs a value there. Remove such rows or fill them.")
-    if isinstance(value, str):
-        check_text(value, where)
-    elif isinstance(value, list):
-        for message in value:
-            _check_message(message, where)
-    else:
-        raise UserTypeError(f"{where} must be text or a list of messages, got {type(value).__name__}.")
+    if not isinstance(value, str | list):
+        raise UserTypeError(f"{where} must be text or a list of messages, got {value!r:.80}. Remove such rows.")
+    for message in value if isinstance(value, list) else ():
+        role = message.get("role") if isinstance(message, dict) else None
+        if not isinstance(role, str) or all(message[key] is None for key in message if key != "role"):
+            raise UserTypeError(  # a tool call needs no content
+                f"{where} holds {message!r:.200}. A message is {{'role': ..., 'content': ...}}, both text ('' for "
+                "an empty message); rename other keys, such as `from` and `value`."
+            )
+    check_text(value, where)
 
 
-def check_text(text: str, where: str) -> None:
-    """Raise UserError if a text holds half of a character (a lone surrogate); tokenizers cannot read it."""
+def check_text(value: Any, where: str) -> None:
+    """Raise UserError if a text or messages hold half of a character (a lone surrogate); tokenizers cannot read it."""
     try:
-        text.encode()
+        json.dumps(value, ensure_ascii=False, default=str).encode()
     except UnicodeEncodeError as error:
         raise UserError(
-            f"{where} holds {text[error.start]!r} at character {error.start}, which is half of a character: the text "
-            "was cut inside a character, or its bytes are not UTF-8. Correct or remove the text."
+            f"{where} holds {error.object[error.start]!r}, which is half of a character: the text was cut inside a "
+            "character, or its bytes are not UTF-8. Correct or remove the text."
         ) from error
-
-
-def _check_message(message: Any, where: str) -> None:
-    role, content = (message.get("role"), message.get("content")) if isinstance(message, dict) else (None, None)
-    has_content = role and isinstance(role, str) and any(message[key] is not None for key in message if key != "role")
-    if not has_content or isinstance(content, int | float):  # a tool call needs no content
-        raise UserTypeError(
-            f"{where} holds {message!r:.200}. A message is {{'role': ..., 'content': ...}}, both text ('' for "
-            "an empty message); rename other keys, such as `from` and `value`."
-        )
-    for part in content if isinstance(content, list) else [content]:
-        if isinstance(part, dict) and part.get("type") not in (None, "text"):
-            raise UserError(
-                f"{where} holds content of the type {part['type']!r}; a reward model here reads text only. Remove "
-                "such rows, or such parts of their messages."
-            )
-        text = part.get("text") if isinstance(part, dict) else part
-        if isinstance(text, str):
-            check_text(text, where)
-
-
-def rendering(what: str) -> AbstractContextManager[None]:
-    """Convert errors of a chat template, or of a row's arguments for the template, into a UserError."""
-    return explaining(
-        f"{what} cannot be rendered as a chat",
-        "Correct the row, its `tools` or `chat_template_kwargs`, or the tokenizer's chat template "
-        "(`chat_template_path` trains with another).",
-    )
 
 
 # ---- token ids
@@ -159,20 +133,18 @@ def check_ids(ids: Any, where: str, num_embeddings: int) -> None:
         num_embeddings: Rows of the model's embedding table.
 
     Raises:
-        UserError: The list is empty, or an id is negative or too large.
-        UserTypeError: The value is not a list of integers.
+        UserError: An id is negative or too large.
+        UserTypeError: The value is not a list of integers, or is empty.
     """
-    if ids is None or len(ids) == 0:
-        raise UserError(f"{where} holds no tokens, but rewards are read at the last token. Remove such rows.")
-    array = np.asarray(ids)
-    if array.dtype.kind not in "iu":
-        raise UserTypeError(f"{where} must hold lists of integer token ids, got {ids!r:.80}.")
-    if array.min() < 0 or array.max() >= num_embeddings:
-        outside = array[(array < 0) | (array >= num_embeddings)]
+    array = np.asarray([] if ids is None else ids)
+    if array.dtype.kind not in "iu" or not len(array):  # rewards are read at the last token
+        raise UserTypeError(f"{where} must hold a list of integers, at least one token id; got {ids!r:.80}.")
+    outside = array[(array < 0) | (array >= num_embeddings)]
+    if len(outside):
         raise UserError(
-            f"{where} holds the token id {outside[0]}, but the model's embedding table has {num_embeddings} "
-            f"rows (ids 0 to {num_embeddings - 1}). Tokenize with the model's own tokenizer, or after adding tokens "
-            "call `model.resize_token_embeddings(len(tokenizer))`."
+            f"{where} holds the token id {outside[0]}, but the model's embedding table has {num_embeddings} rows. "
+            "Tokenize with the model's own tokenizer, or after adding tokens call "
+            "`model.resize_token_embeddings(len(tokenizer))`."
         )
 
 
@@ -201,7 +173,7 @@ _WARNINGS = {
     "prompt": "all answers begin with the `prompt`, so the prompt is read twice. Drop the column, "
     "`dataset.remove_columns('prompt')`",
     "form": "there are {}. Convert the rows yourself if that is wrong",
-    "same": "all answers have the same tokens, so they teach nothing. Remove such rows",
+    "same": "chosen and rejected have the same tokens, so they teach nothing. Remove such rows",
     "truncation": "truncation removed {}. Raise `max_length` and `max_completion_length`, or remove such rows",
     "bos": "the text begins with {}, and the tokenizer adds another. Remove it from the text",
     "eos": "the text ends with {} and white space, so another is added. Strip the text",
@@ -300,18 +272,17 @@ def _strings(value: Any) -> Iterator[str]:
             yield from _strings(item)
 
 
-def warn_of_traps(dataset: Dataset, name: str) -> tuple[Dataset, Sequence[str]]:
-    """Log each trap with its number of rows; return the dataset without the column, and the column."""
+def warn_of_traps(dataset: Dataset, name: str) -> Dataset:
+    """Log each trap with its number of rows, and return the dataset without the column `TRAPS`."""
     if TRAPS not in dataset.column_names:
-        return dataset, [""] * len(dataset)
+        return dataset
     rows_of = defaultdict[str, list[int]](list)
-    traps_N: Any = dataset.with_format(None)[TRAPS]
-    for index, traps in enumerate(traps_N):
+    for index, traps in enumerate(dataset.with_format(None)[TRAPS]):
         for trap in traps.splitlines():
             rows_of[trap].append(index)
     for trap, rows in rows_of.items():
         _warn(trap, f"{name} dataset: in {len(rows)} of {len(dataset)} rows (the first is row {rows[0]})")
-    return dataset.remove_columns(TRAPS), traps_N
+    return dataset.remove_columns(TRAPS)
 
 
 def warn_of_new_traps(traps: list[str], warned: set[str], where: str) -> None:
@@ -326,32 +297,6 @@ def _warn(trap: str, where: str) -> None:
     """Log a trap of the rows that ``where`` names."""
     key, name = trap.split(" ", 1)
     logger.warning(f"{where}, {_WARNINGS[key].format(name)}.")
-
-
-def report_equal_answers(row: Mapping[str, Any], traps: str, count: int, rows: int, first: int, name: str) -> None:
-    """Warn of rows with equal answers (the same tokens).
-
-    Args:
-        row: The first row with equal answers.
-        traps: The traps of ``row``, one per line.
-        count: Number of rows with equal answers.
-        rows: Number of rows in the dataset.
-        first: Index of ``row``.
-        name: Name of the dataset.
-
-    Raises:
-        UserError: More than half of the rows have equal answers.
-    """
-    roles = sorted(set(_roles_in([*row.values()])))
-    unread = [line.removeprefix("template ") for line in traps.splitlines() if line.startswith("template ")]
-    cause = f"does not write {', '.join(unread)}" if unread else "may ignore some of the roles"
-    reason = f"the chat template {cause} (roles {roles})" if roles else "the texts may be equal"
-    text = (
-        f"{name} dataset: in {count} of {rows} pairs, chosen and rejected have the same tokens (first in row {first})"
-    )
-    if count > rows / 2:
-        raise UserError(f"{text}, so hardly anything can be learned: {reason}. Correct the rows or the template.")
-    logger.warning(f"{text}: {reason}. They are kept, but teach nothing.")
 
 
 def _roles_in(value: Any) -> Iterator[str]:

@@ -9,37 +9,23 @@ from contextlib import suppress
 from datetime import datetime
 from functools import cache, partial
 from itertools import islice
-from typing import Any, TypeVar
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from ..errors import UserTypeError
-
 logger = logging.getLogger(__name__)
 
-ListOrMapping = TypeVar("ListOrMapping", list, Mapping)
 
-
-def remove_none_values(example: ListOrMapping) -> ListOrMapping:
+def remove_none_values(example: Any) -> Any:
     """Drop mapping entries that are None, at any depth. Arrow adds such entries for absent struct fields.
 
     It also works as a transform of whole batches: ``dataset.with_transform(remove_none_values)``.
-
-    Raises:
-        UserTypeError: The input is neither a list nor a mapping.
     """
-
-    if not isinstance(example, list | Mapping):
-        raise UserTypeError(f"Input must be a list or a dictionary, got {type(example).__name__}.")
-    return _without_none(example)
-
-
-def _without_none(value: Any) -> Any:
-    if isinstance(value, list):
-        return [_without_none(item) for item in value]
-    if isinstance(value, Mapping):
-        return {key: _without_none(item) for key, item in value.items() if item is not None}
-    return value
+    if isinstance(example, list):
+        return [remove_none_values(item) for item in example]
+    if isinstance(example, Mapping):
+        return {key: remove_none_values(item) for key, item in example.items() if item is not None}
+    return example
 
 
 # Templates may drop the thoughts at the beginning of an assistant's text. So only the ends of texts are searched for.
@@ -119,11 +105,6 @@ def _has_all_text(messages: Messages, rendered: str) -> bool:
 
 # ---- rows in other forms
 
-#: Columns, besides `prompt`, `chosen` and `rejected`, that `convert_row` converts.
-_OTHER_COLUMNS = frozenset(
-    ["chosen_messages", "rejected_messages", "completion", "completions", "messages", "conversations", "tools"]
-)
-_PLAIN_TURN = {"role": str, "content": str}
 #: Columns of answers. The first entry whose columns are all in a row applies.
 _ANSWER_COLUMNS = (("chosen", "rejected"), ("completions",), ("completion",), ("messages",))
 _TURNS = ("conversations", "messages")  # columns for the turns before the answers, as in ShareGPT and LLaMA-Factory
@@ -144,10 +125,6 @@ def convert_row(row: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
         The converted row, other columns included, and a description of each conversion. A row in TRL's format has
         none.
     """
-    read = [row[key] for key in ("prompt", "chosen", "rejected") if key in row]
-    # most rows need no conversion
-    if not _OTHER_COLUMNS & row.keys() and len({*map(type, read)}) < 2 and all(map(_is_in_form, read)):
-        return dict(row), []
     new, notes = {key: value for key, value in row.items() if key != "prompt" or value is not None}, set[str]()
     for column in _ANSWER_COLUMNS[0]:
         if new.get(column) is None and row.get(f"{column}_messages") is not None:
@@ -181,13 +158,6 @@ def convert_row(row: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     if isinstance(new.get("tools"), list):
         new["tools"] = remove_none_values(new["tools"])
     return new, sorted(notes)
-
-
-def _is_in_form(value: Any) -> bool:
-    """Check for plain text, or messages with only a role and a text."""
-    if isinstance(value, list):
-        return all(isinstance(turn, dict) and {key: type(turn[key]) for key in turn} == _PLAIN_TURN for turn in value)
-    return isinstance(value, str) and not _may_be_messages(value)
 
 
 def _repeats(prompt: str, conversation: Any) -> bool:
@@ -259,15 +229,6 @@ _CONVERSATION_KEYS = ("prompt", "chosen", "rejected", "completion", "messages")
 
 _ANSWER_KEYS = ("chosen", "rejected", "completion")
 
-_COLUMN_SETS: tuple[set[str], ...] = (
-    {"messages"},
-    {"prompt"},
-    {"prompt", "completion"},
-    {"prompt", "completion", "label"},
-    {"chosen", "rejected"},
-    {"prompt", "chosen", "rejected"},
-)
-
 
 def is_conversational(example: Mapping[str, Any]) -> bool:
     """Check whether the first of a row's `_CONVERSATION_KEYS` holds messages with a ``role``, not plain text."""
@@ -296,12 +257,8 @@ def apply_chat_template(
         **template_kwargs: Variables for the template.
 
     Raises:
-        KeyError: The columns match none of these formats.
-        ValueError: The prompt's last role is not user, tool or assistant, or content is not text.
+        ValueError: The content of a message is not text.
     """
-    keys = {key for key in (*_CONVERSATION_KEYS, "label") if key in example}
-    if keys not in _COLUMN_SETS:
-        raise KeyError(f"Invalid keys in the example: {keys}")
     render: Callable[..., Any] = partial(
         apply_template,
         processing_class,
@@ -318,10 +275,7 @@ def apply_chat_template(
 
 
 def _render_with_prompt(example: dict[str, Any], render: Callable[..., Any]) -> dict[str, Any]:
-    last_role = example["prompt"][-1]["role"]
-    if last_role not in ("user", "tool", "assistant"):
-        raise ValueError(f"Invalid role in the last message: {last_role}")
-    continues = last_role == "assistant"
+    continues = example["prompt"][-1]["role"] == "assistant"
     prompt = render(example["prompt"], continue_final_message=continues, add_generation_prompt=not continues)
     conversations = {key: render(example["prompt"] + example[key]) for key in _ANSWER_KEYS if key in example}
     # The rendered prompt may end with text that the conversations lack, such as the tag before a thought. So use the

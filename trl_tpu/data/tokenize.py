@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ..errors import UserError
 from . import checks
-from .checks import TRAPS, report_equal_answers, warn_of_new_traps, warn_of_traps
+from .checks import TRAPS, warn_of_new_traps, warn_of_traps
 from .kinds import Answers, Pairs, Rankings, RowKind, check_one_form, choose_kind
 from .length_stats import RAW_BY_PREPARED, STATS, length_stats, length_stats_of, parts_of
 
@@ -91,7 +91,6 @@ def prepare_preference_dataset(
     prepared = keep_fitting(dataset, num_embeddings=num_embeddings, kind=kind, **options)
     if kind.has_own_tokens:
         RAW_BY_PREPARED[prepared] = raw
-    kind.check_prepared(prepared, name)
     return prepared
 
 
@@ -139,11 +138,11 @@ def _tokenize_rows(
     prepared = list[dict[str, Any]]()
     places = [checks.row_of(at, name) for at in indices]
     for at, (columns, traps) in zip(indices, kind.tokenize(rows_N, places, processing_class), strict=True):
+        ids_K = kind.answers(columns)
+        traps += ["same answers"] * (len(ids_K) > 1 and ids_K[1:] == ids_K[:-1])
         if warned is None:
             columns = columns | {TRAPS: "\n".join(dict.fromkeys(traps))}
         else:
-            ids_K = kind.answers(columns)
-            traps += ["same answers"] * (ids_K[1:] == ids_K[:-1])
             warn_of_new_traps(traps, warned, f"{name} dataset: in row {at}")
         prepared.append(columns)
     return {column: [row[column] for row in prepared] for column in prepared[0]}
@@ -161,7 +160,7 @@ def keep_fitting(
 ) -> Dataset | IterableDataset:
     """Check token ids and labels, and truncate or drop rows that are too long.
 
-    The log counts these rows, rows with traps, and rows with equal answers.
+    The log counts these rows, and rows with traps.
 
     Args:
         dataset: Tokenized rows. A stream is checked while it is read; nothing is logged for it.
@@ -187,7 +186,7 @@ def keep_fitting(
     if isinstance(dataset, IterableDataset):
         settings = {"num_embeddings": num_embeddings, "max_length": max_length, "name": name, "kind": kind}
         return dataset.filter(_fits, with_indices=True, fn_kwargs=settings)
-    dataset, traps_N = warn_of_traps(dataset, name)
+    dataset = warn_of_traps(dataset, name)
     limit, longest = np.inf if max_length is None else max_length, list[int]()  # longest: of each row
 
     def fitting_rows() -> Iterator[list[dict[str, Any]]]:
@@ -219,10 +218,6 @@ def keep_fitting(
         logger.warning(
             f"{name} dataset: {cut} of {len(longest_N)} {kind.name} truncated to max_length={max_length} tokens."
         )
-    same_N = np.flatnonzero(stats.lengths.sizes_N == stats.lengths.prefix_N)
-    if len(same_N) and not kind.compares_with_zero:
-        first = int(np.flatnonzero(fits_N)[same_N[0]])
-        report_equal_answers(dataset[int(same_N[0])], traps_N[first], len(same_N), len(dataset), first, name)
     return dataset
 
 

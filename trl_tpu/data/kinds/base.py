@@ -18,7 +18,7 @@ from datasets import Features
 from jinja2 import Template
 from transformers import PreTrainedTokenizerBase
 
-from .. import checks
+from ...errors import explaining
 from ..checks import Row, find_traps, unread_parts
 from ..formats import apply_template, convert_row, template_arguments
 
@@ -181,9 +181,6 @@ class RowKind:
     def check_labels(self, row: Row, where: str) -> None:
         """Raise UserError if a prepared row has labels that cannot be learned."""
 
-    def check_prepared(self, prepared: Any, name: str) -> None:
-        """Check a whole prepared dataset."""
-
     # ---- comparisons
 
     def rewards_of(self, scores_SA: torch.Tensor) -> torch.Tensor:
@@ -285,7 +282,11 @@ def tokenize_conversation(
     """
     if isinstance(dialogue, str):
         return (ids_of or ids_of_texts([dialogue], processing_class))[dialogue], []
-    with checks.rendering(f"{where}, whose roles are {[message['role'] for message in dialogue]},"):
+    with explaining(
+        f"{where}, whose roles are {[message['role'] for message in dialogue]}, cannot be rendered as a chat",
+        "Correct the row, its `tools` or `chat_template_kwargs`, or the tokenizer's chat template "
+        "(`chat_template_path` trains with another).",
+    ):
         variables = template_arguments(row.get("tools"), row.get("chat_template_kwargs"))
         if type(processing_class).apply_chat_template is not PreTrainedTokenizerBase.apply_chat_template:
             # Mistral's tokenizer: tokenizing its rendered text would give different tokens

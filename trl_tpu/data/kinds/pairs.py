@@ -11,19 +11,16 @@ import torch
 
 from ...errors import UserError, UserKeyError
 from .. import checks
-from ..checks import OLD_KEYS, RAW_COLUMNS, Row
+from ..checks import RAW_COLUMNS, Row
 from .base import RowKind, ScoredItem, numbers_in
 
 logger = logging.getLogger(__name__)
 
 _OPTIONAL_COLUMNS = ("prompt", "margin", "chosen_probability", "tools", "chat_template_kwargs")
 _ACCEPTED = (
-    "Preference data has the columns `chosen` and `rejected` (text, or lists of messages), optionally with `prompt`, "
-    "`margin`, `chosen_probability`, `tools` and `chat_template_kwargs`; or, already tokenized, `chosen_ids` and "
-    "`rejected_ids`, optionally with `margin` or `chosen_probability`. Rankings have `completions` (a list of "
-    "answers) and their `scores` or `ranks`; single answers have a `completion` and its `label` or `score`. Pairs "
-    "tokenized for TRL up to 0.23 have "
-    f"{', '.join(OLD_KEYS)}."
+    "Pairs have `chosen` and `rejected` (text, or lists of messages) or, already tokenized, `chosen_ids` and "
+    "`rejected_ids`. Rankings have `completions` (a list of answers) and their `scores` or `ranks`; single answers "
+    "have a `completion` and its `label` or `score`."
 )
 _REWARDS = ("reward_chosen", "reward_rejected")
 
@@ -45,12 +42,8 @@ class Pairs(RowKind):
     def check_dataset(self, dataset: Any, columns: Collection[str], name: str) -> Self:
         """Check that no required column is missing; warn if an optional column looks misspelled."""
         present = set(columns)
-        needed = RAW_COLUMNS if present.issuperset(RAW_COLUMNS) or not present & {*self.columns} else self.columns
-        if missing := [column for column in needed if column not in columns]:
-            raise UserKeyError(
-                f"The {name} dataset lacks {' and '.join(f'`{column}`' for column in missing)}; its columns are "
-                f"{sorted(columns)}. {_ACCEPTED} Rename columns with other names: `dataset.rename_column(old, new)`."
-            )
+        if not any(present.issuperset(needed) for needed in (RAW_COLUMNS, self.columns)):
+            raise UserKeyError(f"{_ACCEPTED} The {name} dataset has the columns {sorted(columns)}.")
         for unused in present - {*RAW_COLUMNS, *self.columns, *_OPTIONAL_COLUMNS}:
             for similar in difflib.get_close_matches(unused, {*_OPTIONAL_COLUMNS} - present, n=1, cutoff=0.85):
                 logger.warning(
@@ -64,23 +57,14 @@ class Pairs(RowKind):
         return answers
 
     def check_labels(self, row: Row, where: str) -> None:
-        """Check the labels of a prepared row.
-
-        Raises:
-            UserError: The margin is not a finite number, or the probability is not from 0 to 1.
-        """
-        margin = np.asarray(row.get("margin", 0.0))
-        if margin.dtype.kind not in "iuf" or margin.ndim or not abs(margin) <= checks.LARGEST:
-            raise UserError(
-                f"{where}: `margin` is {margin.tolist()!r}. Every `margin` must be a finite number, since it is "
-                "subtracted from the pair's reward margin in the loss: fill it with 0, or drop the row or the column."
-            )
-        value = row.get("chosen_probability", 0)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
-            raise UserError(
-                f"{where}: `chosen_probability` is {value!r}; it must be the probability that the chosen answer is "
-                "better, from 0 to 1. Correct or remove such rows, or drop the column."
-            )
+        """Raise UserError if the margin is not a finite number, or the probability is not from 0 to 1."""
+        for name, (least, most) in {"margin": (-np.inf, np.inf), "chosen_probability": (0, 1)}.items():
+            value = row.get(name, 0)
+            if not checks.is_number(value) or not least <= value <= most:
+                raise UserError(
+                    f"{where}: `{name}` is {value!r:.80}; it must be a finite number, and a probability from 0 to 1. "
+                    "Correct or remove such rows, or drop the column."
+                )
 
     def grades(self, labels: Mapping[str, Any]) -> list[float]:
         """Return the probability of each answer to be the better one."""

@@ -89,18 +89,18 @@ class Rankings(RowKind):
         return replace(self, may_tie=self.may_tie or set(RAW_COLUMNS) <= set(columns))
 
     def raw_answers(self, row: Row, where: str) -> dict[str, Any]:
-        has_halves, answers = set(RAW_COLUMNS) <= set(row) and not self.attributes, dict[str, Any]()
+        needs_scores, answers = self.needs_scores or bool(self.attributes), dict[str, Any]()
+        has_halves = set(RAW_COLUMNS) <= set(row) and not needs_scores
         for column in RAW_COLUMNS if has_halves else ("completions",):
             values = [row["chosen"]] if column == "chosen" else row.get(column)
             if not isinstance(values, list) or not values:
                 raise UserTypeError(f"{where}: `{column}` must be a list of answers, got {values!r:.80}.")
             answers |= {f"{column}[{place}]": value for place, value in enumerate(values)}
         checks.check_raw_row(row, answers, where)
-        if (self.needs_scores or self.attributes) and ("scores" not in row or has_halves):
-            raise UserError(f"{where} has no `scores`. Add them: loss_type='regression' and attributes need them.")
-        column = "rejected" if has_halves else next((name for name in ("scores", "ranks") if name in row), "")
+        graded = ("rejected",) if has_halves else ("scores",) if needs_scores else ("scores", "ranks")
+        column = next((name for name in graded if name in row), "")
         if not column:
-            raise UserError(f"{where} has `completions`, but neither `scores` nor `ranks`.")
+            raise UserError(f"{where} lacks {' or '.join(f'`{name}`' for name in graded)} of its `completions`.")
         rule = replace(self, may_tie=True) if has_halves else self  # rejected answers are not compared
         rule.check_grades(grades_of(row) if has_halves else row[column], len(answers), where, column)
         return answers
@@ -136,11 +136,10 @@ class Rankings(RowKind):
             raise UserError(f"{where} has {answers} answers; each row must have {self.counted}.")
         lists, counts = self._grade_lists(grades, f"{where}: `{column}`"), set[int]()
         for place, values in lists.items():
-            if not isinstance(values, list) or len(values) != answers:
-                raise UserError(f"{place} is {values!r:.80}, not a list with a number for each of {answers} answers.")
+            is_list = isinstance(values, list) and len(values) == answers
+            if not is_list or not all(map(checks.is_number, values)):
+                raise UserError(f"{place} is {values!r:.80}, not a list of {answers} finite numbers (float32).")
             for value in values:
-                if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= checks.LARGEST:
-                    raise UserError(f"{place} holds {value!r}; each must be a finite number (float32).")
                 self.check_grade(value, place)
             counts.add(distinct := len(set(map(float, values))))
             if 1 < distinct < answers and not self.may_tie:

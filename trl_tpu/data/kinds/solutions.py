@@ -1,6 +1,5 @@
 """Solutions with labeled steps, the rows of process reward models."""
 
-import logging
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self
@@ -15,8 +14,6 @@ from ...errors import UserError
 from .. import checks
 from ..checks import TRAPS, Row, find_traps
 from .base import LABELS_AS, RowKind, ScoredItem, numbers_in
-
-logger = logging.getLogger(__name__)
 
 #: Label of tokens that do not end a labeled step; the same value as `ignore_index` in torch's losses.
 NO_LABEL = -100
@@ -160,18 +157,15 @@ class Solutions(RowKind):
                 "neutral_steps='ignore' to leave such steps out, or 'wrong' to count them as 0."
             )
         instead = NO_LABEL if self.neutral == "ignore" else 0  # in place of -1
-        try:
-            return self.tokenize_row(
-                {**row, "labels": [instead if label == NEUTRAL else label for label in labels]},
-                tokenizer=tokenizer,
-                step_separator=self.step_separator,
-                max_length=self.max_length,
-                max_completion_length=self.max_completion_length,
-                train_on_last_step_only=self.train_on_last_step_only,
-                is_eval=self.is_eval,
-            )
-        except UserError as error:
-            raise UserError(f"{where}: {error}") from error
+        return self.tokenize_row(
+            {**row, "labels": [instead if label == NEUTRAL else label for label in labels]},
+            tokenizer=tokenizer,
+            step_separator=self.step_separator,
+            max_length=self.max_length,
+            max_completion_length=self.max_completion_length,
+            train_on_last_step_only=self.train_on_last_step_only,
+            is_eval=self.is_eval,
+        )
 
     def sequences_to_score(self, row: Row, where: str, tokenizer: PreTrainedTokenizerBase) -> list[np.ndarray]:
         """Return the token ids from the prompt to the end of each step of a raw row, which needs no labels.
@@ -195,14 +189,6 @@ class Solutions(RowKind):
         labels = np.asarray(row["labels"])
         if labels.shape != (len(row["input_ids"]),) or not all((labels == NO_LABEL) | ((labels >= 0) & (labels <= 1))):
             raise UserError(f"{where}: `labels` must be as long as `input_ids`, each from 0 to 1, or {NO_LABEL}.")
-
-    def check_prepared(self, prepared: Dataset, name: str) -> None:
-        if any((np.asarray(labels) != NO_LABEL).any() for labels in prepared["labels"]):
-            return
-        problem = f"The {name} dataset has no label left, so nothing can be learned or measured. Raise `max_length`."
-        if not self.is_eval:
-            raise UserError(problem)
-        logger.warning(problem)
 
     # ---- comparisons
 
