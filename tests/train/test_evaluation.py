@@ -209,13 +209,6 @@ def test_metric_for_best_model_must_be_measured(model_folder: str, tmp_path: Pat
             make(name)
 
 
-@pytest.mark.parametrize("name", ["wandb", "wandbb", "flyte"])
-def test_missing_tracker_is_named_before_training(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trl_tpu.config.checks.get_available_reporting_integrations", lambda: ["tensorboard"])
-    with pytest.raises(UserError, match=f"report_to.*names {name},"):
-        RewardConfig(str(tmp_path), report_to=["tensorboard", name])
-
-
 def test_evaluation_after_training_counts_tokens_since_the_last_log(model_folder: str, tmp_path: Path) -> None:
     counts = []
     for logging_steps in (1, 2):

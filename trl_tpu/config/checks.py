@@ -1,7 +1,5 @@
 """Checks of settings before anything is loaded, mostly by the declarations in `settings`."""
 
-import contextlib
-import json
 import logging
 import math
 import re
@@ -9,11 +7,9 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import fields
 from typing import Any
 
-from transformers.integrations.integration_utils import get_available_reporting_integrations, is_flytekit_available
-
 from .. import runtime
 from ..compat.arguments import TrainingArguments as TrainingArguments  # pickles of earlier versions name this module
-from ..errors import UserError, explaining
+from ..errors import UserError
 from .settings import CIRCUMSTANCES, SETTINGS
 
 logger = logging.getLogger(__name__)
@@ -93,7 +89,7 @@ def warn_of_unmet_needs(args: Any, needs: Mapping[str, str] = _NEEDS) -> None:
 
 
 def check_values(args: Any) -> None:
-    """Reject invalid values and JSON objects.
+    """Reject invalid values.
 
     Raises:
         UserError: With the setting, its value and the rule.
@@ -101,13 +97,6 @@ def check_values(args: Any) -> None:
     for setting, (_, _, _, valid, _) in SETTINGS.items():
         if valid is not None and hasattr(args, setting) and not valid[1](value := getattr(args, setting)):
             raise UserError(f"{setting} must be {valid[0]}, got {value!r}.")
-    for setting in args._VALID_DICT_FIELDS:
-        value = getattr(args, setting)
-        if isinstance(value, str) and (value.startswith("{") or setting.endswith("_kwargs")):
-            with contextlib.suppress(json.JSONDecodeError):
-                value = json.loads(value)
-            if not isinstance(value, dict):  # transformers accepts it, or raises an error without the name
-                raise UserError(f'{setting} must be a JSON object such as {{"name": 1}}, got {value}.')
     names, weights, loss_weights = args.attributes or [], args.attribute_weights, args.attribute_loss_weights
     # one count for names, distinct names and weights: 0 without attributes, otherwise at least 2
     counts = {len(values) for values in (names, set(names), weights, loss_weights) if values is not None}
@@ -117,8 +106,6 @@ def check_values(args: Any) -> None:
             f"attributes={names} must be at least two different names, attribute_weights={weights} one finite number "
             f"per attribute, and attribute_loss_weights={loss_weights} one positive finite number per attribute."
         )
-    with explaining(f"frozen_parameters={args.frozen_parameters!r} is not a valid regular expression", "Correct it."):
-        re.compile(args.frozen_parameters or "")
 
 
 def check_one_gpu(count: int) -> None:
@@ -127,19 +114,6 @@ def check_one_gpu(count: int) -> None:
         raise UserError(
             f"One process sees {count} GPUs, and nn.DataParallel is not supported. Launch one process per GPU "
             "(torchrun --nproc_per_node=...), or make one GPU visible (CUDA_VISIBLE_DEVICES=0)."
-        )
-
-
-def check_trackers(args: Any) -> None:
-    """Raise UserError if `report_to` names a tracker that is not installed.
-
-    transformers would raise only after it has loaded the model.
-    """
-    installed = {*get_available_reporting_integrations(), *["flyte"] * is_flytekit_available()}
-    if missing := sorted({*args.report_to} - installed):
-        raise UserError(
-            f"report_to={args.report_to} names {', '.join(missing)}, but no such tracker is installed. Install it, "
-            "correct its name, or leave it out of report_to."
         )
 
 

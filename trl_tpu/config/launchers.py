@@ -55,17 +55,14 @@ def apply_fsdp(args: Any, launched: str | None) -> None:
     by_variables = dict.fromkeys(("cpu_ram_efficient_loading", "sync_module_states"))
     plugin: Any = FullyShardedDataParallelPlugin(**(args.fsdp_plugin_args or {}) | by_variables)
     strategy = plugin.sharding_strategy if plugin.reshard_after_forward is None else plugin.reshard_after_forward
-    in_groups = "set it to true (FULL_SHARD), or shard within nodes by mesh='data=NODES,fsdp=DEVICES_OF_A_NODE'"
-    for name, value, is_supported, advice in (
-        ("reshard_after_forward", strategy, args.mesh or strategy in (True, ShardingStrategy.FULL_SHARD), in_groups),
-        ("cpu_offload", True, plugin.cpu_offload in (OffloadPolicy(), CPUOffload()), "leave it out"),
-        ("ignored_modules", plugin.ignored_modules, plugin.ignored_modules is None, "leave it out"),
-    ):
-        if not is_supported:
-            raise UserError(
-                f"FSDP's {name}={value} is not supported: mesh='fsdp=-1' keeps a part of each weight on each device, "
-                f"and gathers it for its layer, twice in a step. Instead {advice}."
-            )
+    shards_fully = args.mesh or strategy in (True, ShardingStrategy.FULL_SHARD)
+    keeps_all = plugin.cpu_offload in (OffloadPolicy(), CPUOffload()) and plugin.ignored_modules is None
+    if not shards_fully or not keeps_all:
+        raise UserError(
+            f"FSDP's reshard_after_forward={strategy}, cpu_offload={plugin.cpu_offload}, ignored_modules="
+            f"{plugin.ignored_modules} is not supported. Shard fully (FULL_SHARD, true) or within nodes by "
+            "mesh='data=NODES,fsdp=DEVICES_OF_A_NODE', and leave cpu_offload and ignored_modules out."
+        )
     if plugin.activation_checkpointing:
         args.gradient_checkpointing = args.activation_checkpointing = True
     args.activation_offloading |= getattr(plugin, "activation_checkpointing_offload", False)  # since accelerate 1.15

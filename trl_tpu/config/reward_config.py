@@ -18,7 +18,7 @@ from transformers.trainer_utils import SchedulerType
 
 from .. import runtime
 from ..compat.arguments import REMOVED, RemovedArguments, apply_removed_arguments
-from ..errors import UserError, explaining
+from ..errors import UserError
 from ..parallel.mesh import MeshShape, parse_mesh
 from ..parallel.sharding_plan import Rules
 from ..runtime import Remat
@@ -384,18 +384,10 @@ class RewardConfig(RemovedArguments, TrainingArguments):
         if self.fsdp in ("no", "off"):  # YAML spellings of False
             self.fsdp = None
         apply_removed_arguments(self)
-        if self.pad_token is not None:
-            warnings.warn(
-                "`pad_token` is deprecated and will be removed in v2.0.0: set `tokenizer.pad_token` and pass the "
-                "tokenizer as `processing_class`.",
-                FutureWarning,
-                stacklevel=3,
-            )
         if self.report_to is None:  # an old spelling of its default
             self.report_to = "none"
         if isinstance(multiple := self.pad_to_multiple_of, str):
-            with explaining("pad_to_multiple_of must be 'auto' or a whole number of at least 1", "Correct it."):
-                self.pad_to_multiple_of = None if multiple.lower() in ("auto", "none", "null") else int(multiple)
+            self.pad_to_multiple_of = None if multiple.lower() in ("auto", "none", "null") else int(multiple)
         self.packing = str(self.packing).lower()
         self.packing = _BOOLEAN_WORDS.get(self.packing, self.packing)
         checks.check_values(self)
@@ -421,9 +413,7 @@ class RewardConfig(RemovedArguments, TrainingArguments):
             self.liger_kernel_config = {"fused_linear_cross_entropy": False} | (self.liger_kernel_config or {})
         if shows_no_bars is None and not self.disable_tqdm:
             self.disable_tqdm = None  # to tqdm: bars in terminals and notebooks only
-        checks.check_trackers(self)
         checks.warn_of_unmet_needs(self)
-        _ = self.schedule  # raises if the schedule cannot end at learning_rate_end
         self.mesh_shape = self._parse_mesh()
         is_unscanned = chosen.is_spmd and not self.scan_layers
         circumstances = ["ranks"] * self.shards_over_processes + ["unscanned"] * is_unscanned
@@ -460,23 +450,12 @@ class RewardConfig(RemovedArguments, TrainingArguments):
 
     @property
     def schedule(self) -> tuple[SchedulerType, dict[str, Any]]:
-        """Name and arguments of transformers' learning rate schedule that ends at `learning_rate_end`.
-
-        Raises:
-            UserError: If the schedule cannot end at this learning rate.
-        """
+        """Name and arguments of transformers' learning rate schedule that ends at `learning_rate_end`."""
         name, arguments = SchedulerType(self.lr_scheduler_type), dict(cast(Any, self.lr_scheduler_kwargs) or {})
-        if (end := self.learning_rate_end) is None:
-            return name, arguments
-        if name in _SCHEDULES_WITH_FINAL_RATE and arguments.keys() <= {"num_cycles"} and 0 <= end < self.learning_rate:
+        if self.learning_rate_end is not None:  # the declarations allow it for the schedules of the table only
             name, argument = _SCHEDULES_WITH_FINAL_RATE[name]
-            return name, arguments | {argument: end}
-        raise UserError(
-            f"learning_rate_end={end} requires lr_scheduler_type='linear' or 'cosine', no lr_scheduler_kwargs other "
-            f"than num_cycles, and a value of at least 0 and below learning_rate={self.learning_rate} (got "
-            f"lr_scheduler_type={name.value!r} with {arguments}). Leave it out and set the final rate in "
-            "lr_scheduler_kwargs: {'lr_end': 1e-5} with 'polynomial', {'min_lr': 1e-5} with 'cosine_with_min_lr'."
-        )
+            arguments[argument] = self.learning_rate_end
+        return name, arguments
 
     @property
     def time_limit(self) -> timedelta | None:

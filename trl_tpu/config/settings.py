@@ -151,7 +151,9 @@ _add("step_separator", No("solutions", value="^None$"))
 _add("neutral_steps", valid=_one_of("ignore", "wrong", None))
 
 _add, _adam = partial(_declare, "Optimizer", True), "use optim='adamw_torch'"
-_add("learning_rate learning_rate_end lr_scheduler_kwargs weight_decay max_grad_norm max_steps")
+_add("learning_rate lr_scheduler_kwargs weight_decay max_grad_norm max_steps")
+_other_end = "lr_scheduler_type=^(?!(linear|cosine)$) lr_scheduler_kwargs=lr_end|min_lr"
+_add("learning_rate_end", No(_other_end, value="^(?!None$)"), valid=_at_least(0))
 _add("num_train_epochs nonfinite_limit", valid=_at_least(0))
 _add("gradient_accumulation_steps", valid=_at_least(1))
 _add("lr_scheduler_type", _NO_LOOP._replace(value="reduce_lr_on_plateau|greedy"))
