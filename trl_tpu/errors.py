@@ -48,6 +48,7 @@ def explaining(fault: str, fix: str = "Correct the name, its files or `model_ini
     except UserError:
         raise
     except Exception as error:
-        reason = textwrap.shorten(str(error), 800).rstrip(".")  # some libraries list all models they support
+        said = f"{error} {error.__cause__ or ''}"  # datasets names a fault in the cause only
+        reason = textwrap.shorten(said, 800).rstrip(".")  # some libraries list all models they support
         kind = UserFileError if isinstance(error, OSError) else UserError
         raise kind(f"{fault}: {type(error).__name__}: {reason}. {fix}") from error

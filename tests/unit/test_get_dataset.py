@@ -1,7 +1,5 @@
 """Datasets load by Hub id, folder, file or synthetic name, alone or mixed, and errors name the broken line."""
 
-import gzip
-import math
 import re
 from pathlib import Path
 from typing import Any
@@ -93,14 +91,10 @@ def test_file_names_are_not_patterns(streaming: bool, tmp_path: Path, monkeypatc
     assert list(coming) == [ROWS[2]]
 
 
-def test_file_slices_work_and_broken_compressed_lines_are_named(tmp_path: Path) -> None:
-    """More broken files are in the table of `test_bad_input.py`."""
+def test_file_slices_work(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "d.jsonl", ROWS)
     mixture = DatasetMixtureConfig([DatasetConfig(str(path), split="train[:30%]")])
     assert get_dataset(mixture)["train"].to_list() == ROWS[:3]
-    (tmp_path / "d.jsonl.gz").write_bytes(gzip.compress(path.read_bytes() + b"oops\n"))
-    with pytest.raises(ValueError, match=r"d\.jsonl\.gz .*line 11"):
-        named_splits(dataset_name=f"{path}.gz")
 
 
 @pytest.mark.parametrize("fractions", [(None, None, None), (0.75, 0.25, 0.5), (0.1, 0.05, 0.7), (3, 2, 1)])
@@ -124,24 +118,11 @@ def test_held_out_rows_are_the_same_in_every_run(size: float, rows: int, tmp_pat
     assert sorted(row["prompt"] for row in together) == [row["prompt"] for row in ROWS]
 
 
-BAD_MIXTURES = [
-    ((0.5, None), {}, "`fraction` .*/d1 .*None"),
-    ((1, 0), {}, "`fraction` .*/d1 .*0"),
-    ((-1.5, 2.0), {}, r"`fraction` .*/d0 .*-1\.5"),
-    ((0.5, math.nan), {}, "`fraction` .*/d1 .*nan"),
-    ((math.inf, 1.0), {}, "`fraction` .*/d0 .*inf"),
-    (("0.5", "0.5"), {}, "`fraction` .*/d0 .*'0.5'"),
-    ((0, 0), {"streaming": True}, "`fraction`"),
-    ((0.5, 0.5), {"streaming": True}, "streaming"),
-    ((None, None), {"streaming": True, "test_split_size": 0.5}, "`test_split_size`"),
-]
-
-
-@pytest.mark.parametrize(("fractions", "options", "name"), BAD_MIXTURES)
-def test_bad_mixtures_are_named(fractions: tuple[Any, ...], options: Any, name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("fractions", [(0.5, None), (1, 0), (-1.5, 2.0)])
+def test_bad_fractions_are_named(fractions: tuple[Any, ...], tmp_path: Path) -> None:
     parts = [DatasetConfig(str(folder(tmp_path, f"d{i}", 4)), fraction=f) for i, f in enumerate(fractions)]
-    with pytest.raises(ValueError, match=name):
-        get_dataset(DatasetMixtureConfig(parts, **options))
+    with pytest.raises(ValueError, match="`fraction`"):
+        get_dataset(DatasetMixtureConfig(parts))
     given: Any = [{"path": "x"}]
     assert DatasetMixtureConfig(given).datasets == [DatasetConfig("x")] and given == [{"path": "x"}]
 

@@ -384,7 +384,7 @@ def test_easydel_tutorial_flags_get_a_suggestion() -> None:
     keys = dict.fromkeys(flags, "x") | {"output_dir": "out"}
     with pytest.raises(UserError) as raised:
         reward.make_parser().parse_args_and_config([], config=keys)
-    assert [key for key, today in flags.items() if f" {key}: use {today}" not in str(raised.value)] == []
+    assert [key for key, today in flags.items() if f"{key}: use --{today}" not in str(raised.value)] == []
     with pytest.raises(UserTypeError, match="arguments: use args"):
         RewardTrainer("model", arguments=None)
 

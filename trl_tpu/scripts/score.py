@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pyarrow as pa
@@ -284,7 +284,7 @@ def _as_json(row: dict[str, Any]) -> dict[str, Any]:
 
 def make_parser(prog: str | None = None) -> TrlParser:
     """Make the parser of the command's flags."""
-    return TrlParser(ScoreArguments, prog=prog)
+    return TrlParser(cast(Any, ScoreArguments), prog=prog)
 
 
 def run(argv: list[str], config: Mapping[str, Any] | None = None) -> int:

@@ -1,9 +1,7 @@
 """Dataset arguments of the scripts, and functions that load the datasets."""
 
 import logging
-import math
 import sys
-from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from glob import escape, has_magic
 from pathlib import Path
@@ -14,7 +12,7 @@ from datasets import DatasetDict, IterableDatasetDict
 from datasets.data_files import get_data_patterns, sanitize_patterns
 
 from trl_tpu.config.reward_config import help_from_docstring
-from trl_tpu.errors import UserError, UserFileError, UserKeyError
+from trl_tpu.errors import UserError, UserKeyError, explaining
 from trl_tpu.report.verdicts import Rows, lines_of, read_json
 from trl_tpu.scripts import synthetic
 from trl_tpu.scripts.parser import TrlParser as TrlParser  # at TRL's path
@@ -147,39 +145,25 @@ def get_dataset(mixture_config: DatasetMixtureConfig) -> DatasetDict | IterableD
         The split ``train``, and ``test`` too with a `test_split_size`; iterable datasets when streaming.
 
     Raises:
-        UserError: Only some datasets have fractions, fractions or a test split are set while
-            streaming, or a split does not exist.
+        UserError: A fraction is not positive, or a split does not exist.
     """
     named, streaming = mixture_config.datasets, mixture_config.streaming
     fractions: list[Any] = [part.fraction for part in named]
     test_size = mixture_config.test_split_size
-    if streaming and (test_size or any(fractions)):
-        raise UserError(
-            "`test_split_size` and a dataset's `fraction` are not supported with streaming datasets, whose length is "
-            "unknown. Leave them out, or load the datasets whole."
-        )
     parts = []
     for part in named:
         arguments = {name: value for name, value in vars(part).items() if name not in ("columns", "fraction")}
         dataset = load(**arguments, streaming=streaming)
         parts.append(dataset if part.columns is None else dataset.select_columns(part.columns))
     if fractions != [None] * len(parts):
-        for part, fraction in zip(named, fractions, strict=True):
-            if not isinstance(fraction, int | float) or not 0 < fraction < math.inf:
-                raise UserError(
-                    "`fraction` must be set for either all datasets in the mixture or none of them, each above 0; for "
-                    f"{part.path} it is {fraction!r}. Correct it, or remove the dataset from the mixture."
-                )
+        if None in fractions or min(fractions) <= 0:
+            raise UserError(f"`fraction` must be above 0 for all datasets of a mixture, or left out, not {fractions}.")
         shares = [fraction / sum(fractions) for fraction in fractions]
         size = min(len(rows) / share for rows, share in zip(parts, shares, strict=True))
         parts = [rows.select(range(round(share * size))) for rows, share in zip(parts, shares, strict=True)]
-    if not parts:
-        raise UserError("No datasets were loaded from the mixture configuration: its list `datasets` is empty.")
     mixture = datasets.concatenate_datasets(parts)
-    if streaming:
-        return IterableDatasetDict({"train": mixture})
     if test_size is None:
-        return DatasetDict({"train": mixture})
+        return (IterableDatasetDict if streaming else DatasetDict)({"train": mixture})
     # command-line values are floats: 200.0 means 200 rows
     rows = int(test_size) if test_size >= 1 and float(test_size).is_integer() else test_size
     return mixture.train_test_split(test_size=rows, seed=SPLIT_SEED)
@@ -202,8 +186,7 @@ def load(path: str, *, split: str | None = None, streaming: bool = False, **kwar
         A dataset, or with ``split=None`` a dictionary of all splits; iterable datasets when streaming.
 
     Raises:
-        UserError: The dataset cannot be loaded (the error names the first broken line of JSON Lines), or the split
-            does not exist.
+        UserError: The dataset cannot be loaded, or the split does not exist.
     """
     if path.startswith(synthetic.PREFIX):
         splits: Any = synthetic.load_dataset(path)
@@ -217,20 +200,10 @@ def load(path: str, *, split: str | None = None, streaming: bool = False, **kwar
         kwargs |= {"data_files": {"train": source}}
         if ".tsv" in local.suffixes[-2:]:
             kwargs["sep"] = "\t"
-    try:
+    with explaining(f"{path} cannot be loaded as a dataset", f"Correct it; files end in {', '.join(BUILDERS)}."):
         if builder is not None or local.is_dir() or path in BUILDERS.values():
             kwargs["data_files"] = _files(local if local.is_dir() else Path(), **kwargs)
         return datasets.load_dataset(builder or source, split=split, streaming=streaming, **kwargs)
-    except Exception as error:  # each format's library raises other errors, and none names the file
-        cause = error.__cause__ if isinstance(error, datasets.exceptions.DatasetGenerationError) else error
-        kind = UserFileError if isinstance(cause, OSError) else UserError
-        reason = " ".join(str(cause).split()) or type(cause).__name__
-        if "corresponds to no data" in reason or (local.is_file() and not local.stat().st_size):
-            raise UserError(f"{path} is empty: it has no rows.") from error
-        raise broken_line([path]) or kind(
-            f"{path} cannot be loaded as a dataset: {reason}. Correct the name, or the file: its format must match "
-            f"its suffix ({', '.join(BUILDERS)}, compressed or not), and all rows must have the same columns."
-        ) from error
 
 
 def _files(folder: Path, data_dir: str | None = None, data_files: Any = None, **_: Any) -> Any:
@@ -280,7 +253,7 @@ def open_rows(name: str, config: str | None = None, split: str | None = None) ->
     if name == STDIN:
         return read_json(sys.stdin.buffer, "the standard input"), None
     path = Path(name).expanduser()
-    if _holds_json_lines(path) and split in (None, "train"):
+    if path.is_file() and _suffix(path) in (".jsonl", ".ndjson") and split in (None, "train"):
         return read_json(lines_of(path), name), sum(1 for line in lines_of(path) if line.strip())
     splits = load(name, name=config, streaming=True)
     if split is None and len(splits) > 1:
@@ -290,21 +263,6 @@ def open_rows(name: str, config: str | None = None, split: str | None = None) ->
     return iter(rows), info.num_examples if info else None
 
 
-# ---- JSON Lines
-
-
-def broken_line(names: Iterable[str]) -> UserError | None:
-    """Return the error for the first broken line of JSON Lines in these files and folders; None without any."""
-    paths = [Path(name).expanduser() for name in names]
-    files = [file for path in paths for file in (sorted(path.rglob("*")) if path.is_dir() else [path])]
-    rows = (row for file in files if _holds_json_lines(file) for row in read_json(lines_of(file), str(file)))
-    return next((row for row in rows if isinstance(row, UserError)), None)
-
-
 def _suffix(path: Path) -> str:
     """Return the suffix of a file's format, without a suffix of compression."""
     return (path.with_suffix("") if path.suffix.lower() in COMPRESSIONS else path).suffix.lower()
-
-
-def _holds_json_lines(path: Path) -> bool:
-    return path.is_file() and _suffix(path) in (".jsonl", ".ndjson")
