@@ -1,1 +1,1 @@
-"""Compatibility with earlier versions of transformers and TRL, and with EasyDeL."""
+"""Compatibility with earlier versions of transformers and TRL."""

@@ -11,7 +11,6 @@ from typing import Any, NoReturn, TypeVar, get_args, get_origin
 
 from transformers.hf_argparser import HfArgumentParser, string_to_bool
 
-from trl_tpu.compat.arguments import advice_on_old_names
 from trl_tpu.config.settings import SETTINGS
 from trl_tpu.errors import UserError, explaining
 from trl_tpu.scripts.config_file import take_config
@@ -85,8 +84,7 @@ class TrlParser(HfArgumentParser):
             left = [unknown_keys, unknown_words] if separate_remaining_strings else [unknown_keys + unknown_words]
             return (*parsed, *left)
         if unknown := unknown_words + (unknown_keys if fail_with_unknown_args else []):
-            fix = advice_on_old_names(word for word in unknown if word.startswith("--")) or "Correct them"
-            raise UserError(f"Unknown arguments: {' '.join(unknown)}. {fix}.")
+            raise UserError(f"Unknown arguments: {' '.join(unknown)}. Correct them.")
         return tuple(parsed)
 
     def set_defaults_with_config(self, **kwargs: Any) -> list[str]:

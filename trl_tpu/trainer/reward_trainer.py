@@ -14,7 +14,6 @@ from transformers import DataCollator, EvalPrediction, PreTrainedModel, PreTrain
 from transformers.utils import ModelOutput
 
 from .. import runtime
-from ..compat.arguments import SuggestsNewNames
 from ..compat.old_columns import _tokenize
 from ..compat.trainer import has_old_columns, has_old_order, upgrade_args, upgrade_processing_class
 from ..config import checks
@@ -53,7 +52,7 @@ EvalDataset: TypeAlias = (
 )
 
 
-class RewardTrainer(SuggestsNewNames, EvaluatingTrainer):
+class RewardTrainer(EvaluatingTrainer):
     """Trainer of reward models on preference pairs, rankings or single answers.
 
     The arguments have the names and the order of `trl.RewardTrainer`. `model_init` and deprecated names come last.
