@@ -58,7 +58,8 @@ def prepare_preference_dataset(
         max_length: Maximum number of tokens of an answer with its prompt; None sets no limit.
         num_proc: Worker processes for a dataset (not for a stream).
         name: Name of the dataset in errors and logs, such as "train".
-        truncation_mode: How to truncate rows, see `keep_fitting`.
+        truncation_mode: "keep_start" removes the tokens after ``max_length``. "keep_end" removes the first tokens:
+            the same number from all answers of a row, so that a shared prefix stays shared. None truncates nothing.
         kinds: The kinds of rows that are accepted.
         with_settings: Returns a kind with its settings.
 
@@ -86,9 +87,20 @@ def prepare_preference_dataset(
         dataset = map_rows(dataset, _tokenize_rows, num_proc, name, with_indices=True, batched=True, **options)
     elif kind.has_own_tokens:
         dataset = dataset.select_columns([*kind.columns])
-    limit = {} if kind.has_own_tokens else {"max_length": max_length, "truncation_mode": truncation_mode}
-    options = {"max_length": None, **limit, "num_proc": num_proc, "name": name}
-    prepared = keep_fitting(dataset, num_embeddings=num_embeddings, kind=kind, **options)
+    limits: dict[str, Any] = {"num_embeddings": num_embeddings, "name": name, "kind": kind}
+    limits["max_length"] = None if kind.has_own_tokens else max_length  # else truncated while tokenized
+    original, truncates = dataset, truncation_mode is not None and limits["max_length"] is not None
+    if truncates:
+        arguments = {"max_length": max_length, "truncation_mode": truncation_mode, "kind": kind}
+        dataset = map_rows(dataset, _cut, num_proc, name, fn_kwargs=arguments)
+    if isinstance(dataset, IterableDataset):
+        return dataset.filter(_fits, with_indices=True, fn_kwargs=limits)
+    prepared = keep_fitting(warn_of_traps(dataset, name), **limits)
+    if truncates:
+        cut = (length_stats(original).lengths.longest_N > max_length).sum() - len(dataset) + len(prepared)
+        logger.warning(
+            f"{name} dataset: {cut} of {len(dataset)} {kind.name} truncated to max_length={max_length} tokens."
+        )
     if kind.has_own_tokens:
         RAW_BY_PREPARED[prepared] = raw
     return prepared
@@ -148,52 +160,31 @@ def _tokenize_rows(
     return {column: [row[column] for row in prepared] for column in prepared[0]}
 
 
-def keep_fitting(
-    dataset: Dataset | IterableDataset,
-    *,
-    num_embeddings: int,
-    max_length: int | None,
-    name: str,
-    truncation_mode: str | None = None,
-    num_proc: int | None = None,
-    kind: RowKind,
-) -> Dataset | IterableDataset:
-    """Check token ids and labels, and truncate or drop rows that are too long.
-
-    The log counts these rows, and rows with traps.
+def keep_fitting(dataset: Dataset, num_embeddings: int, name: str, kind: RowKind, max_length: int | None) -> Dataset:
+    """Check token ids and labels, drop rows that are too long, and log their number.
 
     Args:
-        dataset: Tokenized rows. A stream is checked while it is read; nothing is logged for it.
+        dataset: Tokenized rows.
         num_embeddings: Rows of the model's embedding table.
-        max_length: Maximum number of tokens per answer; None sets no limit.
         name: Name of the dataset in the log.
-        truncation_mode: "keep_start" removes the tokens after ``max_length``. "keep_end" removes the first tokens:
-            the same number from all answers of a row, so that a shared prefix stays shared. None truncates nothing.
-        num_proc: Worker processes for truncation.
         kind: Kind of the rows.
+        max_length: Maximum number of tokens per answer; None sets no limit.
 
     Returns:
-        The rows that fit. A dataset (not a stream) is measured in the same pass, see `length_stats`.
+        The rows that fit. They are measured in the same pass, see `length_stats`.
 
     Raises:
         UserTypeError: A column does not hold lists of integers.
         UserError: An answer has no tokens, the model lacks a token id, or no row fits.
     """
-    original, truncates = dataset, truncation_mode is not None and max_length is not None
-    if truncates:
-        arguments = {"max_length": max_length, "truncation_mode": truncation_mode, "kind": kind}
-        dataset = map_rows(dataset, _cut, num_proc, name, fn_kwargs=arguments)
-    if isinstance(dataset, IterableDataset):
-        settings = {"num_embeddings": num_embeddings, "max_length": max_length, "name": name, "kind": kind}
-        return dataset.filter(_fits, with_indices=True, fn_kwargs=settings)
-    dataset = warn_of_traps(dataset, name)
     limit, longest = np.inf if max_length is None else max_length, list[int]()  # longest: of each row
 
     def fitting_rows() -> Iterator[list[dict[str, Any]]]:
-        for rows in _checked_rows(dataset, num_embeddings, name, kind):
-            sizes = [max(map(len, kind.answers(row))) for row in rows]
-            longest.extend(sizes)
-            yield [row for row, size in zip(rows, sizes, strict=True) if size <= limit]
+        for rows in parts_of(dataset):
+            numbered = enumerate(rows, start=len(longest))
+            fits = [_fits(row, at, num_embeddings, name, kind, max_length) for at, row in numbered]
+            longest.extend(max(map(len, kind.answers(row))) for row in rows)
+            yield [row for row, is_short in zip(rows, fits, strict=True) if is_short]
 
     stats = length_stats_of(fitting_rows())  # one pass: tables of a selection are slow to read
     longest_N = np.array(longest)
@@ -213,21 +204,15 @@ def keep_fitting(
         )
         dataset = dataset.select(np.flatnonzero(fits_N))
     STATS[dataset] = stats
-    if truncates:
-        cut = (length_stats(original).lengths.longest_N > max_length).sum() - dropped
-        logger.warning(
-            f"{name} dataset: {cut} of {len(longest_N)} {kind.name} truncated to max_length={max_length} tokens."
-        )
     return dataset
 
 
 def _cut(row: Mapping[str, Any], max_length: int, truncation_mode: str, kind: RowKind) -> dict[str, Any]:
     """Return the columns of a row's truncated answers; none if the answers stay unchanged.
 
-    Answers stay unchanged if truncation would make them empty or equal; the row is then dropped as too long. Values
-    that are not lists also stay unchanged; their check then rejects them.
+    Answers stay unchanged if truncation would make them empty or equal; the row is then dropped as too long.
     """
-    answers = [() if ids is None else ids for ids in kind.answers(row)]
+    answers = kind.answers(row)
     excess = max(map(len, answers)) - max_length
     first = excess if truncation_mode == "keep_end" else 0
     cut = [list(ids[first : first + max_length]) for ids in answers]
@@ -237,27 +222,11 @@ def _cut(row: Mapping[str, Any], max_length: int, truncation_mode: str, kind: Ro
 
 
 def _fits(
-    row: Mapping[str, Any], index: int, num_embeddings: int, max_length: int | None, name: str, kind: RowKind
+    row: Mapping[str, Any], index: int, num_embeddings: int, name: str, kind: RowKind, max_length: int | None
 ) -> bool:
-    """Check a row of a stream, and return whether it is short enough."""
-    _check_row(row, index, num_embeddings, name, kind)
-    return max_length is None or max(map(len, kind.answers(row))) <= max_length
-
-
-def _checked_rows(dataset: Dataset, num_embeddings: int, name: str, kind: RowKind) -> Iterator[list[dict[str, Any]]]:
-    """Yield the rows of a dataset in lists, after a check of their token ids and labels."""
-    first = 0
-    for rows in parts_of(dataset):
-        for index, row in enumerate(rows, start=first):
-            _check_row(row, index, num_embeddings, name, kind)
-        first += len(rows)
-        yield rows
-
-
-def _check_row(row: Mapping[str, Any], index: int, num_embeddings: int, name: str, kind: RowKind) -> None:
-    """Check the token ids of all answers of a row, see `check_ids`, and its labels."""
+    """Check a row's token ids, see `check_ids`, and its labels, and return whether it is short enough."""
     answers = kind.answers(row)
-    no_answers = answers is None or len(answers) == 0
-    for column, ids in zip(cycle(kind.token_columns), [None] if no_answers else answers, strict=False):
+    for column, ids in zip(cycle(kind.token_columns), answers, strict=False):
         checks.check_ids(ids, checks.row_of(index, name, column), num_embeddings)
     kind.check_labels(row, checks.row_of(index, name))
+    return max_length is None or max(map(len, answers)) <= max_length

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import numpy as np
 import torch
@@ -21,6 +21,8 @@ NO_LABEL = -100
 STEP_ENDS = "step_ends"
 #: Label of a step that is neither right nor wrong.
 NEUTRAL = -1
+#: The settings of `tokenize_solution` with the names of a `PRMConfig`.
+_SETTINGS = ("step_separator", "max_length", "max_completion_length", "train_on_last_step_only")
 _NEUTRAL_IS_WRONG = "neutral_steps=wrong"  # the value of `labels_as`
 
 
@@ -92,8 +94,7 @@ class Solutions(RowKind):
 
     def of(self, args: Any, **of_solutions: Any) -> Self:
         """Return the kind with the settings of a `PRMConfig`; ``of_solutions`` are further fields."""
-        names = ("step_separator", "max_length", "max_completion_length", "train_on_last_step_only")
-        settings = {name: getattr(args, name) for name in names}
+        settings = {name: getattr(args, name) for name in _SETTINGS}
         return replace(self, **settings, neutral=args.neutral_steps, **of_solutions)
 
     def rewards_of(self, scores_SA: torch.Tensor) -> torch.Tensor:
@@ -144,12 +145,14 @@ class Solutions(RowKind):
         Raises:
             UserError: The row is bad. The message begins with ``where``.
         """
-        check_solution(row, where)
-        labels: Any = row.get("labels")
-        if not is_label_list(labels, steps := len(row["completions"])):
+        prompt, steps, labels = (cast(Any, row.get(name)) for name in ("prompt", "completions", "labels"))
+        if not isinstance(steps, list) or not all(isinstance(text, str) for text in (prompt, *steps)):
+            raise UserError(f"{where}: `prompt` must be text, and `completions` a list of texts, the steps.")
+        checks.check_text([prompt, *steps], where)
+        if not is_label_list(labels, len(steps)):
             raise UserError(
-                f"{where}: `labels` must have the probability that each of {steps} `completions` is right, 0 to 1, "
-                f"got {labels!r:.80}."
+                f"{where}: `labels` must have the probability that each of {len(steps)} `completions` is right, 0 to "
+                f"1, got {labels!r:.80}."
             )
         if NEUTRAL in labels and self.neutral is None:
             raise UserError(
@@ -157,15 +160,9 @@ class Solutions(RowKind):
                 "neutral_steps='ignore' to leave such steps out, or 'wrong' to count them as 0."
             )
         instead = NO_LABEL if self.neutral == "ignore" else 0  # in place of -1
-        return self.tokenize_row(
-            {**row, "labels": [instead if label == NEUTRAL else label for label in labels]},
-            tokenizer=tokenizer,
-            step_separator=self.step_separator,
-            max_length=self.max_length,
-            max_completion_length=self.max_completion_length,
-            train_on_last_step_only=self.train_on_last_step_only,
-            is_eval=self.is_eval,
-        )
+        labels = [instead if label == NEUTRAL else label for label in labels]
+        settings = {name: getattr(self, name) for name in _SETTINGS}
+        return self.tokenize_row({**row, "labels": labels}, tokenizer=tokenizer, is_eval=self.is_eval, **settings)
 
     def sequences_to_score(self, row: Row, where: str, tokenizer: PreTrainedTokenizerBase) -> list[np.ndarray]:
         """Return the token ids from the prompt to the end of each step of a raw row, which needs no labels.
@@ -173,8 +170,7 @@ class Solutions(RowKind):
         Raises:
             UserError: The row is bad. The message begins with ``where``.
         """
-        check_solution(row, where)
-        tokens = self.tokens_of({**row, "labels": [0] * len(row["completions"])}, where, tokenizer)
+        tokens = self.tokens_of({**row, "labels": [0] * len(row.get("completions") or ())}, where, tokenizer)
         ids = np.asarray(tokens["input_ids"], np.int32)
         return [ids[: end + 1] for end in self.labels(tokens)[STEP_ENDS]]
 
@@ -232,12 +228,3 @@ def is_label_list(labels: Any, steps: int) -> bool:
     if not isinstance(labels, list) or len(labels) != steps:
         return False
     return all(isinstance(label, bool | int | float) and (0 <= label <= 1 or label == NEUTRAL) for label in labels)
-
-
-def check_solution(row: Row, where: str) -> None:
-    """Raise UserError unless the prompt and the steps of a raw row are texts."""
-    prompt, steps = row.get("prompt"), row.get("completions")
-    if not isinstance(steps, list) or not all(isinstance(text, str) for text in (prompt, *steps)):
-        raise UserError(f"{where}: `prompt` must be text, and `completions` a list of texts, the steps.")
-    for text in (prompt, *steps):
-        checks.check_text(text, where)
