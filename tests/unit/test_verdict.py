@@ -53,7 +53,7 @@ BY_PROMPT = [
 
 @pytest.mark.parametrize(("right_by_prompt", "items"), BY_PROMPT)
 def test_interval_counts_dependent_pairs_of_a_prompt_less(right_by_prompt: list[list[int]], items: Any) -> None:
-    """Compare with the sums of the formulas in `share_of`."""
+    """Compare with the sums of the formulas in `Proportion.of`."""
     flat = [right for prompt in right_by_prompt for right in prompt]
     prompts = [bytes([65 + number]) for number, prompt in enumerate(right_by_prompt) for _ in prompt] + [b"other"]
     mean, count, groups = np.mean(flat), len(flat), len(right_by_prompt)
@@ -111,7 +111,7 @@ def test_verdict_equals_manual_computation() -> None:
 @example(np.array([-1.999999999999993, 0, 0, 0, 0]))
 @example(np.array([5e-324]))
 def test_histogram_counts_every_margin_once_with_an_edge_at_zero(margins_N: np.ndarray) -> None:
-    found = numbers.distribution_of(margins_N, np.ones(len(margins_N)))
+    found = numbers.Distribution.of(margins_N, np.ones(len(margins_N)))
     assert sum(found.counts) == len(margins_N) and len(found.edges) == len(found.counts) + 1 <= 42
     # numbers too small for distinct edges share a bin with zero, also tiny negative ones at the first edge
     if margins_N.min() < -1e-9 and margins_N.max() > 1e-9:
@@ -122,14 +122,16 @@ def test_histogram_counts_every_margin_once_with_an_edge_at_zero(margins_N: np.n
 def test_accuracy_by_length_equals_manual_computation() -> None:
     # chosen is longer by 1, 2, 3 and 10 tokens, shorter by 4 and 5, and equal once
     longer_N = np.array([1, 2, 3, 10, -4, -5, 0])
-    found = numbers.length_bias_of(np.array([1, 1, 1, 0, 0, 1, 1]) > 0, longer_N, np.ones(7))
+    found = numbers.LengthBias.of(
+        np.array([1, 1, 1, 0, 0, 1, 1]) > 0, longer_N, np.ones(7), np.tile(np.arange(7), (2, 1))
+    )
     assert found.longer_wins == pytest.approx(4.5 / 7) and found.length_only == pytest.approx(4.5 / 7)
     assert found.chosen_is_longer is not None and found.rejected_is_longer is not None
     assert (found.chosen_is_longer.value, found.rejected_is_longer.value) == (3 / 4, 1 / 2)
     assert found.controlled == pytest.approx((3 / 4 + 1 / 2) / 2)
     shown = [(each.shortest, each.longest, each.accuracy.value, each.accuracy.count) for each in found.bins]
     assert shown == [(-5, -5, 1, 1), (-4, -4, 0, 1), (0, 0, 1, 1), (1, 2, 1, 2), (3, 3, 1, 1), (10, 10, 0, 1)]
-    equal = numbers.length_bias_of(np.array([True, False]), np.zeros(2), np.ones(2))
+    equal = numbers.LengthBias.of(np.array([True, False]), np.zeros(2), np.ones(2), np.eye(2, dtype=int))
     assert (equal.longer_wins, equal.length_only, equal.controlled) == (0.5, 0.5, None)
     assert [each.accuracy.count for each in equal.bins] == [2]
 

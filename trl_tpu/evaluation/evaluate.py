@@ -1,5 +1,6 @@
 """Evaluate rewards by comparisons: sums on the device and on the host, verdicts, and checks of settings."""
 
+import json
 import logging
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,23 +14,9 @@ from datasets import Dataset
 
 from ..data.collate import ComparisonRule, Labels, compare, pairs_of
 from ..data.length_stats import Prompt, group_prompts, is_prepared, kind_of_dataset, length_stats, prompts_of, rows_of
-from ..errors import UserError, explaining
+from ..errors import UserError
 from ..packing.batch import Comparisons
-from .verdict import (
-    MOST_GROUPS,
-    BestOfN,
-    Proportion,
-    ScoreFit,
-    Verdict,
-    calibration_of,
-    check_groups,
-    correlation_of,
-    distribution_of,
-    label_of,
-    length_bias_of,
-    mean_of,
-    share_of,
-)
+from .verdict import BestOfN, Calibration, Distribution, LengthBias, Proportion, ScoreFit, Verdict, correlation_of
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +26,7 @@ _MAX_COMPARISONS_PER_PART = 2**19  # bounds the memory on the host
 _SAMPLED_PER_RANKING = 128  # maximum comparisons of one ranking in the sample
 _SAMPLE = 2**20  # comparisons in the sample
 _MAX_WORST_ROWS = 10  # in a verdict
+_MAX_GROUPS = 200  # a column with more labels probably identifies rows, not groups
 _TIES_SUBSET = "ties"  # lower-case name of RewardBench 2's subset that has a special score
 
 
@@ -214,7 +202,7 @@ def evaluate_rows(
     """Return the verdict on rows. Rows with a reward that is not finite are left out and counted.
 
     The comparisons of a ranking are not independent: in all means they count once together, and intervals use the
-    number of rankings. Rows with the same prompt are not independent either: see `share_of`. Kendall's tau is the
+    number of rankings. Rows with the same prompt are not independent either: see `Proportion.of`. Kendall's tau is the
     number of right minus wrong comparisons, divided by the number of all (tau-a if no grades are equal,
     https://doi.org/10.1093/biomet/30.1-2.81). Counts, accuracies, the mean margin and tau use all comparisons.
     Distributions, loss, calibration, length bias and the worst rows use a random sample: at most 128 comparisons of
@@ -224,7 +212,7 @@ def evaluate_rows(
         rewards_NK: Reward of each answer; for steps, one step per row, [N, 1].
         labels: Labels of the rows, for one attribute.
         lengths_NK: Tokens of each answer; NaN if unknown.
-        groups: Group label of each row. If there are more than `MOST_GROUPS` labels, groups are dropped.
+        groups: Group label of each row. If there are more than 200 labels, groups are dropped with a warning.
         prompts: Prompt of each row, see `group_prompts`.
 
     Returns:
@@ -254,7 +242,7 @@ def evaluate_rows(
     units_2J, units_2M = (np.stack([rows, prompt_N[rows]]) for rows in (row_J.astype(int), row_M.astype(int)))
 
     def share(values_J: np.ndarray, mask_J: Any = slice(None)) -> Proportion:
-        return share_of(values_J[mask_J], np.ones(len(row_J))[mask_J], units_2J[:, mask_J])
+        return Proportion.of(values_J[mask_J], np.ones(len(row_J))[mask_J], units_2J[:, mask_J])
 
     rewards = np.stack([better_M, worse_M], axis=-1).ravel()
     if kind.compares_with_zero:
@@ -267,12 +255,12 @@ def evaluate_rows(
         accuracy=share(right_J),
         ties=round(tied_J @ count_J),
         pairwise_loss=float(np.average(np.logaddexp(0.0, -margin_M), weights=weight_M)),
-        margins=replace(distribution_of(margin_M, weight_M), mean=float(margin_J.mean())),
-        rewards=distribution_of(rewards, weight_M.repeat(len(rewards) // len(weight_M))),
-        calibration=calibration_of(margin_M, weight_M),
-        length=None if np.isnan(longer_M).any() else length_bias_of(margin_M > 0, longer_M, weight_M, units_2M),
+        margins=replace(Distribution.of(margin_M, weight_M), mean=float(margin_J.mean())),
+        rewards=Distribution.of(rewards, weight_M.repeat(len(rewards) // len(weight_M))),
+        calibration=Calibration.of(margin_M, weight_M),
+        length=None if np.isnan(longer_M).any() else LengthBias.of(margin_M > 0, longer_M, weight_M, units_2M),
         groups=shares,
-        mean_over_groups=mean_of(shares),
+        mean_over_groups=_mean_of(shares),
         worst=tuple(dict.fromkeys(units_2M[0, worst_first].tolist())),
         top1_accuracy=share(top1_J) if kind.orders_answers else None,
         kendall_tau=float((2 * right_J + tied_J - 1).mean()) if kind.orders_answers else None,
@@ -340,19 +328,34 @@ def _score_fit(
         squared_error=float(error_N.mean()),
         variance=float(score_N.var()),
         correlation=correlation_of(reward_N, score_N),
-        rewards=distribution_of(reward_N, np.ones(len(row_N))),
+        rewards=Distribution.of(reward_N, np.ones(len(row_N))),
         groups={name: float(error_N[places].mean()) for name, places in _places_by_group(groups, row_N).items()},
         worst=tuple(row_N[np.argsort(-error_N, kind="stable")[:_MAX_WORST_ROWS]].tolist()),
     )
 
 
+def label_of(value: Any) -> str:
+    """Return the name of a row's group, given the row's value in the grouping column."""
+    return "none" if value is None else value if isinstance(value, str) else json.dumps(value, default=str)
+
+
 def _places_by_group(groups: Sequence[str | None], row_J: np.ndarray) -> dict[str, list[int]]:
-    """Return the places in ``row_J`` of each group's rows; empty if there are too many groups."""
+    """Return the places in ``row_J`` of each group's rows; warn and return none if there are too many groups."""
     places = defaultdict[str | None, list[int]](list)
     for place, row in enumerate(row_J.tolist()):
         places[groups[row]].append(place)
     names = sorted(name for name in places if name is not None)
-    return {name: places[name] for name in names if len(names) <= MOST_GROUPS}
+    if len(names) > _MAX_GROUPS:
+        logger.warning(
+            "%d groups, such as %r, are not compared: the maximum is %d.", len(names), names[0], _MAX_GROUPS
+        )
+        return {}
+    return {name: places[name] for name in names}
+
+
+def _mean_of(groups: Mapping[str, Proportion]) -> float | None:
+    """Return the mean over groups, with equal weights for groups of any size; None without groups."""
+    return float(np.mean([share.value for share in groups.values()])) if groups else None
 
 
 def evaluate_best_of_n(
@@ -384,16 +387,16 @@ def evaluate_best_of_n(
     units_2N = np.stack([finite, group_prompts(prompts or [b""] * len(ids))[finite]])
     scores = {}
     for name, here in _places_by_group(groups or [None] * len(ids), finite).items():
-        scores[name] = share_of(credit_N[here], np.ones(len(here)), units_2N[:, here])
+        scores[name] = Proportion.of(credit_N[here], np.ones(len(here)), units_2N[:, here])
         if name.lower() == _TIES_SUBSET:
             score = ties_score(right_NK[here], wrong_NK[here], [ids[row] for row in finite[here].tolist()])
             scores[name] = Proportion(score, float("nan"), float("nan"), len(here))
     return BestOfN(
         rows=len(finite),
         left_out=len(ids) - len(finite),
-        accuracy=share_of(credit_N, np.ones(len(finite)), units_2N),
+        accuracy=Proportion.of(credit_N, np.ones(len(finite)), units_2N),
         groups=scores,
-        mean_over_groups=mean_of(scores),
+        mean_over_groups=_mean_of(scores),
         worst=tuple([int(finite[at]) for at in np.argsort(gap_N, kind="stable") if gap_N[at] <= 0][:_MAX_WORST_ROWS]),
     )
 
@@ -448,7 +451,7 @@ def evaluate_rewards(
         rewards_NAK: Rewards of the answers or steps of N rows.
         labels: Labels of the rows.
         dataset: The dataset that starts with these N rows, in order; None if unknown.
-        eval_by: Its column of group labels. If it is missing or has too many labels, the verdict has no groups.
+        eval_by: Its column of group labels; ignored with a warning if it is missing.
         names: Names of the attributes. Each attribute of a row is a separate ranking, and attributes are the default
             groups.
     """
@@ -458,20 +461,18 @@ def evaluate_rewards(
     shape = (-1, 1 if labels.kind.compares_with_zero else answers)  # each step becomes one row
     rewards_NK, grade_NK = (np.asarray(values).reshape(shape) for values in (rewards_NAK.double(), labels.grade_PAK))
     groups, lengths_NK, prompts = list(names) * rows or None, None, None
+    per_row = len(rewards_NK) // rows  # attributes, or steps
     if isinstance(dataset, Dataset):
-        per_row = len(rewards_NK) // rows  # attributes, or steps
         prompts = [prompt for prompt in islice(prompts_of(dataset), rows) for _ in range(per_row)]
         if is_prepared(dataset) and not labels.kind.compares_with_zero:
             lengths = length_stats(dataset).lengths
             lengths_NK = (lengths.prefix_N[:, None] + lengths.tails_NK)[:rows].repeat(attributes, axis=0)
-        try:
-            if eval_by is not None:
-                groups = [label for label in _group_labels(dataset, eval_by)[:rows] for _ in range(per_row)]
-        except UserError as reason:  # the trainer's own data was checked before, but not data of a later call
-            logger.warning("The metrics have no groups. %s", reason)
-            groups = None
+    if isinstance(dataset, Dataset) and eval_by in dataset.column_names:
+        groups = [label_of(label) for label in dataset[eval_by][:rows] for _ in range(per_row)]
     elif eval_by is not None:
-        logger.warning("eval_by=%r is ignored: the order of the rows is unknown.", eval_by)
+        logger.warning(
+            "eval_by=%r is ignored: the data has no such column, or the order of its rows is unknown.", eval_by
+        )
     try:
         verdict = evaluate_rows(rewards_NK, replace(labels, grade_PAK=grade_NK[:, None]), lengths_NK, groups, prompts)
         worst = tuple(dict.fromkeys(item * rows // len(rewards_NK) for item in verdict.worst))  # rows of the data
@@ -481,33 +482,12 @@ def evaluate_rewards(
         return None
 
 
-def _group_labels(dataset: Dataset, column: str) -> list[str]:
-    """Return the group label of each row.
-
-    Raises:
-        UserError: The dataset does not have this column, or it has too many labels.
-    """
-    with explaining(f"eval_by={column!r} cannot group the evaluation data", "Choose a column, or leave eval_by out."):
-        labels = [label_of(value) for value in dataset[column]]
-    check_groups(labels)
-    return labels
-
-
-def check_eval_by(args: Any, eval_dataset: Any) -> None:
-    """Raise UserError if evaluation cannot group rows by `eval_by`: no such column, too many groups, no row order."""
-    if args.eval_by is None or eval_dataset is None:
-        return
-    if args.train_sampling_strategy == "group_by_length":
-        raise UserError(
-            "eval_by needs pairs in the order of the evaluation data, but train_sampling_strategy='group_by_length' "
-            "changes the order. Leave one of them out. Packed rows have no padding and do not need grouping by length."
-        )
-    for dataset in eval_dataset.values() if isinstance(eval_dataset, Mapping) else [eval_dataset]:
-        if not isinstance(dataset, Dataset):
-            raise UserError(
-                f"eval_by={args.eval_by!r} needs evaluation data with a length, not a stream. Leave eval_by out."
-            )
-        _group_labels(dataset, args.eval_by)
+def check_eval_by(column: str, eval_dataset: Any) -> None:
+    """Raise UserError if evaluation data is a stream or has no column `eval_by`: hours later, it would be ignored."""
+    sets = eval_dataset.values() if isinstance(eval_dataset, Mapping) else [eval_dataset]
+    for dataset in sets:
+        if dataset is not None and (not isinstance(dataset, Dataset) or column not in dataset.column_names):
+            raise UserError(f"eval_by={column!r} needs evaluation data with this column, not a stream. Leave it out.")
 
 
 def check_best_metric(args: Any, eval_dataset: Any) -> None:

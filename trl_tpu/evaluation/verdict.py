@@ -3,7 +3,7 @@
 import dataclasses
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import NormalDist
@@ -11,9 +11,8 @@ from typing import Any, TypeAlias, get_args, get_origin, get_type_hints
 
 import numpy as np
 
-from ..errors import UserError, explaining
+from ..errors import explaining
 
-MOST_GROUPS = 200  # a column with more labels probably identifies rows, not groups
 QUANTILES = (0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99)
 _HISTOGRAM_BINS = 40
 _CONFIDENCE_BINS = 10
@@ -29,6 +28,34 @@ class Proportion:
     high: float
     count: int
 
+    @classmethod
+    def of(cls, right_N: np.ndarray, weights_N: np.ndarray, units_2N: np.ndarray) -> "Proportion":
+        """Return the weighted share of right items, with an interval for items that are not independent.
+
+        Items of one prompt are right or wrong together more often than others. The variance of the share over prompts
+        (Liang and Zeger 1986, with the factor G / (G - 1) for G prompts as in Cameron and Miller 2015, "A
+        Practitioner's Guide to Cluster-Robust Inference"), divided by its variance over rows, is the design effect.
+        Wilson's interval for the number of items divided by it is the interval for clustered data of Korn and Graubard
+        (1998) and Franco et al. (2019). The effect is at least 1, and exactly 1 if every row has another prompt. If the variance over
+        prompts cannot be estimated (a single prompt, or only right or only wrong items), a prompt counts as one item.
+
+        Args:
+            right_N: Whether each item is right, or how far, 0 to 1.
+            weights_N: Weight of each item.
+            units_2N: Number of each item's row, and of its prompt.
+        """
+        right, total = float(right_N @ weights_N), float(weights_N.sum())
+        row_N, prompt_N = (np.unique(number_N, return_inverse=True)[1] for number_N in units_2N)
+        if (prompts := prompt_N.max() + 1) == (rows := row_N.max() + 1):
+            return proportion(right, total)
+        off_N = weights_N * (right_N - right / total)
+        is_known = prompts > 1 and np.abs(off_N).max() > 1e-9
+        over_rows, over_prompts = (
+            (np.bincount(unit_N, off_N if is_known else weights_N) ** 2).sum() for unit_N in (row_N, prompt_N)
+        )
+        correction = prompts / (prompts - 1) / (rows / (rows - 1)) if is_known else 1.0
+        return proportion(right, total, max(correction * over_prompts / over_rows, 1.0))
+
 
 def proportion(right: float, count: float, design_effect: float = 1.0) -> Proportion:
     """Return the share ``right / count`` with its 95 % confidence interval, by Wilson's score method.
@@ -36,7 +63,8 @@ def proportion(right: float, count: float, design_effect: float = 1.0) -> Propor
     The formula is from Wilson (1927), "Probable Inference, the Law of Succession, and Statistical Inference".
     ``right`` may be fractional if answers are partly right; the interval is then slightly too wide. ``count`` may be
     fractional if only some of a row's comparisons are counted, since all comparisons of a row count as one item.
-    ``design_effect`` is the number of dependent items with the information of one independent item, see `share_of`.
+    ``design_effect`` is the number of dependent items with the information of one independent item: see
+    `Proportion.of`.
     """
     value, items = min(right / count, 1.0), count / design_effect  # sums of weights may round to more than all
     middle = (value + _Z**2 / (2 * items)) / (1 + _Z**2 / items)
@@ -44,53 +72,6 @@ def proportion(right: float, count: float, design_effect: float = 1.0) -> Propor
     # near 0 and 1, rounding could put the value itself outside of the interval
     low, high = max(min(middle - half, value), 0.0), min(max(middle + half, value), 1.0)
     return Proportion(float(value), float(low), float(high), round(count))
-
-
-def share_of(right_N: np.ndarray, weights_N: np.ndarray, units_2N: np.ndarray) -> Proportion:
-    """Return the weighted share of right items, with an interval for items that are not independent.
-
-    Items of one prompt are right or wrong together more often than others. The variance of the share over prompts
-    (Liang and Zeger 1986, with the factor G / (G - 1) for G prompts as in Cameron and Miller 2015, "A Practitioner's
-    Guide to Cluster-Robust Inference"), divided by its variance over rows, is the design effect. Wilson's interval
-    for the number of items divided by it is the interval for clustered data of Korn and Graubard (1998) and Franco
-    et al. (2019). The effect is at least 1, and exactly 1 if every row has another prompt. If the variance over
-    prompts cannot be estimated (a single prompt, or only right or only wrong items), a prompt counts as one item.
-
-    Args:
-        right_N: Whether each item is right, or how far, 0 to 1.
-        weights_N: Weight of each item.
-        units_2N: Number of each item's row, and of its prompt.
-    """
-    right, total = float(right_N @ weights_N), float(weights_N.sum())
-    row_N, prompt_N = (np.unique(number_N, return_inverse=True)[1] for number_N in units_2N)
-    if (prompts := prompt_N.max() + 1) == (rows := row_N.max() + 1):
-        return proportion(right, total)
-    off_N = weights_N * (right_N - right / total)
-    is_known = prompts > 1 and np.abs(off_N).max() > 1e-9
-    over_rows, over_prompts = (
-        (np.bincount(unit_N, off_N if is_known else weights_N) ** 2).sum() for unit_N in (row_N, prompt_N)
-    )
-    correction = prompts / (prompts - 1) / (rows / (rows - 1)) if is_known else 1.0
-    return proportion(right, total, max(correction * over_prompts / over_rows, 1.0))
-
-
-def check_groups(groups_N: Sequence[str | None]) -> None:
-    """Raise UserError if there are more than `MOST_GROUPS` groups: the column then probably identifies rows."""
-    if (count := len(set(groups_N))) > MOST_GROUPS:
-        raise UserError(
-            f"{count} groups are too many to compare (the maximum is {MOST_GROUPS}). The column seems to identify "
-            f"rows, such as {groups_N[0]!r}. Choose a column that groups rows."
-        )
-
-
-def mean_of(groups: Mapping[str, Proportion]) -> float | None:
-    """Return the mean over groups, with equal weights for groups of any size; None without groups."""
-    return float(np.mean([share.value for share in groups.values()])) if groups else None
-
-
-def label_of(value: Any) -> str:
-    """Return the name of a row's group, given the row's value in the grouping column."""
-    return "none" if value is None else value if isinstance(value, str) else json.dumps(value, default=str)
 
 
 @dataclass(frozen=True)
@@ -111,28 +92,28 @@ class Distribution:
     edges: tuple[float, ...]
     counts: tuple[float, ...]
 
+    @classmethod
+    def of(cls, values_N: np.ndarray, weights_N: np.ndarray) -> "Distribution":
+        """Return the weighted distribution of finite values, [N] with N > 0.
 
-def distribution_of(values_N: np.ndarray, weights_N: np.ndarray) -> Distribution:
-    """Return the weighted distribution of finite values, [N] with N > 0.
-
-    All bins of the histogram have the same width, and 0 is an edge: no bin mixes positive and negative margins.
-    """
-    most = largest if (largest := float(np.abs(values_N).max())) > 1e-300 else 1.0  # bin width must not be 0
-    counts, edges = np.histogram(values_N, bins=_HISTOGRAM_BINS, range=(-most, most), weights=weights_N)
-    mean = np.average(values_N, weights=weights_N)
-    order_N = np.argsort(values_N)
-    sorted_N = weights_N[order_N]
-    below_N = np.cumsum(sorted_N) - sorted_N  # for equal weights, this gives numpy's linear quantiles
-    quantiles = np.interp(np.array(QUANTILES) * below_N[-1], below_N, values_N[order_N])
-    return Distribution(
-        mean=float(mean),
-        std=float(np.average((values_N - mean) ** 2, weights=weights_N) ** 0.5),
-        lowest=float(values_N.min()),
-        highest=float(values_N.max()),
-        quantiles=dict(zip(map(str, QUANTILES), quantiles.tolist(), strict=True)),
-        edges=tuple(map(float, edges)),
-        counts=tuple(counts.tolist()),
-    )
+        All bins of the histogram have the same width, and 0 is an edge: no bin mixes positive and negative margins.
+        """
+        most = largest if (largest := float(np.abs(values_N).max())) > 1e-300 else 1.0  # bin width must not be 0
+        counts, edges = np.histogram(values_N, bins=_HISTOGRAM_BINS, range=(-most, most), weights=weights_N)
+        mean = np.average(values_N, weights=weights_N)
+        order_N = np.argsort(values_N)
+        sorted_N = weights_N[order_N]
+        below_N = np.cumsum(sorted_N) - sorted_N  # for equal weights, this gives numpy's linear quantiles
+        quantiles = np.interp(np.array(QUANTILES) * below_N[-1], below_N, values_N[order_N])
+        return cls(
+            mean=float(mean),
+            std=float(np.average((values_N - mean) ** 2, weights=weights_N) ** 0.5),
+            lowest=float(values_N.min()),
+            highest=float(values_N.max()),
+            quantiles=dict(zip(map(str, QUANTILES), quantiles.tolist(), strict=True)),
+            edges=tuple(map(float, edges)),
+            counts=tuple(counts.tolist()),
+        )
 
 
 @dataclass(frozen=True)
@@ -163,27 +144,25 @@ class Calibration:
     brier: float
     bins: tuple[ConfidenceBin, ...]
 
+    @classmethod
+    def of(cls, margins_N: np.ndarray, weights_N: np.ndarray) -> "Calibration":
+        """Return the weighted calibration of finite margins (chosen minus rejected reward), [N] with N > 0."""
+        confidence_N, right_N = _sigmoid(np.abs(margins_N)), (np.sign(margins_N) + 1) / 2
+        edges = np.linspace(0.5, 1.0, _CONFIDENCE_BINS + 1)
+        bin_N = np.clip(np.digitize(confidence_N, edges) - 1, 0, _CONFIDENCE_BINS - 1)  # the last bin includes 1
+        number_B, place_N, count_B = np.unique(bin_N, return_inverse=True, return_counts=True)
+        weight_B = np.bincount(place_N, weights_N)
+        confidence_B, right_B = (np.bincount(place_N, x_N * weights_N) / weight_B for x_N in (confidence_N, right_N))
+        columns = (edges[number_B], edges[number_B + 1], count_B, confidence_B, right_B)
+        bins = zip(*(column.tolist() for column in columns), strict=True)
+        ece = np.average(np.abs(right_B - confidence_B), weights=weight_B)
+        brier = np.average(_sigmoid(-margins_N) ** 2, weights=weights_N)
+        return cls(float(ece), float(brier), tuple(ConfidenceBin(*values) for values in bins))
+
 
 def _sigmoid(values_N: np.ndarray) -> np.ndarray:
     result_N: np.ndarray = np.exp(-np.logaddexp(0.0, -values_N))  # never overflows
     return result_N
-
-
-def calibration_of(margins_N: np.ndarray, weights_N: np.ndarray) -> Calibration:
-    """Return the weighted calibration of finite margins (chosen minus rejected reward), [N] with N > 0."""
-    confidence_N = _sigmoid(np.abs(margins_N))
-    right_N = (np.sign(margins_N) + 1) / 2
-    edges = np.linspace(0.5, 1.0, _CONFIDENCE_BINS + 1)
-    bin_N = np.clip(np.digitize(confidence_N, edges) - 1, 0, _CONFIDENCE_BINS - 1)  # the last bin includes 1
-    bins, ece = [], 0.0
-    for number in np.unique(bin_N):
-        in_bin_N = bin_N == number
-        weight = weights_N[in_bin_N].sum()
-        confidence, right = (float(x_N[in_bin_N] @ weights_N[in_bin_N] / weight) for x_N in (confidence_N, right_N))
-        low, high = float(edges[number]), float(edges[number + 1])
-        bins.append(ConfidenceBin(low, high, int(in_bin_N.sum()), confidence, right))
-        ece += float(weight / weights_N.sum()) * abs(right - confidence)
-    return Calibration(ece, float(np.average(_sigmoid(-margins_N) ** 2, weights=weights_N)), tuple(bins))
 
 
 @dataclass(frozen=True)
@@ -226,45 +205,43 @@ class LengthBias:
         """True if any pair has answers of different lengths."""
         return self.chosen_is_longer is not None or self.rejected_is_longer is not None
 
+    @classmethod
+    def of(
+        cls, right_N: np.ndarray, longer_N: np.ndarray, weights_N: np.ndarray, units_2N: np.ndarray
+    ) -> "LengthBias":
+        """Return the length bias of N > 0 pairs.
 
-def length_bias_of(
-    right_N: np.ndarray, longer_N: np.ndarray, weights_N: np.ndarray, units_2N: np.ndarray | None = None
-) -> LengthBias:
-    """Return the length bias of N > 0 pairs.
+        Args:
+            right_N: Whether the chosen answer has the higher reward.
+            longer_N: Length difference in tokens: chosen minus rejected answer.
+            weights_N: Weight of each pair.
+            units_2N: See `Proportion.of`.
+        """
 
-    Args:
-        right_N: Whether the chosen answer has the higher reward.
-        longer_N: Length difference in tokens: chosen minus rejected answer.
-        weights_N: Weight of each pair.
-        units_2N: See `share_of`; by default all pairs are independent.
-    """
-    units_2N = np.tile(np.arange(len(right_N)), (2, 1)) if units_2N is None else units_2N
+        def accuracy(mask_N: np.ndarray) -> Proportion:
+            return Proportion.of(right_N[mask_N], weights_N[mask_N], units_2N[:, mask_N])
 
-    def accuracy(mask_N: np.ndarray) -> Proportion | None:
-        return share_of(right_N[mask_N], weights_N[mask_N], units_2N[:, mask_N]) if weights_N[mask_N].any() else None
-
-    bins = []
-    for side_N in (longer_N < 0, longer_N == 0, longer_N > 0):
-        if not side_N.any():
-            continue
-        # three bins per side, and one bin for pairs of equal lengths
-        edges = np.quantile(longer_N[side_N], (1 / 3, 2 / 3), method="inverted_cdf", weights=weights_N[side_N])
-        bin_N = np.searchsorted(edges, longer_N, side="left")  # equal differences go to the same bin
-        for number in np.unique(bin_N[side_N]):
-            inside_N = side_N & (bin_N == number)
-            low, middle, high = (float(end) for end in np.quantile(longer_N[inside_N], (0, 0.5, 1)))
-            if (share := accuracy(inside_N)) is not None:
-                bins.append(LengthBin(low, middle, high, share))
-    longer_wins = float(np.average((np.sign(longer_N) + 1) / 2, weights=weights_N))
-    chosen, rejected = accuracy(longer_N > 0), accuracy(longer_N < 0)
-    return LengthBias(
-        longer_wins=longer_wins,
-        length_only=max(longer_wins, 1 - longer_wins),
-        controlled=None if chosen is None or rejected is None else (chosen.value + rejected.value) / 2,
-        chosen_is_longer=chosen,
-        rejected_is_longer=rejected,
-        bins=tuple(bins),
-    )
+        bins = []
+        for side_N in (longer_N < 0, longer_N == 0, longer_N > 0):
+            if not side_N.any():
+                continue
+            # three bins per side, and one bin for pairs of equal lengths
+            edges = np.quantile(longer_N[side_N], (1 / 3, 2 / 3), method="inverted_cdf", weights=weights_N[side_N])
+            bin_N = np.searchsorted(edges, longer_N, side="left")  # equal differences go to the same bin
+            for number in np.unique(bin_N[side_N]):
+                inside_N = side_N & (bin_N == number)
+                low, middle, high = (float(end) for end in np.quantile(longer_N[inside_N], (0, 0.5, 1)))
+                bins.append(LengthBin(low, middle, high, accuracy(inside_N)))
+        longer_wins = float(np.average((np.sign(longer_N) + 1) / 2, weights=weights_N))
+        chosen, rejected = (accuracy(side_N) if side_N.any() else None for side_N in (longer_N > 0, longer_N < 0))
+        return cls(
+            longer_wins=longer_wins,
+            length_only=max(longer_wins, 1 - longer_wins),
+            controlled=None if chosen is None or rejected is None else (chosen.value + rejected.value) / 2,
+            chosen_is_longer=chosen,
+            rejected_is_longer=rejected,
+            bins=tuple(bins),
+        )
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,8 @@ from ..data.collate import Labels
 from ..data.kinds import Pairs, RowKind, check_one_form, kind_counting, scored_kind
 from ..data.length_stats import Prompt, prompt_of
 from ..errors import UserError, explaining
-from ..evaluation.evaluate import evaluate_best_of_n, evaluate_rows, padded
-from ..evaluation.verdict import AnyVerdict, BestOfN, Proportion, ScoreFit, Verdict, check_groups, label_of
+from ..evaluation.evaluate import evaluate_best_of_n, evaluate_rows, label_of, padded
+from ..evaluation.verdict import AnyVerdict, BestOfN, Proportion, ScoreFit, Verdict
 
 Row = Mapping[str, Any]
 #: Rows; a line that is not a JSON object is replaced by an error that describes the fault.
@@ -285,7 +285,6 @@ def read_scored(path: Path, eval_by: str | None = None) -> ScoredRows:
             check_one_form(columns, "It")
         if eval_by is not None and not any(eval_by in row for row in items):
             raise UserError(f"It has no column {eval_by!r}.")
-        check_groups(scored.groups)
         verdict = scored.verdict()
     except (TypeError, ValueError) as error:  # also of numpy, for a reward that is no number
         raise UserError(

@@ -18,6 +18,7 @@ In all forms but the last two, a ``prompt`` column is put before each answer. Th
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain, islice
 from typing import Any
@@ -70,6 +71,14 @@ class Item:
     by_attribute: dict[str, float] | None = None
     fault: str | None = None
 
+    @contextmanager
+    def keeping_fault(self) -> Iterator[None]:
+        """Keep a UserError as the item's fault, and go on."""
+        try:
+            yield
+        except UserError as error:
+            self.fault = str(error)
+
 
 #: Items of a row by column: one item, or a list of items if the column has a list of answers.
 Items = dict[str, Item | list[Item]]
@@ -110,10 +119,9 @@ class Form:
         outputs = next((form for form in forms if form.keys() <= set(present)), None)
         if outputs is None:
             raise UserError(
-                "Rows to score need chosen and rejected (answers, or lists of answers), completions (a list of "
-                "answers) or completion, optionally with prompt; or messages, or text. Best-of-N needs completions. A "
-                "model that scores steps needs prompt and completions (the steps of one solution), and has no "
-                f"best-of-N. These rows have {present}."
+                "Rows to score need chosen and rejected, completions or completion, optionally with prompt; or "
+                "messages, or text. Best-of-N needs completions. A model that scores steps needs prompt and "
+                f"completions (the steps of one solution), and has no best-of-N. These rows have {present}."
             )
         form = cls(outputs, best_only, spec)
         # writing an empty row gives the names of all new columns
@@ -132,13 +140,14 @@ class Form:
         if isinstance(row, UserError):
             return {column: Item({}, where, fault=str(row)) for column in self.outputs}
         if self.spec.step_separator is not None:
-            place = f"{where}: `completions"
-            try:
+            solution = Item(row, where)
+            with solution.keeping_fault():
                 solutions = Solutions(self.spec.step_separator, is_eval=True)
-                sequences = solutions.sequences_to_score(row, where, tokenizer)
-            except UserError as error:
-                return {"completions": Item(row, place, fault=str(error))}
-            return {"completions": [Item(row, f"{place}[{index}]`", ids) for index, ids in enumerate(sequences)]}
+                sequences = enumerate(solutions.sequences_to_score(row, where, tokenizer))
+                return {
+                    "completions": [Item(row, f"{where}: `completions[{index}]`", ids) for index, ids in sequences]
+                }
+            return {"completions": solution}
         row = convert_row(row)[0]
         if "completion" in row and "completions" in self.outputs:  # also a row without a label, after rows with one
             row.setdefault("completions", [row["completion"]])
@@ -181,8 +190,8 @@ class Form:
             columns = {"reward": reward, "tokens": tokens}
             columns |= {"by_attribute": f"{reward}_by_attribute"} if self.spec.attributes else {}
             for field, name in columns.items():
-                values = [getattr(item, field) for item in (scored if isinstance(scored, list) else [scored])]
-                written[name] = values if isinstance(scored, list) else values[0]
+                is_list = isinstance(scored, list)
+                written[name] = [getattr(item, field) for item in scored] if is_list else getattr(scored, field)
         written.pop(LABELS_AS, None)  # of another model
         if self.spec.labels_as is not None and "completions" in self.outputs and not self.best_only:
             written[LABELS_AS] = self.spec.labels_as
@@ -196,17 +205,15 @@ def flatten_items(items: Items) -> list[Item]:
 
 def _read(row: Row, prompt: Any, answer: Any, where: str, tokenizer: Any) -> Item:
     """Read an answer, after the prompt if there is one. A text gets an EOS token, as in training."""
-    try:
+    item = Item(row, where)
+    with item.keeping_fault():
         checks.check_conversation(answer, where)
-        dialogue = with_eos(answer, tokenizer)
         if prompt is not None:
             if type(prompt) is not type(answer):
                 raise UserError(f"{where} and `prompt` must both be texts, or both lists of messages.")
             checks.check_conversation(prompt, f"{where}: its `prompt`")
-            dialogue = prompt + dialogue
-    except UserError as error:
-        return Item(row, where, fault=str(error))
-    return Item(row, where, dialogue)
+        item.dialogue = (answer[:0] if prompt is None else prompt) + with_eos(answer, tokenizer)
+    return item
 
 
 def tokenize(
@@ -221,25 +228,21 @@ def tokenize(
         warned: Traps that are logged already; new ones are added.
     """
     ids_of, ready = ids_of_texts((item.dialogue for item in items), scorer.tokenizer), []
+    most = scorer.positions if max_length is None else min(max_length, scorer.positions)
     for item in items:
         if item.dialogue is None:
             continue
-        try:
+        with item.keeping_fault():
             ids: Any = item.dialogue
             if not isinstance(ids, np.ndarray):
                 ids, traps = tokenize_conversation(ids, scorer.tokenizer, item.row, item.where, ids_of)
                 warn_of_new_traps(traps, warned, item.where.replace("Row", "in row", 1))
             checks.check_ids(ids, item.where, scorer.num_embeddings)
             item.tokens = len(ids)
-            if max_length is not None and len(ids) > max_length:
-                raise UserError(f"{item.where} has {len(ids)} tokens, more than max_length={max_length}")
-            if len(ids) > scorer.positions:
+            if len(ids) > most:
                 raise UserError(
-                    f"{item.where} has {len(ids)} tokens, but the model has learned {scorer.positions} positions"
+                    f"{item.where} has {len(ids)} tokens; max_length or the model's positions allow {most}"
                 )
-        except UserError as error:
-            item.fault = str(error)
-        else:
             ready.append((item, np.asarray(ids, np.int32)))
     return ready
 
@@ -304,9 +307,7 @@ def inspect_rows(rows: Iterable[Any], best_only: bool, model: str | Scorer) -> t
             config.
     """
     remaining = iter(rows)
-    first = next(remaining, None)
-    if first is None:
-        raise UserError("There are no rows to score.")
+    first = next(remaining, UserError("There are no rows to score."))
     if isinstance(first, UserError):
         raise first
     converted, forms = convert_row(first)

@@ -209,7 +209,7 @@ class RewardTrainer(EvaluatingTrainer):
         if optimizer is not None:
             runtime.current().check_optimizer(optimizer)
         if args.eval_by is not None:
-            check_eval_by(args, eval_dataset)
+            check_eval_by(args.eval_by, eval_dataset)
         if args.label_smoothing_factor and self._is_original("compute_loss"):
             logger.warning("label_smoothing_factor has no effect: the loss compares rewards and has no class labels.")
 
