@@ -108,7 +108,7 @@ def test_report_without_matplotlib_says_how_to_get_pictures(tmp_path: Path) -> N
 def test_run_is_read_from_its_folder_or_its_last_checkpoint(tmp_path: Path) -> None:
     run = run_folder(tmp_path / "run", history())
     found = read_run(run, "run")
-    assert (found.step, found.max_steps, found.resumed_at) == (12, 12, [4])
+    assert (found.state.global_step, found.state.max_steps, found.resumed_at) == (12, 12, [4])
     assert found.series("loss") == ([2, 4, 6, 8, 10, 12], [1 / step for step in range(2, 13, 2)])
     assert found.evaluated("accuracy") == {"": ([4, 8, 12], [0.7, 0.7, 0.7])}
     earlier = history(9, scale=3.0)
@@ -116,10 +116,10 @@ def test_run_is_read_from_its_folder_or_its_last_checkpoint(tmp_path: Path) -> N
         write_state(run, logs)
         found = read_run(run, "run")
         assert (found.series("loss")[0][-1], found.series("eval_accuracy")[1][-1]) == (12, last)
-    assert read_run(run / "checkpoint-4", "run").step == 4
+    assert read_run(run / "checkpoint-4", "run").state.global_step == 4
     (run / "checkpoint-best").mkdir()
     (run / "checkpoint-best" / "trainer_state.json").write_text("{}")
-    assert read_run(run, "run").step == 12
+    assert read_run(run, "run").state.global_step == 12
     (run / "_run.json").write_text("[]")
     with pytest.raises(UserError, match="logs of "):
         read_run(run, "run")

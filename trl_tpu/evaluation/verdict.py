@@ -36,8 +36,9 @@ class Proportion:
         (Liang and Zeger 1986, with the factor G / (G - 1) for G prompts as in Cameron and Miller 2015, "A
         Practitioner's Guide to Cluster-Robust Inference"), divided by its variance over rows, is the design effect.
         Wilson's interval for the number of items divided by it is the interval for clustered data of Korn and Graubard
-        (1998) and Franco et al. (2019). The effect is at least 1, and exactly 1 if every row has another prompt. If the variance over
-        prompts cannot be estimated (a single prompt, or only right or only wrong items), a prompt counts as one item.
+        (1998) and Franco et al. (2019). The effect is at least 1, and exactly 1 if every row has another prompt. If
+        the variance over prompts cannot be estimated (a single prompt, or only right or only wrong items), a prompt
+        counts as one item.
 
         Args:
             right_N: Whether each item is right, or how far, 0 to 1.

@@ -93,16 +93,6 @@ class ReadOrder(NamedTuple, Generic[Array]):
 class Arrays:
     """Base of dataclasses of arrays. Fields may also be `Arrays`, tuples of `Arrays` or of arrays, or other values."""
 
-    def tensors(self) -> dict[str, Any]:
-        """Return all arrays by name, except arrays in tuples."""
-        arrays = dict[str, Any]()
-        for name, value in vars(self).items():
-            if isinstance(value, Arrays | Expansion):
-                arrays |= value.tensors() if isinstance(value, Arrays) else value._asdict()
-            elif hasattr(value, "dtype"):
-                arrays[name] = value
-        return arrays
-
     def map_tensors(self, function: Callable[[Any], Any]) -> Any:
         """Return a copy with ``function`` applied to each array."""
 
@@ -261,6 +251,12 @@ class Batch(Arrays, Generic[Array]):
         """The micro-batches, in order."""
         return (*self.earlier, replace(self, earlier=())) if self.earlier else (self,)
 
+    def tensors(self) -> dict[str, Any]:
+        """Return all arrays by name, except `segments`, `read_order` and those of earlier micro-batches."""
+        expansion = {} if self.expansion is None else self.expansion._asdict()
+        values = vars(self) | vars(self.table) | expansion
+        return {name: value for name, value in values.items() if hasattr(value, "dtype")}
+
     @property
     def is_packed(self) -> bool:
         return self.subtree_end_RL is not None
@@ -310,14 +306,12 @@ class Batch(Arrays, Generic[Array]):
         """Return sequences up to their last scored token: first all first answers, then all second answers, ..."""
         sequences, answers = dict[tuple[int, int], np.ndarray](), self.table.answers
         for part in self.parts:
-            needed = (part.input_ids_RL, part.tokens_S, part.token_row_S, part.token_column_S, part.subtree_end_RL)
-            on_host: Any = [None if value is None else cast(torch.Tensor, value).cpu().numpy() for value in needed]
-            ids_RL, tokens_S, token_row_S, column_S, end_RL = on_host
-            for place in np.flatnonzero(tokens_S).tolist():
-                row, column = token_row_S[place], column_S[place]
-                ids_L = ids_RL[row, : column + 1]
-                if end_RL is not None:
-                    ids_L = ids_L[end_RL[row, : column + 1] > column]
+            host = part.map_tensors(lambda tensor: tensor.cpu().numpy())
+            for place in np.flatnonzero(host.tokens_S).tolist():
+                row, column = host.token_row_S[place], host.token_column_S[place]
+                ids_L = host.input_ids_RL[row, : column + 1]
+                if host.is_packed:
+                    ids_L = ids_L[host.subtree_end_RL[row, : column + 1] > column]
                 answer = 0 if part.table.kind.is_one_sequence else place % answers
                 sequences[answer, place // answers] = ids_L
         return [sequences[key] for key in sorted(sequences)]

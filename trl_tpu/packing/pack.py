@@ -234,11 +234,8 @@ def _rows_of_trees(sizes: list[int]) -> tuple[BatchShape, np.ndarray]:
 
 def segments_of(trees: tuple[Tree, ...]) -> Segments[np.ndarray]:
     """Return the segments of a row's trees."""
-    keys, queries = list[np.ndarray](), list[int]()
-    for tree in trees:
-        for tail in tree.tails:
-            keys.append(columns_of(tree, tail))
-            queries.append(tail.stop - tail.start)
+    tails = [(tree, tail) for tree in trees for tail in tree.tails]
+    keys, queries = [columns_of(tree, tail) for tree, tail in tails], [tail.stop - tail.start for _, tail in tails]
     counts = list(map(len, keys))
     key_starts, query_starts = (np.cumsum([0, *lengths], dtype=np.int32) for lengths in (counts, queries))
     return Segments(np.concatenate(keys, dtype=np.int32), query_starts, key_starts, max(queries), max(counts))
@@ -337,9 +334,8 @@ def _choose(sequences: Sequences, plan: ShapePlan, expands: bool) -> tuple[Sched
     if sizes_P.max() > plan.longest:
         row = int(sizes_P.argmax())
         raise UserError(
-            f"Row {row} of the batch takes {sizes_P[row]} tokens (all sequences, their common prefix once), but the "
-            f"longest planned shape has {plan.longest}. Rows are never split: include this row's size when you plan "
-            "the shapes, or drop long sequences with `max_length`."
+            f"Row {row} of the batch takes {sizes_P[row]} tokens, its common prefix once. The longest shape has "
+            f"{plan.longest}. Plan the shapes with this row's size, or drop long sequences with `max_length`."
         )
     # data rows in the lexicographic order of their first sequences, and the ranks of their sequences in this order
     first_P = np.searchsorted(row_D, np.arange(len(sizes_P)))

@@ -272,9 +272,8 @@ def plan_shapes(
     sizes = np.asarray(sizes)
     if row_length is not None and sizes.max() > row_length:
         raise UserError(
-            f"row_length={row_length} is too short: the largest row of the data takes {sizes.max()} tokens (all "
-            f"sequences, their common prefix once), and rows are never split. Set row_length="
-            f"{round_up(int(sizes.max()), 128)} or more, or drop long sequences with a smaller max_length."
+            f"row_length={row_length} is too short: a row of the data takes {sizes.max()} tokens, its common prefix "
+            f"once. Set row_length={round_up(int(sizes.max()), 128)} or more, or a smaller max_length."
         )
     added_N = np.maximum(sizes - shared_prefix, 0)
     # add empty data rows if the data is smaller than a batch

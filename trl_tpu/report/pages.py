@@ -8,6 +8,7 @@ import shutil
 from base64 import b64encode
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,8 @@ import numpy as np
 from huggingface_hub import ModelCard, ModelCardData
 from jinja2 import Environment
 from transformers import PreTrainedTokenizerBase, TrainerState
+from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_utils import get_last_checkpoint
 
 from .. import __version__
 from ..errors import UserError, explaining
@@ -33,7 +36,6 @@ CURVE_FILE = "training.png"
 _GENERATOR = "trl-tpu report"
 _MAX_CHARACTERS = 700  # of a text from the data
 _NO_MATPLOTLIB = "Pictures are missing because matplotlib is not installed. Run `pip install matplotlib`."
-_STATE = "trainer_state.json"
 _TEMPLATE = Path(__file__).with_name("page.html.jinja")
 #: Training curves that are drawn first, in this order.
 _CURVES = ("loss", "accuracy", "margin", "learning_rate", "grad_norm")
@@ -48,24 +50,20 @@ class RunHistory:
 
     Attributes:
         name: Name of the run in the report.
-        records: Logged numbers, in order. Each record has a `step`.
-        step: The last step.
-        max_steps: Number of steps of the complete run.
+        state: The trainer's state, with the logged numbers.
         resumed_at: Steps from which the run was resumed.
         verdicts: Verdicts on the evaluation data that were saved with the model, by run name and dataset name.
     """
 
     name: str
-    records: Sequence[dict[str, Any]]
-    step: int
-    max_steps: int
+    state: TrainerState
     resumed_at: Sequence[int]
     verdicts: Verdicts
 
     def series(self, key: str) -> Series:
         """Return the steps and the values of the numbers that were logged as ``key``."""
-        points = [(record["step"], record[key]) for record in self.records if isinstance(record.get(key), int | float)]
-        return [step for step, _ in points], [float(value) for _, value in points]
+        records = [record for record in self.state.log_history if isinstance(record.get(key), int | float)]
+        return [int(record["step"]) for record in records], [float(record[key]) for record in records]
 
     def evaluated(self, metric: str) -> dict[str, Series]:
         """Return a metric of the evaluations by dataset name. The name of an only dataset is empty."""
@@ -77,7 +75,7 @@ class RunHistory:
     @property
     def keys(self) -> list[str]:
         """The names of all logged numbers."""
-        return list(dict.fromkeys(key for record in self.records for key in record))
+        return list(dict.fromkeys(key for record in self.state.log_history for key in record))
 
 
 def read_run(folder: Path, name: str) -> RunHistory:
@@ -86,33 +84,21 @@ def read_run(folder: Path, name: str) -> RunHistory:
     Raises:
         UserError: The folder has no logs, or a file is broken.
     """
-    steps = {path: path.parent.name[11:] for path in folder.glob(f"checkpoint-*/{_STATE}")}
-    checkpoints = sorted((path for path in steps if steps[path].isdecimal()), key=lambda path: int(steps[path]))
-    paths = [path for path in (*checkpoints[-1:], folder / _STATE) if path.is_file()]
-    if not paths:
-        raise UserError(
-            f"{folder} and its checkpoints have no {_STATE}. Pass the `output_dir` of a run that has saved, or a file "
-            "of rows that `trl-tpu score --output` wrote."
-        )
     verdicts = {}
     for path in sorted(folder.glob("verdict*.json")):
         dataset = unquote(path.stem.removeprefix("verdict").removeprefix("-"))
         verdicts[f"{name}: {dataset}" if dataset else name] = read_verdict(path)
-    with explaining(f"The logs of {folder} cannot be read", "Correct or delete the file."):
-        state, *later = [json.loads(path.read_text(encoding="utf-8")) for path in paths]
-        for folder_state in later:  # may be from an earlier run in this folder: use it only if it continues the logs
-            history = state["log_history"]
-            state = folder_state if folder_state["log_history"][: len(history)] == history else state
-        run = folder / "_run.json"
-        run_history = RunHistory(
-            name=name,
-            records=[record for record in state["log_history"] if "step" in record],
-            step=state["global_step"],
-            max_steps=state["max_steps"],
-            resumed_at=json.loads(run.read_text(encoding="utf-8")).get("resumed_at", []) if run.is_file() else [],
-            verdicts=verdicts,
-        )
-    return run_history
+    own, run = folder / TRAINER_STATE_NAME, folder / "_run.json"
+    with explaining(
+        f"The logs of {folder} cannot be read",
+        "Pass the `output_dir` of a run that has saved, or a file of rows that `trl-tpu score --output` wrote.",
+    ):
+        state = TrainerState.load_from_json(str(Path(get_last_checkpoint(folder) or folder, TRAINER_STATE_NAME)))
+        if own.is_file():  # may be from an earlier run in this folder: use it only if it continues the logs
+            later, count = TrainerState.load_from_json(str(own)), len(state.log_history)
+            state = later if later.log_history[:count] == state.log_history else state
+        resumed_at = json.loads(run.read_text(encoding="utf-8")).get("resumed_at", []) if run.is_file() else []
+    return RunHistory(name, state, resumed_at, verdicts)
 
 
 def pictures_of(verdicts: Verdicts, runs: Sequence[RunHistory] = ()) -> dict[str, bytes]:
@@ -125,11 +111,7 @@ def pictures_of(verdicts: Verdicts, runs: Sequence[RunHistory] = ()) -> dict[str
         return {}
     pairs = {name: verdict for name, verdict in verdicts.items() if isinstance(verdict, Verdict)}
     lengths = {name: each.length for name, each in pairs.items() if each.length and each.length.has_length_differences}
-    groups = {
-        name: verdict.groups
-        for name, verdict in verdicts.items()
-        if not isinstance(verdict, ScoreFit) and verdict.groups
-    }
+    groups = {name: each.groups for name, each in verdicts.items() if each.groups and not isinstance(each, ScoreFit)}
     height = 3.0 + 0.2 * max(map(len, groups.values()), default=0)
     charts: list[tuple[str, Mapping[str, Any], Callable[..., None], float]] = [
         ("Margins", pairs, _draw_margins, 4.0),
@@ -256,10 +238,7 @@ def write_verdicts(verdicts: Mapping[str, AnyVerdict], folder: Path, draws: bool
         return ""
     folder.mkdir(parents=True, exist_ok=True)
     for name, verdict in by_dataset.items():
-        path = folder / verdict_file_name(name)
-        partial = path.with_name(f"{path.name}.partial")  # a killed process leaves the old verdict whole
-        partial.write_text(verdict_json(verdict), encoding="utf-8")
-        partial.replace(path)
+        (folder / verdict_file_name(name)).write_text(verdict_json(verdict), encoding="utf-8")
     parts = ["## Evaluation", as_markdown(by_dataset, markdown_text)]
     pictures = pictures_of({name or "value": verdict for name, verdict in by_dataset.items()}) if draws else {}
     for title, png in pictures.items():
@@ -270,7 +249,7 @@ def write_verdicts(verdicts: Mapping[str, AnyVerdict], folder: Path, draws: bool
 
 def write_training_curve(state: TrainerState, folder: Path) -> str:
     """Draw loss and accuracy of a training into a model's folder; return Markdown. Empty without curves to draw."""
-    run = RunHistory("training", state.log_history, state.global_step, state.max_steps, (), {})
+    run = RunHistory("training", state, (), {})
     shown = [name for name in _CURVES[:2] if len(run.series(name)[0]) > 1]
     if not shown or find_spec("matplotlib") is None:
         return ""
@@ -307,14 +286,13 @@ def write_page(
         if path.exists() and _entry(path.name, path.read_bytes()) not in earlier:
             raise UserError(f"{path} was not written by a report and is not overwritten. Pass another --output.")
     environment = Environment(autoescape=True)
-    as_text = {"base64": lambda content: b64encode(content).decode(), "excerpt": _excerpt}
-    environment.filters |= {"sentences": sentences_of, **as_text}
+    environment.filters |= {"sentences": sentences_of, "excerpt": _excerpt}
     text = environment.from_string(_TEMPLATE.read_text(encoding="utf-8")).render(
         generator=_GENERATOR,
         files=" ".join(_entry(name, content) for name, content in files.items()),
         verdicts=verdicts,
         tables=tables_of(verdicts),
-        pictures=pictures,
+        pictures={title: b64encode(png).decode() for title, png in pictures.items()},
         why_no_pictures=_NO_MATPLOTLIB if find_spec("matplotlib") is None else "",
         runs=runs,
         scored=scored,
@@ -351,6 +329,7 @@ def _excerpt(content: Any) -> str:
 
 
 _TAG = "generated_from_trainer"
+_LIBRARIES = ("torch", "transformers", "datasets", "tokenizers")
 
 _CARD_TEMPLATE = Path(__file__).with_name("model_card.md.jinja")
 
@@ -360,7 +339,6 @@ def make_model_card(
     base_model: str | None,
     dataset_name: str | None,
     tags: Iterable[str],
-    versions: dict[str, str],
     tokenizer: PreTrainedTokenizerBase | None,
     outputs: HeadSpec,
     **shown: Any,
@@ -372,7 +350,6 @@ def make_model_card(
         base_model: Hub id of the model that training started from; None if unknown.
         dataset_name: Hub id of the training data; None if unknown.
         tags: Tags to add to the tag of a trainer's card.
-        versions: Versions of the libraries, by name.
         tokenizer: The tokenizer of the training; None if unknown.
         outputs: The model's outputs.
         **shown: Other values for the template: `location`, a Hub id or a folder; `args`, the training arguments;
@@ -398,7 +375,7 @@ def make_model_card(
         tokenizer=tokenizer,
         bos=tokenizer.bos_token if tokenizer is not None and adds_bos else None,
         outputs=outputs,
-        versions=", ".join(f"{library} {text}" for library, text in ({"trl_tpu": __version__} | versions).items()),
+        versions=", ".join([f"trl_tpu {__version__}", *(f"{name} {version(name)}" for name in _LIBRARIES)]),
         **shown,
     )
 

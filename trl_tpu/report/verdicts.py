@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import fsspec
-import numpy as np
 import pyarrow.parquet as pq
 from jinja2 import Environment, StrictUndefined
 
@@ -160,14 +159,13 @@ class LabeledRewards:
 
     Attributes:
         kind: The kind of the rows.
-        groups: Group of each evaluated item.
     """
 
     def __init__(self, eval_by: str | None = None) -> None:
         self.kind: RowKind = Pairs()
-        self.groups: list[str | None] = []
+        self._groups: list[str | None] = []
         self._eval_by, self._lists_answers = eval_by, False
-        self._rewards, self._grades, self._tokens = list[np.ndarray](), list[np.ndarray](), list[np.ndarray]()
+        self._arrays = [(padded([]), padded([]), padded([]))]  # rewards, grades and tokens of each part, [N, K] each
         self._prompts, self._ids = list[Prompt](), list[str]()
 
     def add(self, rows: Sequence[Row], columns: Sequence[str]) -> list[Row]:
@@ -186,15 +184,13 @@ class LabeledRewards:
         parts = [part for row in rows for part in kind.from_scored(row)]
         items = [row for row, *_ in parts]
         self._lists_answers |= any(map(kind.lists_answers, rows))
-        self._rewards.append(padded([rewards for _, rewards, _ in parts]))
-        self._grades.append(padded([grades for *_, grades in parts]))
         compares_lengths, tokens = not (kind.compares_with_zero or self._lists_answers), list[list[Any]]()
         for row, rewards, _ in parts:
             counts = kind.token_counts(row) if compares_lengths else None
             tokens.append(counts[: len(rewards)] if counts else [math.nan] * len(rewards))
-        self._tokens.append(padded(tokens))
+        self._arrays.append((padded([part[1] for part in parts]), padded([part[2] for part in parts]), padded(tokens)))
         group_by = self._eval_by or next((name for name in _GROUP_COLUMNS if any(name in row for row in items)), None)
-        self.groups += [None if group_by is None else label_of(row.get(group_by)) for row in items]
+        self._groups += [None if group_by is None else label_of(row.get(group_by)) for row in items]
         self._prompts += [prompt_of(row) or b"" for row in items]
         self._ids += [str(row.get("id", "")) for row in items]
         return items
@@ -205,14 +201,11 @@ class LabeledRewards:
         Raises:
             UserError: Nothing can be evaluated.
         """
-        rewards_NK, grade_NK, tokens_NK = (
-            padded([*chain.from_iterable(parts)]) for parts in (self._rewards, self._grades, self._tokens)
-        )
+        rewards_NK, grade_NK, tokens_NK = (padded([*chain(*parts)]) for parts in zip(*self._arrays, strict=True))
         if self._lists_answers:
-            return evaluate_best_of_n(rewards_NK, grade_NK, self._ids, self.groups, self._prompts)
-        return evaluate_rows(
-            rewards_NK, Labels(grade_NK[:, None], kind=self.kind), tokens_NK, self.groups, self._prompts
-        )
+            return evaluate_best_of_n(rewards_NK, grade_NK, self._ids, self._groups, self._prompts)
+        labels = Labels(grade_NK[:, None], kind=self.kind)
+        return evaluate_rows(rewards_NK, labels, tokens_NK, self._groups, self._prompts)
 
 
 @dataclass(frozen=True)

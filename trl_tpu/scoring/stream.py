@@ -190,8 +190,8 @@ class Form:
             columns = {"reward": reward, "tokens": tokens}
             columns |= {"by_attribute": f"{reward}_by_attribute"} if self.spec.attributes else {}
             for field, name in columns.items():
-                is_list = isinstance(scored, list)
-                written[name] = [getattr(item, field) for item in scored] if is_list else getattr(scored, field)
+                values = [getattr(item, field) for item in flatten_items({column: scored})]
+                written[name] = values if isinstance(scored, list) else values[0]
         written.pop(LABELS_AS, None)  # of another model
         if self.spec.labels_as is not None and "completions" in self.outputs and not self.best_only:
             written[LABELS_AS] = self.spec.labels_as

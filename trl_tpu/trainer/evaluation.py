@@ -4,7 +4,6 @@ import logging
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import cached_property
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, cast
 
@@ -379,7 +378,6 @@ class EvaluatingTrainer(DeviceTrainer):
             base_model=base if base and may_be_on_the_hub(base) else None,
             dataset_name=dataset_name if dataset_name and may_be_on_the_hub(dataset_name) else None,
             tags=[*([tags] if isinstance(tags, str) else tags or []), *self._tag_names],
-            versions={library: version(library) for library in ("torch", "transformers", "datasets", "tokenizers")},
             tokenizer=self.processing_class,
             outputs=HeadSpec.of(self.model.config),
             scale=self.trl_tpu.statistics.scale,
