@@ -229,6 +229,7 @@ def evaluate_rows(
         score_N = grade_NK[finite_rows, 0]
         if kind.predicts_scores or not ((score_N >= 0) & (score_N <= 1)).all():
             return _score_fit(finite_rows, rewards_NK[finite_rows, 0], score_N, left_out, groups)
+    lengths_NK = np.full(rewards_NK.shape, np.nan) if lengths_NK is None else lengths_NK
     result_J6, sample_M6 = _compare(rewards_NK, labels, finite_rows, lengths_NK)
     if not len(result_J6):
         raise NoComparisons(
@@ -270,7 +271,7 @@ def evaluate_rows(
 
 
 def _compare(
-    rewards_NK: np.ndarray, labels: Labels, finite_rows: np.ndarray, lengths_NK: np.ndarray | None
+    rewards_NK: np.ndarray, labels: Labels, finite_rows: np.ndarray, lengths_NK: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return the results of rows with comparisons, and a sample of all comparisons.
 
@@ -287,7 +288,8 @@ def _compare(
         stats_J4 = comparison_stats(rewards_S1, table, torch.ones(len(row_J), dtype=torch.bool)).numpy()
         top1_J = _top1_of(rewards_JK, labels.grade_PAK[row_J, 0])
         results.append(np.column_stack([row_J, stats_J4, top1_J])[stats_J4[:, 3] > 0])
-        place_J, *columns = _draw(rewards_S1, table, None if lengths_NK is None else lengths_NK[row_J], chooser)
+        lengths_S1 = torch.from_numpy(lengths_NK[row_J]).double().reshape(-1, 1)
+        place_J, *columns = _draw(rewards_S1, lengths_S1, table, chooser)
         samples.append(np.column_stack([row_J[place_J], *columns, thinner.random(len(place_J))]))
         if sum(map(len, samples)) > 2 * _SAMPLE:
             sample_M6 = np.concatenate(samples)
@@ -297,8 +299,8 @@ def _compare(
 
 def _draw(
     rewards_S1: torch.Tensor,
+    lengths_S1: torch.Tensor,
     table: Comparisons[torch.Tensor],
-    lengths_JK: np.ndarray | None,
     chooser: np.random.Generator,
 ) -> list[np.ndarray]:
     """Draw comparisons of each ranking; return their ranking, both rewards, length difference and weight, [M] each."""
@@ -308,13 +310,10 @@ def _draw(
     by_ranking_M = mixed_M[np.argsort(ranking_M[mixed_M], kind="stable")]
     place_M = np.arange(len(ranking_M)) - np.searchsorted(ranking_M, ranking_M)
     drawn = np.sort(by_ranking_M[place_M < _SAMPLED_PER_RANKING])
-    longer_M = np.full(len(drawn), np.nan)
-    if lengths_JK is not None:
-        better_M, worse_M = (index.numpy()[decided_M][drawn] for index in (table.better_C, table.worse_C))
-        longer_M = lengths_JK.ravel()[better_M] - lengths_JK.ravel()[worse_M]
-    rewards = [reward_C.numpy()[decided_M][drawn] for reward_C in table.compared(rewards_S1)]
+    rewards, (better_C, worse_C) = table.compared(rewards_S1), table.compared(lengths_S1)
+    better_M, worse_M, longer_M = (column_C.numpy()[decided_M[drawn]] for column_C in (*rewards, better_C - worse_C))
     ranking_M = ranking_M[drawn]
-    return [ranking_M, *rewards, longer_M, 1 / np.bincount(ranking_M)[ranking_M]]
+    return [ranking_M, better_M, worse_M, longer_M, 1 / np.bincount(ranking_M)[ranking_M]]
 
 
 def _score_fit(

@@ -244,7 +244,7 @@ class Scorer:
     def _compute(self, dialogues: Sequence[np.ndarray], batches: MakeBatches) -> Callable[[], np.ndarray]:
         """Start to compute the rewards of all A outputs; the returned function waits for them, [D, A]."""
         compute = self.runtime.compiled(_rewards_of)
-        members, places, computed = list[np.ndarray](), list[np.ndarray](), list[torch.Tensor]()
+        computed = list[tuple[np.ndarray, np.ndarray, torch.Tensor]]()  # sequences, their places, and their rewards
 
         # shards token rows over the batch axes, replicates 1-D tensors
         def send(tensor: torch.Tensor) -> torch.Tensor:
@@ -257,15 +257,13 @@ class Scorer:
                 sent = batch.map_tensors(send)
                 with torch.no_grad(), torch.autocast(self.device.type, torch.bfloat16, enabled=self.bf16):
                     rewards_SA = compute(self.model, sent)
-                members.append(members_N[place_N])
-                places.append(place_N)
-                computed.append(self.runtime.constrain(rewards_SA, (None, None)))
+                computed.append((members_N[place_N], place_N, self.runtime.constrain(rewards_SA, (None, None))))
                 self.runtime.step_boundary()
 
         def fetch() -> np.ndarray:
             rewards_DA = np.full((len(dialogues), len(self.outputs.weights)), math.nan)
-            host = self.runtime.fetch(computed) if computed else []
-            for members_N, place_N, rewards_SA in zip(members, places, host, strict=True):
+            host = self.runtime.fetch([rewards_SA for *_, rewards_SA in computed]) if computed else []
+            for (members_N, place_N, _), rewards_SA in zip(computed, host, strict=True):
                 rewards_DA[members_N] = rewards_SA.double().numpy()[place_N]
             return rewards_DA
 

@@ -143,10 +143,8 @@ class Form:
             solution = Item(row, where)
             with solution.keeping_fault():
                 solutions = Solutions(self.spec.step_separator, is_eval=True)
-                sequences = enumerate(solutions.sequences_to_score(row, where, tokenizer))
-                return {
-                    "completions": [Item(row, f"{where}: `completions[{index}]`", ids) for index, ids in sequences]
-                }
+                steps = enumerate(solutions.sequences_to_score(row, where, tokenizer))
+                return {"completions": [Item(row, f"{where}: `completions[{step}]`", ids) for step, ids in steps]}
             return {"completions": solution}
         row = convert_row(row)[0]
         if "completion" in row and "completions" in self.outputs:  # also a row without a label, after rows with one
@@ -156,9 +154,8 @@ class Form:
             answer, place = row.get(column), f"{where}: `{column}"
             prompt = None if column in _WITHOUT_PROMPT else row.get("prompt")
             if isinstance(answer, list) and (column == "completions" or (answer and not isinstance(answer[0], dict))):
-                items[column] = [
-                    _read(row, prompt, text, f"{place}[{index}]`", tokenizer) for index, text in enumerate(answer)
-                ]
+                answers = enumerate(answer)
+                items[column] = [_read(row, prompt, each, f"{place}[{at}]`", tokenizer) for at, each in answers]
             elif column == "completions":
                 items[column] = Item(row, place, fault=f"{place}` must be a list of answers, got {answer!r:.80}")
             else:
