@@ -14,7 +14,7 @@ from preference_rows import to_columns
 from tests.benchmarks.harness import options, show, timed
 from trl_tpu.data.collate import sequences_of
 from trl_tpu.packing.pack import pack
-from trl_tpu.packing.shapes import RowLengths, common_prefix, plan_shapes
+from trl_tpu.packing.shapes import RowLengths, ShapePlanner, common_prefix
 
 
 def dialogues() -> Iterator[list[np.ndarray]]:
@@ -29,7 +29,7 @@ def measured(count: int, hosts: int) -> list[float]:
     seconds, pairs = list[float](), list(itertools.islice(dialogues(), 4 * count))
     lengths = RowLengths.of((same := common_prefix(*both), *(len(ids) - same for ids in both)) for both in pairs)
     with timed(seconds, time.process_time):
-        plan = plan_shapes(lengths.sizes_N, count, hosts, attention_crossover_length=6 * 1024)
+        plan = ShapePlanner(lengths.sizes_N, count, hosts, attention_crossover_length=6 * 1024).plan()
     chosen = np.random.default_rng(0).permutation(len(pairs))[:count]
     sequences = sequences_of([to_columns({"answers": pairs[index]}) for index in chosen], 0)
     with timed(seconds, time.process_time):

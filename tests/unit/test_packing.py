@@ -17,7 +17,7 @@ from trl_tpu.data.collate import ComparisonRule, sequences_of
 from trl_tpu.data.length_stats import length_stats
 from trl_tpu.packing.batch import Batch
 from trl_tpu.packing.pack import expand_rows, pack, pack_unpadded
-from trl_tpu.packing.shapes import BatchShape, ShapePlan, bucket_lengths, plan_shapes
+from trl_tpu.packing.shapes import BatchShape, ShapePlan, ShapePlanner, bucket_lengths
 
 batches = st.lists(drawn_pair, min_size=1, max_size=7)
 Rows = Batch[np.ndarray]
@@ -140,7 +140,9 @@ def test_oversized_pairs_raise_and_are_never_truncated() -> None:
 
 def test_prompt_shared_by_all_data_is_planned_once_per_row() -> None:
     sizes = np.full(100, 120)  # 100 tokens of a system prompt and 20 more
-    apart, shared = (plan_shapes(sizes, 8, max_shapes=1, shared_prefix=common).update[0] for common in (0, 100))
+    apart, shared = (
+        ShapePlanner(sizes, 8, max_shapes=1, shared_prefix=common).plan().update[0] for common in (0, 100)
+    )
     assert apart.rows * apart.length >= 8 * 120
     assert shared.rows * shared.length <= 100 + 8 * 20 + 32
     prompt = [1] * 100
@@ -192,7 +194,7 @@ some_sizes = st.lists(st.integers(1, 200), min_size=1, max_size=60)
 def test_planned_shapes_hold_every_batch(sizes: list[int], pairs: int, shards: int, most: int, data: Any) -> None:
     row_length = data.draw(st.sampled_from([None, 208]))
     given = {"max_shapes": most, "multiple": 8, "attention_crossover_length": 300, "row_length": row_length}
-    plan = plan_shapes(np.array(sizes), pairs, shards, **given)
+    plan = ShapePlanner(np.array(sizes), pairs, shards, **given).plan()
     assert 1 <= len(plan.shapes) <= most
     assert all(shape.rows % shards == 0 and shape.length % 8 == 0 for shape in plan.shapes)
     assert row_length is None or {shape.length for shape in plan.shapes} == {row_length}
@@ -225,7 +227,7 @@ def test_packing_computes_few_tokens_per_real_token(pairs: int, shards: int, mos
     both = made_up()
     sizes = length_stats(dataset_of(both)).lengths.sizes_N
     # the number of micro-batches does not count here
-    plan = plan_shapes(sizes, pairs, shards, attention_crossover_length=6 * 1024, micro_batch_work=128)
+    plan = ShapePlanner(sizes, pairs, shards, attention_crossover_length=6 * 1024, micro_batch_work=128).plan()
     assert len(plan.shapes) <= 4
     columns = real = unpadded = 0
     order = np.random.default_rng(1).permutation(len(both))

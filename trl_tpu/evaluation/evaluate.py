@@ -232,10 +232,7 @@ def evaluate_rows(
     lengths_NK = np.full(rewards_NK.shape, np.nan) if lengths_NK is None else lengths_NK
     result_J6, sample_M6 = _compare(rewards_NK, labels, finite_rows, lengths_NK)
     if not len(result_J6):
-        raise NoComparisons(
-            f"None of {len(rewards_NK)} {kind.unit} has two finite rewards with one labeled as better: there is "
-            "nothing to evaluate."
-        )
+        raise NoComparisons(f"None of {len(rewards_NK)} {kind.unit} has two finite rewards, one labeled as better.")
     row_J, right_J, tied_J, margin_J, count_J, top1_J = result_J6.T
     row_M, better_M, worse_M, longer_M, weight_M, _ = sample_M6.T
     margin_M = better_M - worse_M
@@ -427,9 +424,8 @@ def ties_score(right_NK: np.ndarray, wrong_NK: np.ndarray, ids: Sequence[str]) -
     right_QK = right_NK[[row_of[id_] for id_ in both_ways]]
     if len(tied) + len(ref) < len(ids) or not both_ways or ((~np.isnan(right_QK)).sum(axis=1) < 2).any():
         raise UserError(
-            "RewardBench 2's rule for its subset Ties needs a unique `id` of each row: `ref:NUMBER`, or `tied:NUMBER` "
-            "with at least two right answers. Some questions must be asked both ways. Keep both rows of each question "
-            "with such ids, or rename the subset."
+            "RewardBench 2's rule for its subset Ties needs unique ids, `ref:NUMBER`, or `tied:NUMBER` with two or more "
+            "right answers, and a question asked both ways. Correct the ids, or rename the subset."
         )
     spread_Q = np.nanmax(right_QK, axis=1) - np.nanmin(right_QK, axis=1)
     tied_Q = np.array([gaps[id_] for id_ in both_ways])
@@ -503,8 +499,7 @@ def check_best_metric(args: Any, eval_dataset: Any) -> None:
     metrics = [f"{name}_{metric}" if name else metric for name in sets for metric in _metric_names(args, sets[name])]
     if asked.removeprefix("eval_") not in metrics:
         raise UserError(
-            f"metric_for_best_model={asked!r} is not a metric of the evaluation. Choose one of {', '.join(metrics)}, "
-            "or pass a compute_metrics that returns it."
+            f"metric_for_best_model={asked!r} is not a metric of the evaluation. Choose one of {', '.join(metrics)}."
         )
 
 

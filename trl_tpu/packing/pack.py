@@ -298,7 +298,7 @@ def pack(
 
     Args:
         sequences: At least one sequence.
-        plan: Shapes from `plan_shapes`.
+        plan: Shapes from `ShapePlanner`.
         expands: Whether attention reads rows of whole sequences. The batch then gets an `expansion`, and pairs share a
             token row only if all their chosen sequences together fit into its length, and all rejected sequences too.
         part: (index, count): write only the index-th of count equal parts of each micro-batch's token rows.
@@ -358,10 +358,7 @@ def _choose(sequences: Sequences, plan: ShapePlan, expands: bool) -> tuple[Sched
     token_row_P[np.argsort(-sizes_P, kind="stable")] = zigzag(len(sizes_P), last.rows)
     of_all = tries.of_all  # a token row holds it once
     if np.bincount(token_row_P, sizes_P - of_all).max() + of_all > last.length:
-        raise UserError(
-            f"A batch of {len(sizes_P)} rows with {sizes_P.sum()} tokens fits none of the planned shapes "
-            f"{plan}. Include the sizes of these rows when you plan the shapes."
-        )
+        raise UserError(f"A batch of {len(sizes_P)} rows with {sizes_P.sum()} tokens fits no planned shape: {plan}.")
     return (last,), token_row_P
 
 
@@ -522,9 +519,7 @@ def expand_rows(packed: Batch[np.ndarray]) -> Expansion[np.ndarray]:
     sequence_T, column_T = np.nonzero(sees_DL)
     longest = np.bincount(half_D[sequence_T], minlength=2 * token_rows).max()
     if longest > length:
-        raise UserError(
-            f"The chosen or the rejected sequences of a packed row have {longest} tokens, but it has {length} columns."
-        )
+        raise UserError(f"Chosen or rejected sequences of a packed row have {longest} tokens, more than its {length}.")
 
     # index of each token in the flattened expanded rows, and in the flattened packed rows
     # first token in the sequence's expanded row

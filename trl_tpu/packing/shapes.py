@@ -185,7 +185,7 @@ class ShapePlan:
     def usual(self, sizes_N: np.ndarray, batch_size: int, shared_prefix: int = 0) -> BatchShape:
         """Return the shape of most batches of data rows with these sizes; of a batch's last micro-batch, if several.
 
-        The other arguments are those of `plan_shapes`.
+        The other arguments are those of `ShapePlanner`.
         """
         generator, counts = np.random.default_rng(0), Counter[BatchShape]()
         for _ in range(64):
@@ -238,23 +238,15 @@ _CANDIDATE_QUANTILES = (0.05, 0.2, 0.35, 0.5, 0.65, 0.8, 0.95)  # of the row cou
 _ACCEPTED_OVERHEAD = 1.05  # tokens in a plan's token rows per token of the data; below this, planning stops
 
 
-def plan_shapes(
-    sizes: np.ndarray,
-    batch_size: int,
-    shards: int = 1,
-    *,
-    max_shapes: int = 4,
-    shared_prefix: int = 0,
-    attention_crossover_length: float = 4096,
-    micro_batch_work: float = 512,
-    multiple: int = 32,
-    row_length: int | None = None,
-) -> ShapePlan:
-    """Choose at most ``max_shapes`` shapes with the least expected work on batches drawn from the data.
+@dataclass(frozen=True)
+class ShapePlanner:
+    """Chooses at most ``max_shapes`` shapes with the least expected work on batches drawn from the data.
+
+    Batches [B, P] are sizes of data rows as in `added_N`, in descending order.
 
     Args:
-        sizes: Unique tokens of each row of the data, [N]: see `RowLengths.sizes_N`. For a stream: the sizes of a
-            sample, followed by ``batch_size`` copies of the largest possible size.
+        sizes_N: Unique tokens of each row of the data: see `RowLengths.sizes_N`. For a stream: the sizes of a sample,
+            followed by ``batch_size`` copies of the largest possible size.
         batch_size: P, data rows per batch.
         shards: Number of devices that the token rows are sharded over. Their number is a multiple of it.
         max_shapes: Maximum number of shapes.
@@ -265,54 +257,55 @@ def plan_shapes(
             reading and writing the gradients.
         multiple: Lengths of token rows are multiples of this.
         row_length: Length of all token rows. None chooses lengths that fit the data.
-
-    Raises:
-        UserError: If ``row_length`` is too short for a data row.
-    """
-    sizes = np.asarray(sizes)
-    if row_length is not None and sizes.max() > row_length:
-        raise UserError(
-            f"row_length={row_length} is too short: a row of the data takes {sizes.max()} tokens, its common prefix "
-            f"once. Set row_length={round_up(int(sizes.max()), 128)} or more, or a smaller max_length."
-        )
-    added_N = np.maximum(sizes - shared_prefix, 0)
-    # add empty data rows if the data is smaller than a batch
-    added_N = np.concatenate([added_N, np.zeros(max(0, batch_size - len(sizes)), int)])
-    unplanned = ShapePlan((), (), attention_crossover_length, micro_batch_work * shards)
-    planner = _Planner(added_N, batch_size, shards, max_shapes, shared_prefix, multiple, row_length, unplanned)
-    update_only = replace(unplanned, update=planner.update_only_shapes())
-    if max_shapes < 2 or len(sizes) < batch_size:
-        return update_only
-    batches_BP = planner.draw_batches(max(48, 2048 // batch_size))
-    work_B = planner.covering_work([(shape,) for shape in update_only.update], batches_BP)
-    work_B[np.isinf(work_B)] = update_only.work(update_only.update[-1])  # best fit failed: `zigzag` places the rows
-    data_tokens = batches_BP.sum() + shared_prefix * shards * len(batches_BP)
-    # a lower bound of the tokens in the token rows, since work is at most tokens x (1 + longest / crossover)
-    if work_B.sum() / (1 + update_only.longest / attention_crossover_length) < _ACCEPTED_OVERHEAD * data_tokens:
-        return update_only
-    accumulating, accumulating_work = planner.accumulating_plan(batches_BP)
-    return accumulating if accumulating_work < work_B.sum() else update_only
-
-
-@dataclass(frozen=True)
-class _Planner:
-    """Plans shapes for `plan_shapes`, with its arguments.
-
-    Batches [B, P] are sizes of data rows as in `added_N`, in descending order.
-
-    Attributes:
-        added_N: Tokens that each data row adds to a token row that starts with the shared prefix.
-        unplanned: A plan with the costs, but without shapes.
     """
 
-    added_N: np.ndarray
+    sizes_N: np.ndarray
     batch_size: int
-    shards: int
-    max_shapes: int
-    shared_prefix: int
-    multiple: int
-    row_length: int | None
-    unplanned: ShapePlan
+    shards: int = 1
+    max_shapes: int = 4
+    shared_prefix: int = 0
+    attention_crossover_length: float = 4096
+    micro_batch_work: float = 512
+    multiple: int = 32
+    row_length: int | None = None
+
+    def plan(self) -> ShapePlan:
+        """Return the planned shapes.
+
+        Raises:
+            UserError: If ``row_length`` is too short for a data row.
+        """
+        if self.row_length is not None and (most := int(self.sizes_N.max())) > self.row_length:
+            raise UserError(
+                f"row_length={self.row_length} is too short: a row of the data takes {most} tokens, its common prefix "
+                f"once. Set row_length={round_up(most, 128)} or more, or a smaller max_length."
+            )
+        update_only = replace(self.unplanned, update=self.update_only_shapes())
+        if self.max_shapes < 2 or len(self.sizes_N) < self.batch_size:
+            return update_only
+        batches_BP = self.draw_batches(max(48, 2048 // self.batch_size))
+        work_B = self.covering_work([(shape,) for shape in update_only.update], batches_BP)
+        work_B[np.isinf(work_B)] = update_only.work(
+            update_only.update[-1]
+        )  # best fit failed: `zigzag` places the rows
+        data_tokens = batches_BP.sum() + self.shared_prefix * self.shards * len(batches_BP)
+        # a lower bound of the tokens in the token rows, since work is at most tokens x (1 + longest / crossover)
+        least_tokens = work_B.sum() / (1 + update_only.longest / self.attention_crossover_length)
+        if least_tokens < _ACCEPTED_OVERHEAD * data_tokens:
+            return update_only
+        accumulating, accumulating_work = self.accumulating_plan(batches_BP)
+        return accumulating if accumulating_work < work_B.sum() else update_only
+
+    @cached_property
+    def added_N(self) -> np.ndarray:
+        """Tokens that each data row adds to a token row that starts with the shared prefix; at least P rows."""
+        added_N = np.maximum(self.sizes_N - self.shared_prefix, 0)
+        return np.pad(added_N, (0, max(0, self.batch_size - len(added_N))))
+
+    @cached_property
+    def unplanned(self) -> ShapePlan:
+        """A plan with the costs, but without shapes."""
+        return ShapePlan((), (), self.attention_crossover_length, self.micro_batch_work * self.shards)
 
     def draw_batches(self, most: int) -> np.ndarray:
         """Draw at most ``most`` batches [B, P] as training does: consecutive parts of random permutations."""

@@ -89,10 +89,7 @@ def read_run(folder: Path, name: str) -> RunHistory:
         dataset = unquote(path.stem.removeprefix("verdict").removeprefix("-"))
         verdicts[f"{name}: {dataset}" if dataset else name] = read_verdict(path)
     own, run = folder / TRAINER_STATE_NAME, folder / "_run.json"
-    with explaining(
-        f"The logs of {folder} cannot be read",
-        "Pass the `output_dir` of a run that has saved, or a file of rows that `trl-tpu score --output` wrote.",
-    ):
+    with explaining(f"The logs of {folder} cannot be read", "Pass the `output_dir` of a run that has saved."):
         state = TrainerState.load_from_json(str(Path(get_last_checkpoint(folder) or folder, TRAINER_STATE_NAME)))
         if own.is_file():  # may be from an earlier run in this folder: use it only if it continues the logs
             later, count = TrainerState.load_from_json(str(own)), len(state.log_history)
@@ -311,12 +308,9 @@ def _entry(name: str, content: bytes) -> str:
 
 def text_of(dialogue: Any) -> str:
     """Return a text unchanged, or the contents of a conversation's messages, one after another on new lines."""
-    if isinstance(dialogue, str):
-        return dialogue
     if isinstance(dialogue, dict):
-        content = dialogue.get("content")
-        return content if isinstance(content, str) else text_of(content) or str(dialogue.get("text") or "")
-    return "\n".join(map(text_of, dialogue)) if isinstance(dialogue, list) else ""
+        return text_of(dialogue.get("content") or dialogue.get("text"))
+    return "\n".join(map(text_of, dialogue)) if isinstance(dialogue, list) else str(dialogue or "")
 
 
 def _excerpt(content: Any) -> str:

@@ -281,7 +281,6 @@ def read_scored(path: Path, eval_by: str | None = None) -> ScoredRows:
         verdict = scored.verdict()
     except (TypeError, ValueError) as error:  # also of numpy, for a reward that is no number
         raise UserError(
-            f"{path} cannot be evaluated: {error} Its columns are {', '.join(columns)}. Use the output of `trl-tpu "
-            "score` on rows with labels."
+            f"{path} is not the output of `trl-tpu score` on rows with labels: {error} Columns: {', '.join(columns)}."
         ) from error
     return ScoredRows(items, verdict)

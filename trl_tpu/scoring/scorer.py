@@ -180,9 +180,7 @@ class Scorer:
         self.pad_token_id = self._resolve_pad_token(model_folder)
         self.scale = saved_scale(model_folder) if standardize else None
         if standardize and self.scale is None:
-            raise UserError(
-                f"The config of {model_folder} has no `mean` and `std` for `--standardize`. Leave this option out."
-            )
+            raise UserError(f"The config of {model_folder} has no `mean` and `std` for `--standardize`. Leave it out.")
         self.num_embeddings: int = self.model.get_input_embeddings().weight.shape[0]
         self.positions: float = learned_positions(self.model) or math.inf
         self._group_of = position_groups(self.model)

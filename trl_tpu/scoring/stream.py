@@ -119,9 +119,8 @@ class Form:
         outputs = next((form for form in forms if form.keys() <= set(present)), None)
         if outputs is None:
             raise UserError(
-                "Rows to score need chosen and rejected, completions or completion, optionally with prompt; or "
-                "messages, or text. Best-of-N needs completions. A model that scores steps needs prompt and "
-                f"completions (the steps of one solution), and has no best-of-N. These rows have {present}."
+                "Rows to score need chosen and rejected, completions, completion, messages or text; for best-of-N, "
+                f"completions; for a model that scores steps, prompt and completions. These rows have {present}."
             )
         form = cls(outputs, best_only, spec)
         # writing an empty row gives the names of all new columns

@@ -31,7 +31,7 @@ from ..modeling.recurrent_layers import shared_chunk
 from ..modeling.segments import tree_layout
 from ..modeling.static_shapes import ExpansionImpossible, use_expanded_attention, use_static_shapes
 from ..packing.pack import TreeLayout, pack, pack_unpadded, pad
-from ..packing.shapes import RowLengths, ShapePlan, attention_crossover_length, bucket_lengths, plan_shapes, round_up
+from ..packing.shapes import RowLengths, ShapePlan, ShapePlanner, attention_crossover_length, bucket_lengths, round_up
 from ..parallel.shard import has_no_weights, of_first_process
 from ..runtime import Runtime
 
@@ -238,7 +238,7 @@ def plan_shapes_of(
         UserError: `row_length` is too short for a data row.
     """
     shared_prefix = length_stats(dataset).shared_prefix if isinstance(dataset, Dataset) and not expands else 0
-    plan = plan_shapes(
+    planner = ShapePlanner(
         length_stats(dataset).lengths.in_chunks(chunk).sizes_N if sizes_N is None else sizes_N,
         batch_size,
         shards,
@@ -248,7 +248,7 @@ def plan_shapes_of(
         multiple=max(multiple, chunk),
         row_length=args.row_length,
     )
-    return replace(plan, chunk=chunk)
+    return replace(planner.plan(), chunk=chunk)
 
 
 class BatchPlan:
