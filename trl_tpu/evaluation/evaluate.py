@@ -295,10 +295,7 @@ def _compare(
 
 
 def _draw(
-    rewards_S1: torch.Tensor,
-    lengths_S1: torch.Tensor,
-    table: Comparisons[torch.Tensor],
-    chooser: np.random.Generator,
+    rewards_S1: torch.Tensor, lengths_S1: torch.Tensor, table: Comparisons[torch.Tensor], chooser: np.random.Generator
 ) -> list[np.ndarray]:
     """Draw comparisons of each ranking; return their ranking, both rewards, length difference and weight, [M] each."""
     decided_M = torch.nonzero(table.probability_C > 0.5)[:, 0].numpy()
@@ -424,8 +421,8 @@ def ties_score(right_NK: np.ndarray, wrong_NK: np.ndarray, ids: Sequence[str]) -
     right_QK = right_NK[[row_of[id_] for id_ in both_ways]]
     if len(tied) + len(ref) < len(ids) or not both_ways or ((~np.isnan(right_QK)).sum(axis=1) < 2).any():
         raise UserError(
-            "RewardBench 2's rule for its subset Ties needs unique ids, `ref:NUMBER`, or `tied:NUMBER` with two or more "
-            "right answers, and a question asked both ways. Correct the ids, or rename the subset."
+            "RewardBench 2's rule for its subset Ties needs unique ids, `ref:NUMBER`, or `tied:NUMBER` with at least "
+            "two right answers, and a question asked both ways. Correct the ids, or rename the subset."
         )
     spread_Q = np.nanmax(right_QK, axis=1) - np.nanmin(right_QK, axis=1)
     tied_Q = np.array([gaps[id_] for id_ in both_ways])

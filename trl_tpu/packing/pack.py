@@ -324,32 +324,27 @@ def pack(
 
 def _choose(sequences: Sequences, plan: ShapePlan, expands: bool) -> tuple[Schedule, np.ndarray]:
     """Return the cheapest schedule that the batch fits into, and the token row of each data row [P]."""
-    row_D, cut, (order, shared_D) = sequences.row_D, sequences.cut, sequences.prefixes
-    lengths_D = np.array(list(map(len, cut)))
-    sizes_P = np.bincount(row_D, lengths_D).astype(np.int64)  # tokens of each data row's prefix tree
-    by_row_D = order[np.argsort(row_D[order], kind="stable")]  # sorted by data row, then lexicographically
-    for left, right, row in zip(by_row_D[:-1], by_row_D[1:], row_D[1:], strict=True):
-        if row_D[left] == row:
-            sizes_P[row] -= common_prefix(cut[left], cut[right]) // plan.chunk * plan.chunk
+    row_D, (order, shared_D) = sequences.row_D, sequences.prefixes
+    lengths_D = np.array(list(map(len, sequences.cut)))
+    tries = Tries(lengths_D[order], shared_D)
+    # ranks of each data row's sequences, and data rows in the lexicographic order of their first sequences
+    first_P = np.searchsorted(row_D, np.arange(row_D[-1] + 1))
+    ranks_P = [sorted(ranks.tolist()) for ranks in np.split(np.argsort(order), first_P[1:])]
+    order_P = np.argsort([ranks[0] for ranks in ranks_P])
+    sizes_P = np.array([tries.added(ranks, []) for ranks in ranks_P])  # tokens of each data row's prefix tree
     if sizes_P.max() > plan.longest:
         row = int(sizes_P.argmax())
         raise UserError(
             f"Row {row} of the batch takes {sizes_P[row]} tokens, its common prefix once. The longest shape has "
             f"{plan.longest}. Plan the shapes with this row's size, or drop long sequences with `max_length`."
         )
-    # data rows in the lexicographic order of their first sequences, and the ranks of their sequences in this order
-    first_P = np.searchsorted(row_D, np.arange(len(sizes_P)))
-    rank_D = np.argsort(order)[by_row_D]
-    order_P = np.argsort(rank_D[first_P])
-    ranks_P = np.split(rank_D, first_P[1:])
-    tries = Tries(lengths_D[order], shared_D)
     lengths_P2 = lengths_D.reshape(-1, 2)[order_P] if expands else None
     token_row_P = np.empty(len(sizes_P), np.int64)
     for schedule in plan.schedules():
         lengths_R = np.array([shape.length for shape in schedule for _ in range(shape.rows)])
         if lengths_R.sum() < lengths_D.sum() - shared_D.sum() or lengths_R.max() < sizes_P.max():
             continue
-        placed = _place(sizes_P[order_P], [ranks_P[row].tolist() for row in order_P], tries, lengths_P2, lengths_R)
+        placed = _place(sizes_P[order_P], [ranks_P[row] for row in order_P], tries, lengths_P2, lengths_R)
         if placed is not None:
             token_row_P[order_P] = placed
             return schedule, token_row_P

@@ -44,12 +44,10 @@ def read_order(trees: tuple[Tree, ...], columns: int, few_groups: bool) -> ReadO
     tails = [(tree, tail) for tree in trees for tail in tree.tails]
     sequences = [columns_of(tree, tail) for tree, tail in tails]
     shared_N = np.array([sum(stop - start for start, stop in tail.path) for _, tail in tails])
-    parts = list[np.ndarray]()
-    place_T, places = np.zeros(columns + 1, np.int64), 0
-    for sequence, shared in zip(sequences, shared_N.tolist(), strict=True):
-        parts.append(np.append(np.full(CONTEXT, columns), sequence)[shared:])
-        places += len(parts[-1])
-        place_T[sequence[shared:]] = np.arange(places - len(sequence) + shared, places)
+    with_context = (np.append(np.full(CONTEXT, columns), sequence) for sequence in sequences)
+    token_E = np.concatenate([part[shared:] for part, shared in zip(with_context, shared_N.tolist(), strict=True)])
+    place_T, places = np.zeros(columns + 1, np.int64), len(token_E)
+    place_T[token_E[::-1]] = np.arange(places)[::-1]  # the first place of a column: its copies follow it
     place_T[columns] = places
 
     _, branches = _choose_branches(np.array(list(map(len, sequences))), shared_N, 0, len(tails))
@@ -63,7 +61,6 @@ def read_order(trees: tuple[Tree, ...], columns: int, few_groups: bool) -> ReadO
     source_G = place_T[np.concatenate([group.ravel() for group in of_paths + of_rests])]
     target_E = np.zeros(places + 1, np.int64)
     target_E[source_G] = np.arange(len(source_G))
-    token_E = np.concatenate(parts)
     return ReadOrder(
         token_E=token_E,
         place_T=place_T[:-1],
