@@ -127,7 +127,7 @@ def test_pairs_of_a_ranking_share_its_prompt_and_all_answers() -> None:
 
 def test_oversized_pairs_raise_and_are_never_truncated() -> None:
     shapes = (BatchShape(2, 8),)
-    with pytest.raises(ValueError, match="Row 1 .*9 tokens.* 8"):
+    with pytest.raises(ValueError, match="2 rows .*largest of 9.*2 x 8"):
         packed([([1], [2]), ([3] * 5, [4] * 4)], shapes)
     with pytest.raises(ValueError, match="3 rows .*24 tokens.*2 x 8"):
         packed([([1 + index] * 4, [11 + index] * 4) for index in range(3)], shapes)

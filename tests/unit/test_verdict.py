@@ -323,7 +323,7 @@ def test_only_steps_with_labels_are_evaluated(tmp_path: Path) -> None:
     assert verdict_on(tmp_path, [PAIR | beside]).of == "pairs"
     ranked = verdict_on(tmp_path, [beside | {"rewards": [2.0, 1.0], "ranks": [2, 1]}])
     assert (ranked.of, ranked.accuracy.value) == ("pairs", 0)
-    with pytest.raises(UserError, match="scored.jsonl"):
+    with pytest.raises(UserError, match="1 pairs"):
         read_scored(write(tmp_path, [beside | {"rewards": [2.0, 1.0]}]))
 
 
@@ -376,10 +376,10 @@ def test_rows_are_grouped_by_subset_or_any_column(tmp_path: Path) -> None:
 
 
 INVALID_ROWS = [
-    ("scored.jsonl", "", "scored.jsonl"),
+    ("scored.jsonl", "", "0 pairs"),
     ("scored.jsonl", '{"reward": 1}\n{\n', "line 2:"),
     ("scored.jsonl", "[1]\n", "line 1:"),
-    ("scored.jsonl", '{"reward": 1.5, "text": "a"}\n', "reward, text"),
+    ("scored.jsonl", '{"reward": 1.5, "text": "a"}\n', "1 pairs"),
     ("scored.jsonl", '{"reward_chosen": "high", "reward_rejected": 1}\n', "scored.jsonl .*'high'"),
     ("scored.jsonl", '{"reward_chosen": 1, "reward_rejected": 2}\n', "'by'"),
     ("x.parquet", "reward\n1\n", "x.parquet"),

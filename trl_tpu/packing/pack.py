@@ -205,31 +205,29 @@ def pack_unpadded(
         else:
             sizes.append(added)
         tree_D[index] = len(sizes) - 1
-    shape, token_row_T = BatchShape(1, sum(sizes)), np.zeros(len(sizes), np.int64)
-    if has_mask := layout.attention == "rows":
-        of_trees, token_row_of_T = _rows_of_trees(sizes)
-        if has_mask := of_trees.rows * of_trees.length**2 <= _MAX_MASK:
-            shape, token_row_T = of_trees, token_row_of_T
+    rows = _rows_of_trees(sizes) if layout.attention == "rows" else None
+    shape, token_row_T = rows or (BatchShape(1, sum(sizes)), np.zeros(len(sizes), np.int64))
     rank_T = np.argsort(np.argsort(token_row_T, kind="stable"))  # trees of a token row are adjacent
     written = sequences.written(token_row_T[tree_D], rank_T[tree_D], shape)
     trees, columns, few_groups = written.trees or (), written.input_ids_RL.size, layout.attention != "one by one"
     in_order = read_order(trees, columns, few_groups) if layout.is_recurrent else None
     segments = segments_of(trees) if layout.attention == "segments" else None
-    return [replace(written, trees=None if has_mask else trees, segments=segments, read_order=in_order)]
+    return [replace(written, trees=None if rows else trees, segments=segments, read_order=in_order)]
 
 
-def _rows_of_trees(sizes: list[int]) -> tuple[BatchShape, np.ndarray]:
+def _rows_of_trees(sizes: list[int]) -> tuple[BatchShape, np.ndarray] | None:
     """Place each tree in the first token row with room; token rows are as long as the largest tree.
 
     Returns:
-        Number and length of the token rows, and each tree's token row [T].
+        Number and length of the token rows, and each tree's token row [T]. None if their mask is too large.
     """
     longest = round_up(max(sizes), 8)  # attention kernels copy masks of other lengths
     free_R, token_row_T = np.full(len(sizes), longest), np.empty(len(sizes), np.int64)
     for tree in np.argsort(sizes, kind="stable")[::-1].tolist():
         token_row_T[tree] = token_row = np.argmax(free_R >= sizes[tree])
         free_R[token_row] -= sizes[tree]
-    return BatchShape(int(token_row_T.max()) + 1, longest), token_row_T
+    rows = int(token_row_T.max()) + 1
+    return (BatchShape(rows, longest), token_row_T) if rows * longest**2 <= _MAX_MASK else None
 
 
 def segments_of(trees: tuple[Tree, ...]) -> Segments[np.ndarray]:
@@ -332,15 +330,9 @@ def _choose(sequences: Sequences, plan: ShapePlan, expands: bool) -> tuple[Sched
     ranks_P = [sorted(ranks.tolist()) for ranks in np.split(np.argsort(order), first_P[1:])]
     order_P = np.argsort([ranks[0] for ranks in ranks_P])
     sizes_P = np.array([tries.added(ranks, []) for ranks in ranks_P])  # tokens of each data row's prefix tree
-    if sizes_P.max() > plan.longest:
-        row = int(sizes_P.argmax())
-        raise UserError(
-            f"Row {row} of the batch takes {sizes_P[row]} tokens, its common prefix once. The longest shape has "
-            f"{plan.longest}. Plan the shapes with this row's size, or drop long sequences with `max_length`."
-        )
     lengths_P2 = lengths_D.reshape(-1, 2)[order_P] if expands else None
     token_row_P = np.empty(len(sizes_P), np.int64)
-    for schedule in plan.schedules():
+    for schedule in plan.schedules() if sizes_P.max() <= plan.longest else ():  # with `accumulate`, they never end
         lengths_R = np.array([shape.length for shape in schedule for _ in range(shape.rows)])
         if lengths_R.sum() < lengths_D.sum() - shared_D.sum() or lengths_R.max() < sizes_P.max():
             continue
@@ -353,7 +345,10 @@ def _choose(sequences: Sequences, plan: ShapePlan, expands: bool) -> tuple[Sched
     token_row_P[np.argsort(-sizes_P, kind="stable")] = zigzag(len(sizes_P), last.rows)
     of_all = tries.of_all  # a token row holds it once
     if np.bincount(token_row_P, sizes_P - of_all).max() + of_all > last.length:
-        raise UserError(f"A batch of {len(sizes_P)} rows with {sizes_P.sum()} tokens fits no planned shape: {plan}.")
+        size, largest = sizes_P.sum(), sizes_P.max()
+        raise UserError(
+            f"{len(sizes_P)} rows of {size} tokens, the largest of {largest}, fit no planned shape: {plan}."
+        )
     return (last,), token_row_P
 
 

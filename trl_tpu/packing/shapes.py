@@ -276,10 +276,7 @@ class ShapePlanner:
             UserError: If ``row_length`` is too short for a data row.
         """
         if self.row_length is not None and (most := int(self.sizes_N.max())) > self.row_length:
-            raise UserError(
-                f"row_length={self.row_length} is too short: a row of the data takes {most} tokens, its common prefix "
-                f"once. Set row_length={round_up(most, 128)} or more, or a smaller max_length."
-            )
+            raise UserError(f"row_length={self.row_length} is too short: a row of the data takes {most} tokens.")
         update_only = replace(self.unplanned, update=self.update_only_shapes())
         if self.max_shapes < 2 or len(self.sizes_N) < self.batch_size:
             return update_only

@@ -272,15 +272,10 @@ def read_scored(path: Path, eval_by: str | None = None) -> ScoredRows:
     """
     rows, scored = read_rows(path), LabeledRewards(eval_by)
     columns = sorted({name for row in rows for name in row})
-    try:
+    with explaining(f"{path} cannot be evaluated", "Use the output of `trl-tpu score` on rows with labels."):
         items = scored.add(rows, columns)
-        if not scored.kind.is_one_sequence:  # a row of a process reward model may have other columns, too
-            check_one_form(columns, "It")
-        if eval_by is not None and not any(eval_by in row for row in items):
-            raise UserError(f"It has no column {eval_by!r}.")
-        verdict = scored.verdict()
-    except (TypeError, ValueError) as error:  # also of numpy, for a reward that is no number
-        raise UserError(
-            f"{path} is not the output of `trl-tpu score` on rows with labels: {error} Columns: {', '.join(columns)}."
-        ) from error
-    return ScoredRows(items, verdict)
+    if not scored.kind.is_one_sequence:  # a row of a process reward model may have other columns, too
+        check_one_form(columns, str(path))
+    if eval_by is not None and not any(eval_by in row for row in items):
+        raise UserError(f"{path} has no column {eval_by!r}.")
+    return ScoredRows(items, scored.verdict())

@@ -151,8 +151,8 @@ class Scorer:
         standardize: Whether to return ``(reward - mean) / std``, with the mean and std in the model's config.
 
     Raises:
-        UserError: The folder has no saved reward model; the model has no pad token; `standardize` is set, but the
-            config has no mean and std; the mesh does not fit the number of devices; there are several hosts.
+        UserError: The folder has no saved reward model; `standardize` is set, but the config has no mean and std; the
+            mesh does not fit the number of devices; there are several hosts.
     """
 
     def __init__(
@@ -176,8 +176,12 @@ class Scorer:
         self.outputs = HeadSpec.saved(model_folder)
         code: Any = {"trust_remote_code": trust_remote_code}
         self.model: Any = load_model(model_folder, self.outputs, is_trainable=False, **code).eval()
-        self.model.config.get_text_config().use_cache = False  # a cache would save nothing: one pass per sequence
-        self.pad_token_id = self._resolve_pad_token(model_folder)
+        config = self.model.config.get_text_config()
+        config.use_cache = False  # a cache would save nothing: one pass per sequence
+        # the base model of adapters may have no pad token, or not the token that the adapters were trained with
+        if config.pad_token_id is None or (is_peft_model(self.model) and self.tokenizer.pad_token_id is not None):
+            config.pad_token_id = self.tokenizer.pad_token_id
+        self.pad_token_id: int = config.pad_token_id
         self.scale = saved_scale(model_folder) if standardize else None
         if standardize and self.scale is None:
             raise UserError(f"The config of {model_folder} has no `mean` and `std` for `--standardize`. Leave it out.")
@@ -189,8 +193,10 @@ class Scorer:
         keep_heads_in_float32(self.model)
         if is_static:
             use_static_shapes(self.model)
-        crossover = attention_crossover_length(self.model.config.get_text_config().hidden_size)
-        plans_lengths = is_static and not self._group_of(math.inf)
+        crossover, plans_lengths = (
+            attention_crossover_length(config.hidden_size),
+            is_static and not self._group_of(math.inf),
+        )
         shards, chunk = self.mesh.batch_shards, shared_chunk(self.model)
         makers = Batches(self.pad_token_id, tokens_per_pass, crossover, shards, plans_lengths, chunk=chunk)
         self.padded = makers.padded
@@ -207,15 +213,6 @@ class Scorer:
         report = place_model(self.model, plan, self.runtime, self.device)
         if self.mesh.devices > 1:
             shard_activations(self.model, plan, report.placements, self.runtime)
-
-    def _resolve_pad_token(self, model_folder: str) -> int:
-        config = self.model.config.get_text_config()
-        # the base model of adapters may have no pad token, or not the token that the adapters were trained with
-        if config.pad_token_id is None or (is_peft_model(self.model) and self.tokenizer.pad_token_id is not None):
-            config.pad_token_id = self.tokenizer.pad_token_id
-        if config.pad_token_id is None:
-            raise UserError(f"{model_folder} has no pad token. A reward model needs one to find the last token.")
-        return config.pad_token_id
 
     def start(self, dialogues: Sequence[np.ndarray]) -> Callable[[], np.ndarray]:
         """Start to compute the rewards of D tokenized sequences, and return without waiting for them.
