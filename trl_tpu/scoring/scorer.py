@@ -38,6 +38,8 @@ _SHORTEST_PADDED_ROW = 64
 _MAX_PACKED = 2048  # sequences that are packed together
 _USUAL_QUANTILE = 0.75  # planned rows hold three sequences of this length quantile
 
+Dialogues = Sequence[np.ndarray]  # token ids
+
 #: Indices of a batch's sequences, [N], and its micro-batches.
 Members = tuple[np.ndarray, tuple[Batch[torch.Tensor], ...]]
 
@@ -49,7 +51,7 @@ class Batches:
     Args:
         pad_token_id: The padding token. A sequence is scored at its last other token.
         tokens: Maximum tokens per batch and device, padding included; a single longer token row may exceed it.
-        attention_crossover_length: Sequence length at which attention costs as much as all other operations.
+        crossover: Sequence length at which attention costs as much as all other operations.
         shards: Number of devices that token rows are split over.
         is_static: Whether padded batches must have few different shapes.
         row_length: Length of planned rows; by default chosen from the first sequences.
@@ -59,18 +61,16 @@ class Batches:
 
     pad_token_id: int
     tokens: int
-    attention_crossover_length: float
+    crossover: float
     shards: int = 1
     is_static: bool = False
     row_length: int | None = None
     chunk: int = 1
     trees: TreeLayout = TREE_BY_TREE
 
-    def unpadded(self, dialogues: Sequence[np.ndarray]) -> Iterator[Members]:
+    def unpadded(self, dialogues: Dialogues) -> Iterator[Members]:
         """Yield unpadded batches, for a device that computes any shape without compiling it."""
-        pack_sequences = partial(
-            pack_unpadded, attention_crossover_length=self.attention_crossover_length, layout=self.trees
-        )
+        pack_sequences = partial(pack_unpadded, attention_crossover_length=self.crossover, layout=self.trees)
         order, shared = in_order(list(dialogues))
         members, tokens = list[int](), 0
         for index, common in zip(order.tolist(), [0, *shared.tolist()], strict=False):
@@ -83,7 +83,7 @@ class Batches:
         if members:
             yield self._batch(pack_sequences, dialogues, members)
 
-    def planned(self, dialogues: Sequence[np.ndarray]) -> Iterator[Members]:
+    def planned(self, dialogues: Dialogues) -> Iterator[Members]:
         """Yield batches of planned shapes, for a device that compiles each shape.
 
         All packed rows have the same length; longer sequences get rows of two, four, ... times this length.
@@ -98,11 +98,11 @@ class Batches:
         most = round_up(_MAX_PACKED, self.shards)
         for length, members in sorted(by_length.items()):
             shape = BatchShape(self.shards * max(1, self.tokens // length), length)
-            plan = ShapePlan((shape,), (shape,), self.attention_crossover_length, chunk=self.chunk)
+            plan = ShapePlan((shape,), (shape,), self.crossover, chunk=self.chunk)
             for first in range(0, len(members), most):
                 yield self._batch(partial(pack, plan=plan), dialogues, members[first : first + most], most)
 
-    def padded(self, dialogues: Sequence[np.ndarray]) -> Iterator[Members]:
+    def padded(self, dialogues: Dialogues) -> Iterator[Members]:
         """Yield padded batches: for models that packing would not compute exactly, and to isolate sequences."""
         waiting = sorted(range(len(dialogues)), key=lambda index: -len(dialogues[index]))
         while waiting:
@@ -114,11 +114,7 @@ class Batches:
             yield self._batch(partial(pad, lengths=lengths), dialogues, members, rows)
 
     def _batch(
-        self,
-        pack_sequences: PackSequences,
-        dialogues: Sequence[np.ndarray],
-        members: list[int],
-        rows: int | None = None,
+        self, pack_sequences: PackSequences, dialogues: Dialogues, members: list[int], rows: int | None = None
     ) -> Members:
         """Make a batch of the sequences ``members``, with a table of ``rows`` rows (by default one per sequence)."""
         part = None if rows is None else Part(rows)
@@ -133,7 +129,7 @@ def _doubled(length: int, least: float) -> int:
     return length
 
 
-MakeBatches = Callable[[Sequence[np.ndarray]], Iterator[Members]]
+MakeBatches = Callable[[Dialogues], Iterator[Members]]
 
 TOKENS_PER_PASS = 4096
 
@@ -214,7 +210,7 @@ class Scorer:
         if self.mesh.devices > 1:
             shard_activations(self.model, plan, report.placements, self.runtime)
 
-    def start(self, dialogues: Sequence[np.ndarray]) -> Callable[[], np.ndarray]:
+    def start(self, dialogues: Dialogues) -> Callable[[], np.ndarray]:
         """Start to compute the rewards of D tokenized sequences, and return without waiting for them.
 
         A nan or inf in one sequence can turn the rewards of other sequences in its batch into nan, since masking keeps
@@ -236,7 +232,7 @@ class Scorer:
 
         return rewards
 
-    def _compute(self, dialogues: Sequence[np.ndarray], batches: MakeBatches) -> Callable[[], np.ndarray]:
+    def _compute(self, dialogues: Dialogues, batches: MakeBatches) -> Callable[[], np.ndarray]:
         """Start to compute the rewards of all A outputs; the returned function waits for them, [D, A]."""
         compute = self.runtime.compiled(_rewards_of)
         computed = list[tuple[np.ndarray, np.ndarray, torch.Tensor]]()  # sequences, their places, and their rewards
@@ -264,7 +260,7 @@ class Scorer:
 
         return fetch
 
-    def _batches_by_positions(self, dialogues: Sequence[np.ndarray], batches: MakeBatches) -> Iterator[Members]:
+    def _batches_by_positions(self, dialogues: Dialogues, batches: MakeBatches) -> Iterator[Members]:
         """Yield batches of sequences that do not change each other's positions."""
         if len(dialogues) and self._group_of(math.inf) > 1:
             # a one-token pass resets rotary frequencies of an earlier long sequence; its reward is overwritten below
