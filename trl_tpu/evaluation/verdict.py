@@ -148,7 +148,7 @@ class Calibration:
     @classmethod
     def of(cls, margins_N: np.ndarray, weights_N: np.ndarray) -> "Calibration":
         """Return the weighted calibration of finite margins (chosen minus rejected reward), [N] with N > 0."""
-        confidence_N, right_N = _sigmoid(np.abs(margins_N)), (np.sign(margins_N) + 1) / 2
+        confidence_N, right_N = 1 / (1 + np.exp(-np.abs(margins_N))), (np.sign(margins_N) + 1) / 2
         edges = np.linspace(0.5, 1.0, _CONFIDENCE_BINS + 1)
         bin_N = np.clip(np.digitize(confidence_N, edges) - 1, 0, _CONFIDENCE_BINS - 1)  # the last bin includes 1
         number_B, place_N, count_B = np.unique(bin_N, return_inverse=True, return_counts=True)
@@ -157,13 +157,8 @@ class Calibration:
         columns = (edges[number_B], edges[number_B + 1], count_B, confidence_B, right_B)
         bins = zip(*(column.tolist() for column in columns), strict=True)
         ece = np.average(np.abs(right_B - confidence_B), weights=weight_B)
-        brier = np.average(_sigmoid(-margins_N) ** 2, weights=weights_N)
+        brier = np.average(np.exp(-2 * np.logaddexp(0.0, margins_N)), weights=weights_N)  # never overflows
         return cls(float(ece), float(brier), tuple(ConfidenceBin(*values) for values in bins))
-
-
-def _sigmoid(values_N: np.ndarray) -> np.ndarray:
-    result_N: np.ndarray = np.exp(-np.logaddexp(0.0, -values_N))  # never overflows
-    return result_N
 
 
 @dataclass(frozen=True)

@@ -56,11 +56,6 @@ class Sequences:
     table: Comparisons[np.ndarray]
     chunk: int = 1
 
-    @property
-    def rows(self) -> int:
-        """P, the maximum number of data rows."""
-        return len(self.table.row_weight_P)
-
     @cached_property
     def tokens(self) -> list[np.ndarray]:
         """The number of tokens from the previous reward to each reward, for each sequence.
@@ -102,7 +97,7 @@ class Sequences:
         input_ids_RL = np.full((shape.rows, shape.length), self.pad_token_id, np.int32)
         position_ids_RL = np.zeros((shape.rows, shape.length), np.int32)
         subtree_end_RL = np.tile(columns[: shape.length] + 1, (shape.rows, 1))
-        scores_3S, slots = np.zeros((3, self.rows * self.table.answers), np.int32), self.slots()
+        scores_3S, slots = np.zeros((3, len(self.table.grade_SA)), np.int32), self.slots()
 
         path = np.zeros_like(columns)  # column of the current sequence's token at each depth
         # token row, columns and depths of each sequence's new tokens
@@ -251,12 +246,12 @@ def pad(sequences: Sequences, lengths: tuple[int, ...] | None = None, multiple: 
     """
     count, longest = len(sequences.ids), max(map(len, sequences.ids))
     length = next((planned for planned in lengths or () if planned >= longest), round_up(longest, multiple))
-    has_several = sequences.row_D[-1] + 1 < count  # the steps of a solution are one sequence
-    token_rows = count if lengths is None else sequences.rows * (sequences.table.answers if has_several else 1)
+    table, has_several = sequences.table, sequences.row_D[-1] + 1 < count  # the steps of a solution are one sequence
+    token_rows = count if lengths is None else len(table.grade_SA if has_several else table.row_weight_P)
     input_ids_RL = np.full((token_rows, length), sequences.pad_token_id, np.int32)
     mask_RL = np.zeros((token_rows, length), np.int32)
     mask_RL[:, 0] = 1  # attention in token rows without a token could give NaN
-    scores_3S = np.zeros((3, sequences.rows * sequences.table.answers), np.int32)
+    scores_3S = np.zeros((3, len(table.grade_SA)), np.int32)
     for token_row, (ids, at, slots) in enumerate(zip(sequences.ids, sequences.at, sequences.slots(), strict=True)):
         input_ids_RL[token_row, : len(ids)], mask_RL[token_row, : len(ids)] = ids, 1
         scores_3S[:, slots] = np.full_like(at, token_row), at, sequences.tokens[token_row]
