@@ -323,7 +323,7 @@ def test_only_steps_with_labels_are_evaluated(tmp_path: Path) -> None:
     assert verdict_on(tmp_path, [PAIR | beside]).of == "pairs"
     ranked = verdict_on(tmp_path, [beside | {"rewards": [2.0, 1.0], "ranks": [2, 1]}])
     assert (ranked.of, ranked.accuracy.value) == ("pairs", 0)
-    with pytest.raises(UserError, match="1 pairs"):
+    with pytest.raises(UserError, match="1 answers"):
         read_scored(write(tmp_path, [beside | {"rewards": [2.0, 1.0]}]))
 
 
