@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -31,9 +32,14 @@ def torch_xla_flags(monkeypatch: pytest.MonkeyPatch) -> TorchXla:
 
 
 @pytest.mark.parametrize(("topology", "version"), [("v5e:2x4", 5), ("v5p:2x2x4", 5), ("v6e:4x4", 6)])
-def test_plan_passes_the_compiler_flags_of_training(topology: str, version: int, torch_xla_flags: TorchXla) -> None:
+def test_plan_passes_the_compiler_flags_of_training(
+    topology: str, version: int, torch_xla_flags: TorchXla, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     given = "--xla_latency_hiding_scheduler_rerun=3 --xla_tpu_of_my_own=true"
     torch_xla_flags(version, given)
+    library = tmp_path / "libtpu.so"
+    library.write_text(" ".join(libtpu.FLAGS))
+    monkeypatch.setenv("TPU_LIBRARY_PATH", str(library))
     libtpu.set_flags()  # the trainer calls it after the import of torch_xla
     assert sorted(libtpu.flags_for(topology, given).split()) == sorted(os.environ[libtpu.VARIABLE].split())
 
@@ -42,6 +48,20 @@ def test_users_flags_are_kept() -> None:
     name, value = next(iter(libtpu.FLAGS.items()))
     kept = libtpu.flags_for("v5e:2x4", f"--{name}=0 --mine=1").split()
     assert f"--{name}=0" in kept and f"--{name}={value}" not in kept and "--mine=1" in kept
+
+
+def test_libtpu_gets_only_flags_it_knows(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """An unknown flag would end the process. Without libtpu no flag is set."""
+    library = tmp_path / "libtpu.so"
+    library.write_bytes(b"\0\xffxla_known\0xla_other\0")
+    assert libtpu.supported_flags({"xla_known": "1", "xla_unknown": "2"}, library) == {"xla_known": "1"}
+    for name in ("TPU_LIBRARY_PATH", "PTXLA_TPU_LIBRARY_PATH", libtpu.VARIABLE):
+        monkeypatch.delenv(name, raising=False)
+    libtpu.set_flags()
+    assert libtpu.VARIABLE not in os.environ
+    monkeypatch.setenv("TPU_LIBRARY_PATH", str(library))
+    libtpu.set_flags()
+    assert os.environ[libtpu.VARIABLE] == ""
 
 
 def test_tpu_detection_equals_torch_xlas() -> None:

@@ -67,6 +67,14 @@ def test_data_axis_spans_slices_for_any_device_numbering(runtime: XlaRuntime, re
     assert np.array(runtime._mesh.device_ids).reshape(2, 4).tolist() == [[0, 2, 4, 6], [1, 3, 5, 7]]
 
 
+@pytest.mark.parametrize(("reported", "asked"), [([0] * 8, 2), ([0] * 4 + [1] * 4, 1), ([0] * 4 + [1] * 4, 4)])
+def test_wrong_slices_are_rejected(runtime: XlaRuntime, report_slices: Report, reported: Any, asked: int) -> None:
+    report_slices(reported)
+    actual = len(set(reported))
+    with pytest.raises(ValueError, match=f"slices={actual}"):
+        runtime.set_mesh({"data": 4, "fsdp": 2, "tensor": 1}, asked)
+
+
 def test_devices_without_slice_information_stand_for_slices(runtime: XlaRuntime) -> None:
     runtime.set_mesh({"data": 2, "fsdp": 4, "tensor": 1}, 2)
     assert not isinstance(runtime._mesh, xs.HybridMesh) and list(runtime._mesh.device_ids) == list(range(8))

@@ -95,7 +95,7 @@ def check_conversation(value: Any, where: str) -> None:
         where: Beginning of error messages, see `row_of`.
 
     Raises:
-        UserError: A text holds half of a character.
+        UserError: A message has images, or a text holds half of a character.
         UserTypeError: The value is neither text nor a list of messages, or a message has no role or no content.
     """
     if not isinstance(value, str | list):
@@ -107,6 +107,9 @@ def check_conversation(value: Any, where: str) -> None:
                 f"{where} holds {message!r:.200}. A message is {{'role': ..., 'content': ...}}, both text ('' for "
                 "an empty message); rename other keys, such as `from` and `value`."
             )
+        parts = content if isinstance(content := message.get("content"), list) else []
+        if any(isinstance(part, dict) and part.get("type") not in (None, "text") for part in parts):
+            raise UserError(f"{where} holds {parts!r:.200}; a reward model reads text only. Remove such rows.")
     check_text(value, where)
 
 

@@ -73,7 +73,7 @@ class Rules:
                 unknown.
         """
         axes = self.patterns[pattern]
-        if isinstance(axes, str):
+        if axes == AUTO:
             return None
         parts = [prod(mesh.sizes.get(axis, inf) for axis in names_of(names)) for names in axes]
         if len(axes) != len(shape) or any(size % count for size, count in zip(shape, parts, strict=True)):
@@ -85,7 +85,7 @@ class Rules:
         return tuple(as_axes([axis for axis in names_of(names) if mesh.sizes[axis] > 1]) for names in axes)
 
 
-def _text(axes: PartitionSpec) -> str:
+def _text(axes: PartitionSpec | str) -> str:
     """Write the axes of a parameter as in a YAML file."""
     dimensions = (
         "null" if names is None else names if isinstance(names, str) else f"[{', '.join(names)}]" for names in axes

@@ -1,6 +1,7 @@
 """Choose the backend before torch or transformers are imported."""
 
 import glob
+import mmap
 import os
 import sys
 from collections.abc import Mapping
@@ -38,8 +39,20 @@ def flags_for(topology: str, given: str = "") -> str:
 
 
 def set_flags() -> None:
-    """Add `FLAGS` to this process's environment. libtpu reads it when the first device is used."""
-    os.environ[VARIABLE] = with_flags(os.environ.get(VARIABLE, ""), FLAGS)
+    """Add `FLAGS` to this process's environment. libtpu reads it when the first device is used.
+
+    Only flags that the installed libtpu supports are added; none without libtpu.
+    """
+    # torch_xla sets these variables to its choice of libtpu
+    library = os.environ.get("TPU_LIBRARY_PATH") or os.environ.get("PTXLA_TPU_LIBRARY_PATH")
+    if library and Path(library).is_file():
+        os.environ[VARIABLE] = with_flags(os.environ.get(VARIABLE, ""), supported_flags(FLAGS, Path(library)))
+
+
+def supported_flags(flags: Mapping[str, str], library: Path) -> dict[str, str]:
+    """Return the flags with names that occur in a libtpu library: libtpu ends the process for unknown flags."""
+    with library.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+        return {name: value for name, value in flags.items() if content.find(name.encode()) >= 0}
 
 
 def with_flags(given: str, flags: Mapping[str, str]) -> str:

@@ -257,8 +257,13 @@ class XlaRuntime(Runtime):
         return dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT)
 
     def set_mesh(self, sizes: Mapping[str, int], slices: int) -> None:
-        names, shape = tuple(sizes), tuple(sizes.values())
-        if len(_reported_slices()) > 1:
+        names, shape, reported_slices = tuple(sizes), tuple(sizes.values()), len(_reported_slices())
+        if reported_slices and reported_slices != slices:
+            raise UserError(
+                f"The mesh is for {slices} slice(s), but the devices are in {reported_slices}. Set "
+                f"slices={reported_slices}, or leave `slices` out: the default is read from the devices."
+            )
+        if reported_slices > 1:
             within, across = (shape[0] // slices, *shape[1:]), (slices, *(1 for _ in shape[1:]))
             self._mesh = xs.HybridMesh(ici_mesh_shape=within, dcn_mesh_shape=across, axis_names=names)
         else:
