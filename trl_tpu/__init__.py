@@ -28,7 +28,7 @@ if int(os.environ.get("LOCAL_RANK", 0)) > 0:  # the first process of a host warn
 settle()  # choose the device now: transformers and accelerate choose theirs on import
 
 _MODULES = {
-    "compat.chat_format": ["setup_chat_format"],
+    "compat.old_trl": ["setup_chat_format"],
     "data_utils": ["apply_chat_template", "is_conversational", "maybe_apply_chat_template"],
     "data.formats": ["extract_prompt", "maybe_extract_prompt"],
     "compat.arguments": ["TrainingArguments"],

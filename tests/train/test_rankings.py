@@ -16,7 +16,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from trl_tpu import RewardConfig, RewardTrainer, score
 from trl_tpu.checkpoint.export import export_checkpoint
-from trl_tpu.compat.old_columns import RewardDataCollatorWithPadding
+from trl_tpu.compat.old_trl import RewardDataCollatorWithPadding
 from trl_tpu.errors import UserError
 from trl_tpu.packing.shapes import BatchShape, ShapePlan
 

@@ -11,7 +11,7 @@ import pytest
 from datasets import Dataset, Features, Value
 from preference_rows import assistant, prepare, tiny_tokenizer, user
 
-from trl_tpu.compat.old_columns import OldPairs
+from trl_tpu.compat.old_trl import OldPairs
 from trl_tpu.data.kinds import Rankings
 from trl_tpu.data.trl_dict import old_columns
 from trl_tpu.errors import UserError
@@ -119,12 +119,6 @@ def test_bad_rows_are_rejected_by_row_and_column(bad: BadRows, streaming: bool) 
     with pytest.raises(UserError, match=bad.text) as caught:
         list(prepare(bad.rows, streaming=streaming, **bad.settings))  # a stream is checked while it is read
     assert isinstance(caught.value, bad.error)
-
-
-def test_misspelled_optional_column_is_named(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING, logger="trl_tpu"):
-        prepare([{**GOOD, "margins": 1.0, "score": 2.0}])
-    assert "`margins`" in caplog.text and "`margin`" in caplog.text and "score" not in caplog.text
 
 
 @pytest.mark.parametrize("streaming", [False, True])

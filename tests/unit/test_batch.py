@@ -18,7 +18,7 @@ from torch.utils.data._utils.pin_memory import pin_memory
 from transformers import AutoModelForTokenClassification, DataCollatorForTokenClassification, PreTrainedModel
 from trl.trainer.reward_trainer import DataCollatorForPreference as TrlCollator
 
-from trl_tpu.compat.old_columns import RewardDataCollatorWithPadding
+from trl_tpu.compat.old_trl import RewardDataCollatorWithPadding
 from trl_tpu.data.collate import BatchCollator, ComparisonRule, Part
 from trl_tpu.data.kinds import Rankings, Solutions
 from trl_tpu.data.trl_dict import DataCollatorForPreference, DictCollator, batches_in

@@ -18,8 +18,7 @@ from torch.utils.data import DataLoader
 from trl.trainer.reward_trainer import DataCollatorForPreference as TrlCollator
 
 from trl_tpu import RewardConfig
-from trl_tpu.compat.old_columns import RewardDataCollatorWithPadding
-from trl_tpu.data.checks import OLD_KEYS
+from trl_tpu.compat.old_trl import RewardDataCollatorWithPadding
 from trl_tpu.data.collate import ComparisonRule
 from trl_tpu.data.kinds import Pairs
 from trl_tpu.data.loader import host_batches
@@ -93,12 +92,6 @@ def test_user_collator_receives_trls_columns_and_data_columns(row: Any, is_old: 
 def test_old_one_number_list_margins_stay_one_per_pair() -> None:
     rows = [old_columns(PAIR_ROW | {"margin": [margin]}) for margin in (0.5, -1.0)]
     assert OLD(rows)["margin"].tolist() == [0.5, -1.0]
-
-
-def test_old_collator_names_a_missing_column() -> None:
-    row = {key: [1] for key in OLD_KEYS[:-1]}
-    with pytest.raises(ValueError, match=OLD_KEYS[-1]):
-        OLD([row])
 
 
 def test_batch_without_labels_is_not_read_as_pairs() -> None:

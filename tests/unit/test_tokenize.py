@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from preference_rows import assistant, prepare, rows_of_every_format, tiny_model, tiny_tokenizer, write_jsonl
 
-from trl_tpu.compat.old_columns import OldPairs, with_current_names
+from trl_tpu.compat.old_trl import OldPairs, with_current_names
 from trl_tpu.data.kinds import Pairs
 from trl_tpu.data.trl_dict import old_columns
 

@@ -17,7 +17,7 @@ from training import losses, trained
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from trl_tpu import RewardDataCollatorWithPadding, RewardTrainer, runtime
-from trl_tpu.compat.old_columns import _tokenize
+from trl_tpu.compat.old_trl import _tokenize
 from trl_tpu.packing.shapes import BatchShape, ShapePlan
 
 

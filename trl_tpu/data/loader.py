@@ -119,11 +119,7 @@ def sizes_by_prompt(dataset: Any, batch_size: int) -> np.ndarray:
         UserError: The data is a stream, or has no pairs.
     """
     if not is_prepared(dataset) or kind_of_dataset(dataset).sequences != 2:
-        has = f"has {kind_of_dataset(dataset).name}" if is_prepared(dataset) else "is a stream, whose order is fixed"
-        raise UserError(
-            f"group_by_prompt=True reorders pairs, but train_dataset {has}. Load a stream whole (without "
-            "dataset_streaming), or leave group_by_prompt out."
-        )
+        raise UserError("group_by_prompt=True reorders pairs, but train_dataset is a stream, or has no pairs.")
     stats, group_N = length_stats(dataset), prompt_groups(dataset)
     order_N, added = list(PromptGroupSampler(group_N, batch_size)), list[int]()
     for first in range(0, min(_SAMPLED_ROWS, len(order_N)), batch_size):
@@ -147,16 +143,6 @@ def sizes_by_prompt(dataset: Any, batch_size: int) -> np.ndarray:
 _LOADER_SETTINGS = ("num_workers", "persistent_workers", "prefetch_factor", "multiprocessing_context", "pin_memory")
 
 
-def training_order(dataset: TorchDataset[Any], sampler: Sampler[int], seed: int | None) -> Sampler[int]:
-    """Return accelerate's seedable sampler in place of a random one: a new permutation for each (seed, epoch).
-
-    Only a plain `RandomSampler` is replaced; a sampler that a subclass or an argument chose is kept.
-    """
-    if type(sampler) is not RandomSampler:
-        return sampler
-    return SeedableRandomSampler(data_source=cast(Sized, dataset), generator=torch.Generator(), data_seed=seed)
-
-
 def host_batches(
     dataset: TorchDataset[Any],
     collate: Callable[[list[Any]], Any],
@@ -174,8 +160,10 @@ def host_batches(
     seed = partial(seed_worker, num_workers=args.dataloader_num_workers, rank=0)
     settings["worker_init_fn"] = partial(ignore_foreign_sigterm, seed)
     config: Any = args.accelerator_config  # TrainingArguments has converted dicts and files
-    if sampler is not None and config.use_seedable_sampler:
-        sampler = training_order(dataset, sampler, args.data_seed)
+    # accelerate's sampler has a new permutation for each (seed, epoch); a sampler that a subclass chose is kept
+    if type(sampler) is RandomSampler and config.use_seedable_sampler:
+        data, generator = cast(Sized, dataset), torch.Generator()
+        sampler = SeedableRandomSampler(data_source=data, generator=generator, data_seed=args.data_seed)
     return DataLoader(dataset, batch_size, sampler=sampler, collate_fn=collate, **settings)
 
 

@@ -12,7 +12,7 @@ from datasets import Dataset, IterableDataset
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from .. import runtime
-from ..compat.old_columns import OLD_NAMES, OldPairs, with_current_names
+from ..compat.old_trl import OLD_NAMES, OldPairs, with_current_names
 from ..config.checks import unused_settings
 from ..config.reward_config import RewardConfig
 from ..data.checks import OLD_KEYS, column_names

@@ -14,8 +14,7 @@ from transformers import DataCollator, EvalPrediction, PreTrainedModel, PreTrain
 from transformers.utils import ModelOutput
 
 from .. import runtime
-from ..compat.old_columns import _tokenize
-from ..compat.trainer import has_old_columns, has_old_order, upgrade_args, upgrade_processing_class
+from ..compat.old_trl import _tokenize, has_old_columns, has_old_order, upgrade_args, upgrade_processing_class
 from ..config import checks
 from ..config.launchers import without_fsdp
 from ..config.reward_config import RewardConfig

@@ -13,7 +13,7 @@ from transformers import EvalPrediction, PreTrainedModel
 from transformers.utils import is_peft_available as is_peft_available
 from transformers.utils import is_torch_xpu_available as is_xpu_available  # noqa: F401
 
-from ..compat.old_columns import RewardDataCollatorWithPadding as RewardDataCollatorWithPadding
+from ..compat.old_trl import RewardDataCollatorWithPadding as RewardDataCollatorWithPadding
 from ..data.formats import remove_none_values as remove_none_values
 from ..data.kinds.solutions import NO_LABEL
 from ..data.tokenize import main_processes_first as global_then_local_main_first  # noqa: F401

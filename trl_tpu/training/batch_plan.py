@@ -14,7 +14,7 @@ import torch
 from datasets import Dataset
 from transformers import DataCollatorForTokenClassification, PreTrainedModel, PreTrainedTokenizerBase
 
-from ..compat.old_columns import RewardDataCollatorWithPadding
+from ..compat.old_trl import RewardDataCollatorWithPadding
 from ..config.reward_config import RewardConfig
 from ..data.collate import BatchCollator, ComparisonRule, Part
 from ..data.length_stats import is_prepared, kind_of_dataset, length_stats, length_stats_of_stream

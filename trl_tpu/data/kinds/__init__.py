@@ -13,11 +13,10 @@ from datasets import Dataset, IterableDataset
 from ...errors import UserError
 from ..checks import RAW_COLUMNS
 from ..formats import convert_row
-from .answers import Answers
 from .base import RowKind as RowKind
 from .pairs import Pairs
 from .rankings import TIE_MODELS as TIE_MODELS
-from .rankings import Rankings
+from .rankings import Answers, Rankings
 from .solutions import Solutions
 
 #: All kinds, with the default settings. The first that fits applies.

@@ -1,4 +1,4 @@
-"""Rankings: rows with several answers and their scores or ranks."""
+"""Rankings: rows with several answers and their scores or ranks; and single answers with a label or a score."""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -11,11 +11,13 @@ from datasets import Dataset, IterableDataset
 from ...errors import UserError, UserTypeError
 from .. import checks
 from ..checks import RAW_COLUMNS, Row
-from .base import RowKind, ScoredItem, numbers_in
+from ..formats import convert_row
+from .base import LABELS_AS, RowKind, ScoredItem, numbers_in
 from .pairs import Pairs, rejects_several
 
 MOST_ANSWERS = 64
 TIE_MODELS = ("rao_kupper", "davidson")
+_SCORES = "scores"  # the value of `labels_as`
 
 
 @dataclass(frozen=True)
@@ -137,10 +139,11 @@ class Rankings(RowKind):
         lists, counts = self._grade_lists(grades, f"{where}: `{column}`"), set[int]()
         for place, values in lists.items():
             is_list = isinstance(values, list) and len(values) == answers
-            if not is_list or not all(map(checks.is_number, values)):
-                raise UserError(f"{place} is {values!r:.80}, not a list of {answers} finite numbers (float32).")
-            for value in values:
-                self.check_grade(value, place)
+            if not is_list or not all(map(self.is_grade, values)):
+                raise UserError(
+                    f"{place} is {values!r:.80}, not a list of {answers} finite numbers (float32). The label of a "
+                    "single answer is the probability that it is right, 0 to 1, unless loss_type='regression'."
+                )
             counts.add(distinct := len(set(map(float, values))))
             if 1 < distinct < answers and not self.may_tie:
                 raise UserError(
@@ -148,13 +151,14 @@ class Rankings(RowKind):
                     "ties='skip' to leave out comparisons of equal answers, set 'davidson' or 'rao_kupper' to learn "
                     "from ties, or remove such rows."
                 )
-        if not lists or (not self.may_all_tie and counts == {1}):
+        if not lists or (answers > 1 and not self.may_all_tie and counts == {1}):
             raise UserError(
                 f"{where}: `{column}` is {grades!r:.80}, so no answer is better than another. Remove such rows."
             )
 
-    def check_grade(self, value: float, place: str) -> None:
-        """Raise UserError if a finite grade is impossible."""
+    def is_grade(self, value: Any) -> bool:
+        """Check whether a score, rank or label is possible."""
+        return checks.is_number(value)
 
     def _grade_lists(self, grades: Any, place: str) -> dict[str, Any]:
         """Return the lists of grades in a column by their place in the row: one list, or one per attribute."""
@@ -199,6 +203,64 @@ class Rankings(RowKind):
                 yield row, numbers_in(rewards), grades_of(row)
                 return
         yield row, [], []
+
+
+@dataclass(frozen=True)
+class Answers(Rankings):
+    """Rows with one answer: with the probability that it is right, or with a score that its reward predicts.
+
+    Args:
+        predicts_scores: Whether the reward predicts the score, in the score's unit. Otherwise the label is the
+            probability that the answer is right, ``sigmoid(reward)``.
+    """
+
+    predicts_scores: bool = False
+    name = unit = "answers"
+    does, swapped, lacks = "tells right from wrong", "the labels", "no finite reward, or no label"
+    centered, too_long = "the squared reward", "answers"
+    orders_answers, sequences = False, 1
+    compares_with_zero = True
+    counts, counted = range(1, 2), "1 as in the first row"
+
+    def of(self, args: Any, **_: Any) -> Self:
+        return replace(super().of(args), predicts_scores=args.loss_type == "regression")
+
+    def is_raw(self, row: Row) -> bool:
+        is_unlabeled = "completions" not in row and "completion" in row and bool({"label", "score"} & row.keys())
+        return is_unlabeled or super().is_raw(row)
+
+    @property
+    def labels_as(self) -> str | None:
+        return _SCORES if self.predicts_scores else None
+
+    def scored(self, columns: Collection[str], rows: Sequence[Row]) -> Self | None:
+        found = super().scored(columns, rows)
+        return found and replace(found, predicts_scores=any(row.get(LABELS_AS) == _SCORES for row in rows))
+
+    def raw_answers(self, row: Row, where: str) -> dict[str, Any]:
+        return super().raw_answers(self._read(row), where)
+
+    def tokenized(self, row: Row, ids_K: list[list[int]], where: str) -> dict[str, Any]:
+        return super().tokenized(self._read(row), ids_K, where)
+
+    def _read(self, row: Row) -> Row:
+        """Return a row without its label if rewards predict scores and it has a score."""
+        has_both = None not in (row.get("label"), row.get("score"))
+        is_single = has_both and row.get("completions") == [row.get("completion")]
+        return {**row, "scores": [row["score"]]} if is_single and self.predicts_scores else row
+
+    def is_grade(self, value: Any) -> bool:
+        return super().is_grade(value) and (self.predicts_scores or 0 <= value <= 1)
+
+    def compared(self, grade_GK: np.ndarray, learns_ties: bool) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Compare each answer with the constant 0. A score does not say which of the two is better."""
+        probability_GK = np.where((grade_GK >= 0) & (grade_GK <= 1), grade_GK, np.nan)
+        if self.predicts_scores:
+            probability_GK = np.where(np.isnan(grade_GK), np.nan, 0.5)
+        return np.array([0]), np.array([-1]), probability_GK
+
+    def from_scored(self, row: Row) -> Iterator[ScoredItem]:
+        yield from super().from_scored(self._read(convert_row(row)[0]))
 
 
 def grades_of(row: Row) -> list[float]:

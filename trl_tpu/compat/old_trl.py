@@ -1,14 +1,16 @@
-"""Pairs in the form of TRL up to 0.23: its token columns, its collator, and token columns with deprecated names."""
+"""The API of TRL up to 0.23: its trainer's arguments, its columns and collator, and `setup_chat_format`."""
 
+import copy
+import dataclasses
+import inspect
 import logging
 import warnings
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
 from typing import Any, Self
 
 import numpy as np
 import torch
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback, TrainingArguments
 from transformers.utils import PaddingStrategy
 
 from ..data.checks import OLD_KEYS, RAW_COLUMNS, Row
@@ -19,21 +21,95 @@ from ..errors import UserError
 
 logger = logging.getLogger(__name__)
 
+# ---- arguments of the trainer
+
+
+def upgrade_args(args: Any, config_class: Any, max_length: int | None) -> Any:
+    """Return ``args`` as a ``config_class`` that includes the trainer argument ``max_length`` of TRL up to 0.13."""
+    if not isinstance(args, config_class):
+        _warn("a plain `TrainingArguments` as `args`", "`trl_tpu.RewardConfig`")
+        args = _converted(args, config_class)
+    if args.evaluation_strategy not in (None, args.eval_strategy):  # old scripts set it after construction
+        args = copy.copy(args)  # do not change the caller's object
+        args.__post_init__()
+    if max_length is not None:
+        _warn("`max_length` here", "`RewardConfig(max_length=...)`")
+        args = copy.copy(args)
+        args.max_length = max_length
+    return args
+
+
+def _warn(old: str, new: str) -> None:
+    warnings.warn(f"TRL's old API, {old}, is deprecated: use {new}.", FutureWarning, stacklevel=4)
+
+
+def _converted(args: TrainingArguments, config_class: Any) -> Any:
+    """Return a config with the same settings, and `max_length=None`, the default of the old API.
+
+    Fields that a subclass of TrainingArguments adds become attributes: callbacks and overridden methods may read them.
+    """
+    values = {item.name: getattr(args, item.name) for item in dataclasses.fields(args) if item.init}
+    names = {item.name for item in dataclasses.fields(config_class)}
+    config = config_class(**({"max_length": None} | {key: value for key, value in values.items() if key in names}))
+    vars(config).update({name: value for name, value in values.items() if name not in names})
+    return config
+
+
+def upgrade_processing_class(
+    processing_class: PreTrainedTokenizerBase | None, tokenizer: PreTrainedTokenizerBase
+) -> PreTrainedTokenizerBase:
+    """Return the tokenizer that was passed by the old name ``tokenizer``.
+
+    Raises:
+        UserError: It was passed by today's name ``processing_class``, too.
+    """
+    if processing_class is not None:
+        raise UserError("`tokenizer` is the old name of `processing_class`: give only `processing_class`.")
+    _warn("`tokenizer`", "`processing_class`")
+    return tokenizer
+
+
+def has_old_order(compute_metrics: Any, callbacks: Any, optimizers: Any, optimizer_cls_and_kwargs: Any) -> bool:
+    """Return whether these arguments were passed in the order of TRL up to 0.23.
+
+    There `model_init`, `compute_metrics`, `callbacks` and `optimizers` had the positions that `compute_metrics`,
+    `callbacks`, `optimizers` and `optimizer_cls_and_kwargs` have today.
+    """
+    makes_model = callable(compute_metrics) and {*inspect.signature(compute_metrics).parameters} <= {"trial"}
+    is_list = isinstance(optimizers, list)
+    are_callbacks = is_list and all(isinstance(each, TrainerCallback | type) for each in optimizers)
+    are_optimizers = optimizer_cls_and_kwargs is not None and not isinstance(optimizer_cls_and_kwargs[0], type)
+    return makes_model or callable(callbacks) or are_callbacks or are_optimizers
+
+
+def has_old_columns(train_dataset: Any, data_collator: Any) -> bool:
+    """Return whether the data or the collator have the form of TRL up to 0.23, and warn if so.
+
+    Args:
+        train_dataset: Dataset that may have the old columns.
+        data_collator: Collator that may be a `RewardDataCollatorWithPadding`. Then raw rows are also converted to the
+            old columns.
+    """
+    columns = getattr(train_dataset, "column_names", None) or []
+    is_old = isinstance(data_collator, RewardDataCollatorWithPadding) or bool(set(OLD_KEYS) & set(columns))
+    if is_old:
+        new = "`DataCollatorForPreference` and the columns chosen_ids, rejected_ids (or raw chosen, rejected)"
+        _warn(f"`RewardDataCollatorWithPadding` and the columns {', '.join(OLD_KEYS)}", new)
+    return is_old
+
+
+# ---- columns and their collator
+
 OLD_NAMES = {"chosen_input_ids": "chosen_ids", "rejected_input_ids": "rejected_ids"}
 
 
 def with_current_names(dataset: Any) -> Any:
     """Rename the deprecated token columns `OLD_NAMES`."""
-    warnings.warn(
-        "The columns `chosen_input_ids` and `rejected_input_ids` are deprecated and will not be supported in v1 of "
-        "TRL: rename them to `chosen_ids` and `rejected_ids`.",
-        FutureWarning,
-        stacklevel=4,
-    )
+    _warn("the columns `chosen_input_ids` and `rejected_input_ids`", "`chosen_ids` and `rejected_ids`")
     return dataset.rename_columns(OLD_NAMES)
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class OldPairs(Pairs):
     """Pairs for TRL up to 0.23: texts or messages, or token ids and attention masks (`OLD_KEYS`).
 
@@ -102,7 +178,7 @@ def _margin_of(row: Row) -> dict[str, Any]:
     return {"margin": margin} if "margin" in row else {}
 
 
-@dataclass
+@dataclasses.dataclass
 class RewardDataCollatorWithPadding:
     """Collator of TRL up to 0.23: pads the chosen and the rejected sequences separately, on the tokenizer's side.
 
@@ -116,9 +192,6 @@ class RewardDataCollatorWithPadding:
         max_length: The padded length for ``padding="max_length"`` (TRL up to 0.11).
         pad_to_multiple_of: Round lengths up to a multiple of this number.
         return_tensors: Only ``"pt"``.
-
-    Raises:
-        UserError: A row lacks one of the four columns.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -128,11 +201,6 @@ class RewardDataCollatorWithPadding:
     return_tensors: str = "pt"
 
     def __call__(self, features: list[dict[str, Any]]) -> dict[str, Any]:
-        if missing := [key for key in OLD_KEYS if any(key not in feature for feature in features)]:
-            raise UserError(
-                f"The features should include {', '.join(OLD_KEYS)}, but {', '.join(missing)} is missing; found "
-                f"{', '.join(features[0])}."
-            )
         batch: dict[str, Any] = {}
         for half in ("chosen", "rejected"):
             padded = self.tokenizer.pad(
@@ -154,3 +222,49 @@ def _tokenize(batch: Row, tokenizer: PreTrainedTokenizerBase) -> dict[str, list[
     """Tokenize a batch of ``chosen`` and ``rejected`` texts as the function of this name in TRL up to 0.23 does."""
     halves = [tokenizer(list(batch[half])) for half in RAW_COLUMNS]
     return dict(zip(OLD_KEYS, [half[key] for half in halves for key in ("input_ids", "attention_mask")], strict=True))
+
+
+# ---- chat format
+
+# OpenAI's ChatML, as TRL up to 0.23 rendered it
+_START, _END = "<|im_start|>", "<|im_end|>"
+_CHATML = (
+    "{% for message in messages %}"
+    f"{{{{'{_START}' + message['role'] + '\n' + message['content'] + '{_END}' + '\n'}}}}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}"
+    f"{{{{ '{_START}assistant\n' }}}}"
+    "{% endif %}"
+)
+
+
+def setup_chat_format(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    format: str = "chatml",
+    resize_to_multiple_of: int | None = None,
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Add the ChatML template and its two tokens to a model and its tokenizer, in place, as TRL up to 0.23 did.
+
+    Args:
+        model: A model with resizable input embeddings.
+        tokenizer: The model's tokenizer. `<|im_start|>` becomes the bos token, `<|im_end|>` the eos and pad token.
+        format: Must be ``"chatml"``.
+        resize_to_multiple_of: Round the number of embedding rows up to a multiple of this. None does not round.
+
+    Raises:
+        UserError: ``format`` is not ``"chatml"``.
+    """
+    if format != "chatml":
+        raise UserError(f"`format={format!r}` is not known: use 'chatml', or set `tokenizer.chat_template`.")
+    tokenizer.add_special_tokens(
+        {"bos_token": _START, "eos_token": _END, "pad_token": _END, "additional_special_tokens": [_START, _END]}
+    )
+    tokenizer.chat_template = _CHATML
+    model.resize_token_embeddings(len(tokenizer), pad_to_multiple_of=resize_to_multiple_of)
+    for config in (model.config, getattr(model, "generation_config", None)):
+        if config is not None:
+            config.bos_token_id = tokenizer.bos_token_id
+            config.eos_token_id = tokenizer.eos_token_id
+            config.pad_token_id = tokenizer.pad_token_id
+    return model, tokenizer
