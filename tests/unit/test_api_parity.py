@@ -195,8 +195,7 @@ def test_positional_arguments_have_trls_order() -> None:
 
 def test_torch_dtype_is_accepted_and_readable() -> None:
     assert ModelConfig(dtype="bfloat16").torch_dtype == "bfloat16"
-    with pytest.warns(FutureWarning, match="dtype"):
-        assert ModelConfig(torch_dtype="bfloat16").dtype == "bfloat16"
+    assert ModelConfig(torch_dtype="bfloat16").dtype == "bfloat16"
     assert ModelConfig().trust_remote_code is False
 
 

@@ -61,7 +61,7 @@ def test_compiling_devices_get_planned_rows_and_plain_torch_tight_rows(tmp_path:
     layout = plan.layout_of(data, 4)
     assert isinstance(layout, Planned) and layout.name == "packed" and not layout.expands
     assert layout.plan is plan.shapes_of(data, 4) != plan.shapes_of(data, 8)  # cached
-    training = plan.training_shapes
+    training = plan.layout.plan
     assert plan.layout.shapes == len(training.shapes) and plan.layout.accumulates == bool(training.accumulate)
     assert str(training) in str(plan.layout)
 
@@ -84,7 +84,7 @@ def test_planned_rows_equal_the_rows_of_training(attention: str, length: int, tm
     plan = make(tmp_path, COMPILING, model, data, settings={"packed_attention": attention})
     topology = parse_topology("v6e:1x1")
     layout = Layout(model, plan._args, length_stats(data).lengths, data, topology, MeshShape(), Remat.FULL, 4)
-    assert layout.shape.length == length and layout.shape in plan.training_shapes.shapes
+    assert layout.shape.length == length and layout.shape in plan.layout.plan.shapes
 
 
 def test_row_length_too_short_for_evaluation_is_rejected_before_training(tmp_path: Path) -> None:
@@ -129,17 +129,17 @@ def test_streams_with_max_length_are_packed_on_every_device(tmp_path: Path) -> N
     assert type(packed.layout_of(stream, 4)) is Padded and isinstance(packed.layout_of(tokens(9), 4), Planned)
     bounded = {"settings": {"max_length": 60}}
     plan = make(tmp_path, COMPILING, data=stream, **bounded)
-    rows = plan.training_shapes
+    rows = plan.layout.plan
     assert rows.longest >= 2 * 60 and min(shape.length for shape in rows.shapes) <= 40
     again = make(tmp_path, COMPILING, data=tokens(90).to_iterable_dataset(), **bounded)  # as in a resumed run
-    assert again.training_shapes == rows
+    assert again.layout.plan == rows
     longest = [dataset_of([([at] * 60, [at + 100] * 60)])[0] for at in range(1, 5)]  # longer than the sample
     (*_, last) = plan.collator(stream, 4, plan.default_collator())(longest).parts
     assert last.table.row_weight_P.sum() == 4
     with pytest.raises(ValueError, match="row_length=64.*120"):
         make(tmp_path, COMPILING, data=stream, settings={"max_length": 60, "row_length": 64})
     empty = make(tmp_path, COMPILING, data=stream.take(0), **bounded)
-    assert empty.training_shapes.longest >= 2 * 60
+    assert empty.layout.plan.longest >= 2 * 60
 
 
 def test_padded_batches_have_planned_lengths_on_compiling_devices(tmp_path: Path) -> None:

@@ -43,7 +43,7 @@ logger = logging.getLogger(__name__)
 ORDER_METHODS = ("get_eval_dataloader", "get_test_dataloader", "_get_eval_sampler")
 
 #: Tensors of N rows of the data by name: losses [N], weight [N], rewards [N, K] or [N, A, K], grade [N, A, K],
-#: predictions and labels, which may be nested.
+#: is_real [N], predictions and labels, which may be nested.
 Evaluated = dict[str, Any]
 
 
@@ -62,20 +62,15 @@ class EvaluatedRows:
         self._on_host: list[Evaluated] = []
         self._on_device: list[Evaluated] = []  # batches after those on the host
 
-    def __len__(self) -> int:
-        """Return the number of batches."""
-        return len(self._on_host) + len(self._on_device)
-
-    def add(self, columns: Evaluated, mask_P: torch.Tensor, is_planned: bool = False) -> None:
+    def add(self, columns: Evaluated, is_planned: bool = False) -> None:
         """Add a batch. All processes take part.
 
         Args:
-            columns: Tensors of this process.
-            mask_P: Mask of this process's real (non-padding) rows.
+            columns: Tensors of this process. `is_real` marks its real (non-padding) rows.
             is_planned: Whether the batch has planned shapes. Each process then has an entry for every row of the
-                batch, and the mask is true for rows in its own token rows.
+                batch, and `is_real` is true for rows in its own token rows.
         """
-        columns = columns | {"is_real": mask_P.int() * self._runtime.counts_rows()}
+        columns = columns | {"is_real": columns["is_real"].int() * self._runtime.counts_rows()}
         gather, count = self._accelerator.gather_for_metrics, self._accelerator.num_processes
         if count == 1:  # also on XLA, with one process per host for all its devices
             columns = tree_map(lambda tensor: self._runtime.constrain(tensor, (None,) * tensor.dim()), columns)
@@ -94,10 +89,10 @@ class EvaluatedRows:
 
     def fetch(self, first: int = 0) -> Evaluated:
         """Return the tensors of all real rows from batch ``first`` to the last one, in order, on the host."""
-        if not len(self):
-            return {}
         if self._on_device:
             self._move_to_host()
+        if not self._on_host:
+            return {}
         columns = tree_map(lambda *parts: torch.cat(parts), *self._on_host[first:])
         is_real_N = columns.pop("is_real").bool()
         return tree_map(lambda column: column[is_real_N] if len(column) == len(is_real_N) else column, columns)
@@ -182,7 +177,10 @@ class EvaluatingTrainer(DeviceTrainer):
         loss, result = self._evaluation_step(model, inputs)
         if prediction_loss_only or result is None:
             return loss, None, None
-        return loss, *self._predictions(result)
+        rewards, table = result.rewards_by_row, result.table
+        grade = table.grade_SA.unflatten(0, (-1, table.answers)).transpose(1, 2).reshape(rewards.shape)
+        predictions, labels = table.kind.predictions(rewards, grade)
+        return loss, predictions.softmax(-1) if self.use_reward_data_collator else predictions, labels
 
     def _evaluation_step(self, model: nn.Module, inputs: dict[str, Any]) -> tuple[torch.Tensor, StepResult | None]:
         """Return the loss and the result of a batch. The result is None if only the loss is known."""
@@ -202,21 +200,13 @@ class EvaluatingTrainer(DeviceTrainer):
         rewards_SA = rewards_in(outputs, batch)
         if rewards_SA is None:
             return loss, default_result
-        batch = batch or batch_of_pairs(len(rewards_SA) // 2, rewards_SA.device)
-        losses_P = loss.mean() * batch.table.row_weight_P
-        # exact per-row losses, 0 for padding, if a subclass returned our loss unchanged
-        if default_result is not None:
-            losses_P = torch.where(loss == default_result.loss, default_result.losses_P, losses_P)
-        result = StepResult(loss, losses_P, rewards_SA, batch.tokens_S, batch.table)
-        self.trl_tpu.last_step = result
+        if default_result is None:
+            batch = batch or batch_of_pairs(len(rewards_SA) // 2, rewards_SA.device)
+            losses_P = loss.mean() * batch.table.row_weight_P
+            default_result = StepResult(loss, losses_P, rewards_SA, batch.tokens_S, batch.table)
+        # `_evaluate_batch` uses our losses of the rows if a subclass has returned our loss unchanged
+        result = self.trl_tpu.last_step = replace(default_result, rewards_SA=rewards_SA)
         return loss, result
-
-    def _predictions(self, result: StepResult) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the predictions and labels of a batch: see `prediction_step`."""
-        rewards, table = result.rewards_by_row, result.table
-        grade = table.grade_SA.unflatten(0, (-1, table.answers)).transpose(1, 2).reshape(rewards.shape)
-        predictions, labels = table.kind.predictions(rewards, grade)
-        return predictions.softmax(-1) if self.use_reward_data_collator else predictions, labels
 
     def evaluation_loop(
         self,
@@ -249,23 +239,21 @@ class EvaluatingTrainer(DeviceTrainer):
         # Fork the generator: a loader draws a random number, and training must not depend on whether an evaluation is
         # skipped. Turn inference mode off: XLA cannot shard inference tensors.
         with torch.inference_mode(False), torch.set_grad_enabled(gradients), torch.random.fork_rng(devices=[]):
-            for inputs in dataloader:
+            for number, inputs in enumerate(dataloader, start=1):
                 # in a stream, the batch before is known not to be the last one only now
-                if has_batch_metrics and len(evaluated):
+                if has_batch_metrics and number > 1:
                     metrics_of_last_batch(is_last=False)
                 is_planned = components.runtime.plans_shapes and isinstance(inputs, Batch)
-                evaluated.add(*self._evaluate_batch(model, inputs, ignore_keys), is_planned)
+                evaluated.add(self._evaluate_batch(model, inputs, ignore_keys), is_planned)
                 self.control = self.callback_handler.on_prediction_step(args, self.state, self.control)
                 may_stop, request = components.preemption.interrupts_evaluations, components.preemption.is_preempted
-                if may_stop and components.agreement.any_in_evaluation(len(evaluated), request):
+                if may_stop and components.agreement.any_in_evaluation(number, request):
                     raise EvaluationInterrupted
         components.runtime.step_boundary()
         components.recompiles.settle()
         columns = evaluated.fetch()
         prediction = prediction_of(columns, with_losses, components.evaluated_kind)
-        if compute_metrics is not None and prediction is None and columns:
-            logger.warning("compute_metrics is not called: the evaluation returned no predictions or no labels.")
-        elif compute_metrics is not None and prediction is not None:
+        if compute_metrics is not None and prediction is not None:
             metrics = metrics_of_last_batch(is_last=True) if has_batch_metrics else compute_metrics(prediction)
         defaults = self._default_metrics(columns, metric_key_prefix, getattr(dataloader, "evaluated_dataset", None))
         if description == "Evaluation" and args.max_eval_steps is not None:
@@ -296,10 +284,8 @@ class EvaluatingTrainer(DeviceTrainer):
             optimizer.eval()
         return model
 
-    def _evaluate_batch(
-        self, model: nn.Module, inputs: dict[str, Any], ignore_keys: list[str] | None
-    ) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
-        """Evaluate a batch. Return tensors of its rows, see `Evaluated`, and a mask of the real rows, [P]."""
+    def _evaluate_batch(self, model: nn.Module, inputs: dict[str, Any], ignore_keys: list[str] | None) -> Evaluated:
+        """Evaluate a batch. Return tensors of its rows, see `Evaluated`."""
         self.trl_tpu.last_step = None  # our prediction step sets it, and a user-defined one that calls our loss
         loss, predictions, labels = self.prediction_step(model, inputs, self.args.prediction_loss_only, ignore_keys)
         result = self.trl_tpu.last_step
@@ -311,17 +297,16 @@ class EvaluatingTrainer(DeviceTrainer):
             rows = _rows_in(columns) or find_batch_size(inputs) or 1
             batch: Any = inputs.get(TABLE) if isinstance(inputs, Mapping) else None
             columns |= {} if loss is None else {"losses": loss.mean().expand(rows)}
-            if isinstance(batch, Batch):
-                return columns, batch.present_P
-            return columns, torch.ones(rows, dtype=torch.bool, device=self.args.device)
+            every = torch.ones(rows, dtype=torch.bool, device=self.args.device)
+            return columns | {"is_real": batch.present_P if isinstance(batch, Batch) else every}
         table = result.table
         self.trl_tpu.evaluated_kind = table.kind
-        columns |= {"rewards": result.rewards_by_row, "weight": table.row_weight_P}
+        columns |= {"is_real": result.present_P, "rewards": result.rewards_by_row, "weight": table.row_weight_P}
         columns["grade"] = table.grade_SA.unflatten(0, (-1, table.answers)).transpose(1, 2)
         if loss is not None:
             is_default = loss.mean() == result.loss.mean()
             columns["losses"] = torch.where(is_default, result.losses_P, loss.mean() * table.row_weight_P)
-        return columns, result.present_P
+        return columns
 
     def _default_metrics(self, columns: dict[str, torch.Tensor], prefix: str, dataset: Any) -> dict[str, Any]:
         """Return all metrics of an evaluation except the user's `compute_metrics`, and store its verdict.

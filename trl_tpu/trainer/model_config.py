@@ -1,6 +1,5 @@
 """`ModelConfig`: model, adapters and quantization of a script."""
 
-import warnings
 from dataclasses import dataclass, field
 
 from ..config.checks import warn_of_unmet_needs
@@ -69,11 +68,7 @@ class ModelConfig:
     def __post_init__(self) -> None:
         if self.load_in_8bit and self.load_in_4bit:
             raise UserError("You can't use 8 bit and 4 bit precision at the same time: set one of the two.")
-        if self.torch_dtype is None:
-            self.torch_dtype = self.dtype  # scripts read either name
-        elif self.torch_dtype != self.dtype:
-            warnings.warn("`torch_dtype` is deprecated: use `dtype`.", FutureWarning, stacklevel=3)
-            self.dtype = self.torch_dtype
+        self.dtype = self.torch_dtype = self.torch_dtype or self.dtype  # scripts read either name
         if isinstance(self.lora_target_modules, list | tuple) and len(self.lora_target_modules) == 1:
             # peft interprets only a string as a pattern or "all-linear", but the command line always gives a list
             self.lora_target_modules = self.lora_target_modules[0]  # type: ignore[assignment]

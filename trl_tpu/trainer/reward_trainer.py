@@ -24,16 +24,8 @@ from ..data.loader import prompts_in_training
 from ..data.trl_dict import DataCollatorForPreference, batches_in
 from ..errors import UserTypeError
 from ..evaluation.evaluate import check_best_metric, check_eval_by
+from ..modeling import build as building
 from ..modeling.adapters import without_adapters
-from ..modeling.build import (
-    build_dataset,
-    build_reward_model,
-    check_arguments,
-    default_folder,
-    first_chat,
-    warn_of_unscored_eos,
-    with_attribute_order,
-)
 from ..modeling.losses import Loss, StepResult, batch_loss
 from ..packing.batch import Batch
 from ..packing.shapes import ShapePlan
@@ -126,8 +118,8 @@ class RewardTrainer(EvaluatingTrainer):
             max_length, quantization_config = quantization_config, None
         if tokenizer is not None:
             processing_class = upgrade_processing_class(processing_class, tokenizer)
-        check_arguments(model, model_init, train_dataset, getattr(args, "max_steps", -1))
-        args = upgrade_args(args or self._trl_tpu_config(default_folder(model)), RewardConfig, max_length)
+        building.check_arguments(model, model_init, train_dataset, getattr(args, "max_steps", -1))
+        args = upgrade_args(args or self._trl_tpu_config(building.default_folder(model)), RewardConfig, max_length)
         optimizer, schedule = optimizers or (None, None)
         self._check_settings(args, model, optimizer, eval_dataset)
         if args.shards_over_processes:
@@ -137,7 +129,7 @@ class RewardTrainer(EvaluatingTrainer):
         # model and tokenizer
         set_seed(args.seed)  # seeds XLA too; a new score head in the model is random
         given = {"processing_class": processing_class, "quantization_config": quantization_config}
-        build: Any = partial(build_reward_model, args=args, peft_config=peft_config, **given)
+        build: Any = partial(building.build_reward_model, args=args, peft_config=peft_config, **given)
         self.model_init = model_init  # type: ignore[assignment]  # may be None in transformers
         with without_fsdp():
             built, built_tokenizer = build(model if model_init is None else super().call_model_init())
@@ -145,7 +137,7 @@ class RewardTrainer(EvaluatingTrainer):
         if optimizer is None and optimizer_cls_and_kwargs is None:
             checks.warn_of_high_learning_rate(args, built)
         # `_prepare_dataset` reads these attributes, also in subclasses
-        self.args = args = with_attribute_order(built, args)
+        self.args = args = building.with_attribute_order(built, args)
         self.model, self.processing_class = built, built_tokenizer
 
         # layout of batches
@@ -165,7 +157,7 @@ class RewardTrainer(EvaluatingTrainer):
         train_rows = self._prepared(train_dataset, "train")
         eval_rows = None if eval_dataset is None else self._prepared(eval_dataset, "eval")
         plan.prepare(train_rows, eval_rows)
-        warn_of_unscored_eos(built_tokenizer, train_rows)
+        building.warn_of_unscored_eos(built_tokenizer, train_rows)
         if args.metric_for_best_model is not None and not self._adds_metrics(compute_metrics, callbacks):
             check_best_metric(args, eval_rows)
 
@@ -192,9 +184,9 @@ class RewardTrainer(EvaluatingTrainer):
         self._make_components(plan)
         self.trl_tpu.build = build
         self.trl_tpu.own_optimizer = optimizer is not None or optimizer_cls_and_kwargs is not None
-        self.trl_tpu.date = date_written(built_tokenizer, first_chat(train_dataset))
-        if eval_dataset is not None:
-            self.trl_tpu.seen = self._prompts_seen()
+        self.trl_tpu.date = date_written(built_tokenizer, building.first_chat(train_dataset))
+        sets: Any = eval_rows if isinstance(eval_rows, Mapping) else {"": eval_rows}
+        self.trl_tpu.seen = {id(rows): prompts_in_training(train_rows, rows, name) for name, rows in sets.items()}
         self.verdicts = self.trl_tpu.verdicts
         self.tokenizer = built_tokenizer  # TRL's name up to 0.23
 
@@ -218,11 +210,6 @@ class RewardTrainer(EvaluatingTrainer):
         has_callback = not all(kind.__module__.startswith("transformers.") for kind in kinds)
         methods = (*_BATCH_METHODS, *ORDER_METHODS, *_METRIC_METHODS)
         return compute_metrics is not None or has_callback or not all(map(self._is_original, methods))
-
-    def _prompts_seen(self) -> dict[int, tuple[int, ...]]:
-        """Return `prompts_in_training` of each evaluation dataset, by the `id` of its prepared rows."""
-        sets: Any = self.eval_dataset if isinstance(self.eval_dataset, Mapping) else {"": self.eval_dataset}
-        return {id(rows): prompts_in_training(self.train_dataset, rows, name) for name, rows in sets.items()}
 
     def call_model_init(self, trial: Any = None) -> PreTrainedModel:
         """Build a new reward model from the user's `model_init`. Called for each `train()`."""
@@ -300,14 +287,16 @@ class RewardTrainer(EvaluatingTrainer):
 
     def _prepare_dataset(self, dataset: Any, processing_class: Any, args: RewardConfig, dataset_name: str) -> Any:
         """Prepare a dataset of any accepted form. The name is TRL's, and subclasses override it."""
-        return build_dataset(dataset, self.model, processing_class, args, dataset_name, self.use_reward_data_collator)
+        return building.build_dataset(
+            dataset, self.model, processing_class, args, dataset_name, self.use_reward_data_collator
+        )
 
     def _prepared(self, dataset: Any, name: str) -> Any:
         if isinstance(dataset, Mapping):
             return {key: self._prepared(split, f"{name}_{key}") for key, split in dataset.items()}
         prepared = self._prepare_dataset(dataset, self.processing_class, self.args, name)
         if not self._is_original("_prepare_dataset") and kind_of_columns(prepared.column_names or ()) == Pairs():
-            prepared = build_dataset(prepared, self.model, self.processing_class, self.args, name)
+            prepared = building.build_dataset(prepared, self.model, self.processing_class, self.args, name)
         return prepared
 
 

@@ -10,7 +10,6 @@ A step is the same function as in the loop of `RewardTrainer`: losses, learning 
 
 import copy
 from collections.abc import Iterator
-from contextlib import contextmanager
 from itertools import count, islice
 from typing import Any
 
@@ -120,12 +119,12 @@ class TrainState:
             FloatingPointError: If `nonfinite_limit` consecutive steps had a NaN or infinite loss or gradient.
         """
         trainer, (norm, rate) = self._trainer, self._last
-        trainer._log_step(trainer._tr_loss, norm, trainer.run.start_time, rate)
+        trainer._log_step(norm, trainer.run.start_time, rate)
         return trainer.state.log_history[-1]
 
     def evaluate(self) -> dict[str, float]:
         """Return the trainer's metrics of `eval_dataset` over all processes. Their names begin with ``eval_``."""
-        with self._trainer.paused():
+        with self._trainer.trl_tpu.paused():
             return self._trainer.evaluate()
 
     def save_model(self, folder: str | None = None) -> None:
@@ -134,7 +133,7 @@ class TrainState:
         Args:
             folder: Folder to write to. By default `args.output_dir`.
         """
-        with self._trainer.paused(), self._trainer.trl_tpu.step_state.unstacked():
+        with self._trainer.trl_tpu.paused(), self._trainer.trl_tpu.step_state.unstacked():
             self._trainer.save_model(folder)
 
 
@@ -156,7 +155,7 @@ def training_step(state: TrainState, batch: Any) -> dict[str, torch.Tensor]:
     """
     trainer, batches = state._trainer, batch if isinstance(batch, list | tuple) else [batch]
     trainer.sums, trainer.loss_1 = copy.copy(trainer.zero_sums), trainer.zero_loss_1
-    step = trainer._update(trainer.run.model, batches)
+    step = trainer._update(trainer.model_wrapped, batches)
     assert step is not None  # no callback ends it early
     state._last = norm, rate = step
     logs = {"loss": trainer.loss_1[0], "grad_norm": norm, "learning_rate": torch.tensor(rate), **trainer.sums.means()}
@@ -177,7 +176,7 @@ def evaluation_step(state: TrainState, batch: Any) -> dict[str, torch.Tensor]:
         answers, [P, K] or with several attributes [P, A, K]; and `is_real`, [P], False for padding.
     """
     trainer = state._trainer
-    with trainer.paused():
+    with trainer.trl_tpu.paused():
         loss, result = trainer._evaluation_step(trainer._model_to_evaluate(), batch)
         assert result is not None  # known because compute_loss is not overridden
         sums = copy.copy(trainer.zero_sums)
@@ -210,15 +209,3 @@ class _StepTrainer(RewardTrainer):
             self.sums.update(result.rewards_SA, result.tokens_S, result.table)
             self.loss_1 = self.loss_1 + result.loss.detach() / self.current_gradient_accumulation_steps
         return result
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Exclude the context's compilations and time from the statistics of training steps."""
-        components = self.trl_tpu
-        components.recompiles.pause()
-        components.statistics.pause()
-        try:
-            yield
-        finally:
-            components.recompiles.resume()
-            components.statistics.resume()

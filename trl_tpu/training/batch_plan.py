@@ -3,6 +3,7 @@
 A layout is a value. It makes its collator, knows its shapes and describes itself.
 """
 
+import contextlib
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -75,11 +76,8 @@ class Unpadded:
         return BatchCollator(pack_sequences, pad_token_id, rule, part if part.count > 1 else None)
 
     def __str__(self) -> str:
-        rows = (
-            "token rows as long as its largest tree"
-            if self.trees.attention == "rows"
-            else "one token row without padding"
-        )
+        has_rows = self.trees.attention == "rows"
+        rows = "token rows as long as its largest tree" if has_rows else "one token row without padding"
         return f"each packed into {rows}"
 
 
@@ -144,9 +142,8 @@ class Padded:
     def __str__(self) -> str:
         if self.lengths is None:
             return f"padded to their longest sequence ({self.reason})"
-        listed = " or ".join(map(str, self.lengths))
-        if len(self.lengths) > 4:
-            listed = f"one of {len(self.lengths)} lengths in"
+        count = len(self.lengths)
+        listed = " or ".join(map(str, self.lengths)) if count <= 4 else f"one of {count} lengths in"
         return f"padded to {listed} tokens ({self.reason})"
 
 
@@ -177,9 +174,7 @@ BatchLayout = Unpadded | Planned | Padded
 # ---- the choice
 
 
-def obstacle_to_packing(
-    args: RewardConfig, model: PreTrainedModel, runtime: Runtime, dataset: Any, is_planned: bool
-) -> str | None:
+def obstacle_to_packing(args: RewardConfig, model: PreTrainedModel, dataset: Any, is_planned: bool) -> str | None:
     """Return the first reason in the settings, the model's type and the training data not to pack batches, or None.
 
     User code is another reason, see `BatchPlan`, and so is a model that fails `make_packable`.
@@ -187,22 +182,19 @@ def obstacle_to_packing(
     Args:
         is_planned: Whether packed rows would have planned shapes.
     """
-    if args.packing == "false":
-        return "packing is turned off"
-    if args.torch_compile and shared_chunk(model) > 1:
-        return "torch_compile would compile recurrent layers again for each batch"
-    if args.neftune_noise_alpha:
-        return "neftune_noise_alpha scales its noise by the length of token rows"
-    if outgrows_positions(model, args.max_length):
-        return "long sequences change the positions of shorter ones in a batch (see max_length)"
-    if args.deepspeed_plugin:
-        return "DeepSpeed shards the model, and packed rows are not tested with that"
-    counted = args.include_num_input_tokens_seen
-    if getattr(counted, "value", counted) not in (False, "no"):
-        return "include_num_input_tokens_seen counts padded rows (num_tokens in the logs does not)"
-    if is_planned and not can_plan(dataset, args.max_length):
-        return "train_dataset is a stream without max_length, so its rows may be longer than any planned token row"
-    return None
+    is_recurrent, outgrows = shared_chunk(model) > 1, outgrows_positions(model, args.max_length)
+    counts_input = args.include_num_input_tokens_seen != "no"
+    is_unbounded = is_planned and not can_plan(dataset, args.max_length)
+    obstacles = [
+        (args.packing == "false", "packing is turned off"),
+        (args.torch_compile and is_recurrent, "torch_compile would compile recurrent layers again for each batch"),
+        (args.neftune_noise_alpha, "neftune_noise_alpha scales its noise by the length of token rows"),
+        (outgrows, "long sequences change the positions of shorter ones in a batch (see max_length)"),
+        (args.deepspeed_plugin, "DeepSpeed shards the model, and packed rows are not tested with that"),
+        (counts_input, "include_num_input_tokens_seen counts padded rows (num_tokens in the logs does not)"),
+        (is_unbounded, "train_dataset is a stream without max_length: its rows may exceed any planned token row"),
+    ]
+    return next((reason for holds, reason in obstacles if holds), None)
 
 
 def can_plan(dataset: Any, max_length: int | None) -> bool:
@@ -297,7 +289,7 @@ class BatchPlan:
         self._is_planned = runtime.plans_shapes or fixed_shapes is not None
         self._plans: dict[tuple[str, int], ShapePlan] = {}
         self._reads_padding: dict[str, bool] = {}  # by the description of user code in the model
-        obstacle = obstacle_to_packing(args, model, runtime, train_dataset, self._is_planned)
+        obstacle = obstacle_to_packing(args, model, train_dataset, self._is_planned)
         self._pad_for_reason(obstacle or self._user_code())
         self.use_model(model)
 
@@ -348,30 +340,24 @@ class BatchPlan:
         evaluated = [*eval_dataset.values()] if isinstance(eval_dataset, Mapping) else [eval_dataset]
         # expanded rows hold pairs only
         if all(kind_of_dataset(data).sequences == 2 for data in (train_dataset, *evaluated)):
-            self._expands = self._choose_expansion()
-        if self._expands:
-            self._plans.clear()  # plan again: whole sequences take more room
+            self._choose_expansion()
         for dataset in evaluated:
             if args.row_length is not None and can_plan(dataset, args.max_length):
                 self.shapes_of(dataset, args.eval_batch_size)
 
-    def _choose_expansion(self) -> bool:
+    def _choose_expansion(self) -> None:
         """Choose whether packed rows attend in rows of whole sequences, and prepare the model for it.
 
         Raises:
             ExpansionImpossible: packed_attention='expanded', but the kernels cannot compute the model's attention.
         """
-        asked, longest = self._args.packed_attention, self.training_shapes.longest
-        is_long = self._runtime.has_attention_kernel and longest >= LONG_ROW
+        asked, shapes = self._args.packed_attention, self.shapes_of(self._train_dataset, self._args.train_batch_size)
+        is_long = self._runtime.has_attention_kernel and shapes.longest >= LONG_ROW
         if asked == "expanded" or (asked == "auto" and is_long):
-            try:
+            with contextlib.suppress(ExpansionImpossible) if asked == "auto" else contextlib.nullcontext():
                 use_expanded_attention(self._model)
-                return True
-            except ExpansionImpossible as reason:
-                if asked == "expanded":
-                    raise
-                logger.warning(f"Rows of {longest} tokens use masks of {longest} x {longest} entries. {reason}")
-        return False
+                self._expands = True
+                self._plans.clear()  # plan again: whole sequences take more room
 
     def _user_code(self) -> str | None:
         """Return a description of user code that makes or reads batches and so needs TRL's dict, or None."""
@@ -462,10 +448,6 @@ class BatchPlan:
 
     # ---- planned shapes
 
-    @property
-    def training_shapes(self) -> ShapePlan:
-        return self.shapes_of(self._train_dataset, self._args.train_batch_size)
-
     def shapes_of(self, dataset: Any, batch_size: int) -> ShapePlan:
         """Return the shapes of packed batches of ``dataset``, over all processes. Plan them once per batch size.
 
@@ -539,11 +521,5 @@ class BatchPlan:
             reads = partial(reads_padding, self._whole_model, self._tokenizer.pad_token_id)
             found = of_first_process(reads, self._whole_model, self._args.shards_over_processes)
             self._reads_padding[own_code] = found is not False  # None: the step is planned without weights
-            if self._reads_padding[own_code]:
-                logger.warning(
-                    f"Rewards depend on padding, so batches are padded to their longest sequence, and every new "
-                    f"length triggers a compilation: {own_code}. `pad_to_multiple_of` reduces the number of lengths; "
-                    "as in TRL, it changes rewards too."
-                )
         depends_on_padding = self._reads_padding.get(own_code or "", False)
         return depends_on_padding or outgrows_positions(self._model, self._args.max_length)

@@ -27,7 +27,6 @@ compute_loss_context_manager        compute in bfloat16 over float32 weights
 _get_dataloader                     make batches of planned shapes; split them over the mesh; group prompts
 create_scheduler                    end at `learning_rate_end`; check the schedule before training
 training_step                       run a batch in one or several micro-batches
-_maybe_log_save_evaluate            vote on all hosts; read the device once per log
 ==================================  ==========================================================================
 """
 
@@ -54,15 +53,7 @@ from transformers.trainer_utils import has_length
 from ..checkpoint.folders import RunFolder
 from ..checkpoint.state_dict import gather_weights_on_save
 from ..config.launchers import without_fsdp
-from ..data.loader import (
-    UnsplitStream,
-    collate_marked,
-    host_batches,
-    ignore_foreign_sigterm,
-    prompt_group_sampler,
-    rows_of_step,
-    skip_batches,
-)
+from ..data import loader as loaders
 from ..errors import UserError
 from ..modeling.model_shape import flops_per_row
 from ..modeling.recurrent_layers import recompute_in_same_batch
@@ -71,10 +62,10 @@ from ..parallel import shard
 from ..parallel.mesh import BATCH_AXES
 from ..runtime import choice, current, flush_denormals
 from .batch_plan import BatchPlan
-from .optimizer import create_schedule, unwrap
-from .progress import BusyCores, JsonLines, Progress
+from .optimizer import create_schedule, gradient_norms, unwrap
+from .progress import JsonLines, Progress
 from .saving import Components, SavingTrainer, saves_state
-from .statistics import StepCounts, StepStatistics
+from .statistics import StepCounts
 from .stopping import SIGTERM, EvaluationInterrupted
 
 logger = logging.getLogger(__name__)
@@ -84,7 +75,6 @@ logger = logging.getLogger(__name__)
 class Run:
     """What the steps of a run need."""
 
-    model: nn.Module  # wrapped
     loader: Any
     epochs: int
     updates: int  # per epoch
@@ -94,8 +84,8 @@ class Run:
     skipped: int  # batches of the first epoch that the resumed checkpoint was trained on
     checkpoint: str | None
     trial: Any
+    ignore_keys: list[str] | None  # of the model's output in evaluations
     start_time: float
-    ignore_keys: list[str] | None = None  # of the model's output in evaluations
 
 
 class DeviceTrainer(SavingTrainer):
@@ -126,8 +116,6 @@ class DeviceTrainer(SavingTrainer):
         self.trl_tpu = Components(self.args, self.model, self.accelerator, plan, announce)
         if progress is not None:
             self.add_callback(progress)
-        if self.args.device.type == "cpu" and torch.get_num_threads() > 1:
-            self.add_callback(BusyCores())
         self.batch_plan = plan
         offload: Any = current().activations_on_host if self.args.activation_offloading else contextlib.nullcontext
         self.maybe_activation_offload_context = offload()  # TRL's name
@@ -191,10 +179,7 @@ class DeviceTrainer(SavingTrainer):
                 run.release()
                 self.stopped_by, self.stop_checkpoint = preemption.stopped_by, ours.checkpointer.latest
         if self.state.global_step == 0 and preemption.stopped_by is None:
-            raise UserError(
-                f"Training took no step of {self.state.max_steps}. Set max_steps or num_train_epochs above 0, and "
-                "provide rows that can be trained on."
-            )
+            raise UserError("Training took no step: provide rows, and set max_steps or num_train_epochs above 0.")
         # after a time limit a SIGTERM may have reached only some ranks: all raise together
         if preemption.stopped_by is not None and any(ours.agreement.all_gather_object(preemption.is_preempted)):
             raise ours.unfinished(SIGTERM)
@@ -227,8 +212,7 @@ class DeviceTrainer(SavingTrainer):
         if loaded is not None:  # the user has loaded the model in shards
             if loaded.sizes != args.mesh_shape.sizes and (args.mesh or (loaded.tensor > 1 and args.total_batch_size)):
                 raise UserError(
-                    f"The model was loaded on the mesh '{loaded}', but the config has the mesh '{args.mesh_shape}'. "
-                    f"Set mesh='{loaded}' in the config."
+                    f"The model is on the mesh '{loaded}', not on '{args.mesh_shape}': set mesh='{loaded}'."
                 )
             args.mesh_shape = loaded
         if self.args.shards_over_processes:
@@ -263,13 +247,13 @@ class DeviceTrainer(SavingTrainer):
         collate = self.trl_tpu.batch_plan.collator(dataset, batch_size, self.data_collator)
         is_stream = isinstance(dataset, torch.utils.data.IterableDataset)
         if is_training and self.args.group_by_prompt:
-            sampler_fn = partial(prompt_group_sampler, sampler_fn, self.args, parts)
-        if not self._shards_model:
+            sampler_fn = partial(loaders.prompt_group_sampler, sampler_fn, self.args, parts)
+        if not current().shards_model:
             if is_stream and parts > 1:
                 if not is_training:
                     as_list = self._get_collator_with_removed_columns(list, description)
-                    collate = partial(collate_marked, collate, as_list)
-                dataset = UnsplitStream(dataset, None if is_training else batch_size * parts)
+                    collate = partial(loaders.collate_marked, collate, as_list)
+                dataset = loaders.UnsplitStream(dataset, None if is_training else batch_size * parts)
             collator, self.data_collator = self.data_collator, collate  # transformers' method reads this attribute
             try:
                 loader: Any = super()._get_dataloader(
@@ -278,15 +262,14 @@ class DeviceTrainer(SavingTrainer):
             finally:
                 self.data_collator = collator
             inner = getattr(loader, "base_dataloader", loader)  # accelerate wraps torch's loader
-            inner.worker_init_fn = partial(ignore_foreign_sigterm, inner.worker_init_fn)
+            inner.worker_init_fn = partial(loaders.ignore_foreign_sigterm, inner.worker_init_fn)
             return loader
-        sampler = None
         if is_stream:
             collate = self._get_collator_with_removed_columns(collate, description=description)
         else:
             dataset = self._remove_unused_columns(dataset, description=description)
-            sampler = None if sampler_fn is None else sampler_fn(dataset)
-        batches = host_batches(dataset, collate, batch_size * parts, sampler, self.args)
+        sampler = None if is_stream or sampler_fn is None else sampler_fn(dataset)
+        batches = loaders.host_batches(dataset, collate, batch_size * parts, sampler, self.args)
         return runtime.loader(batches, BATCH_AXES)
 
     # ---- a run
@@ -303,8 +286,7 @@ class DeviceTrainer(SavingTrainer):
         self.accelerator.free_memory()
         if self.args.auto_find_batch_size:
             self._update_auto_batch_size(batch_size)
-        run = self._start(resume_from_checkpoint, trial)
-        run.ignore_keys = ignore_keys_for_eval
+        run = self._start(resume_from_checkpoint, trial, ignore_keys_for_eval)
         self.control = self.callback_handler.on_train_begin(self.args, self.state, self.control)
         self._begin()
         if self.args.eval_on_start:
@@ -318,7 +300,7 @@ class DeviceTrainer(SavingTrainer):
                 break
         return self._finish(trial, run.samples, run.start_time)
 
-    def _start(self, checkpoint: str | None = None, trial: Any = None) -> Run:
+    def _start(self, checkpoint: str | None = None, trial: Any = None, ignore_keys: list[str] | None = None) -> Run:
         """Make everything that the first step needs, and load the checkpoint."""
         loader = self.get_train_dataloader()
         epochs, updates, _, samples, _, batches, max_steps = self.set_initial_training_values(self.args, loader)
@@ -337,7 +319,7 @@ class DeviceTrainer(SavingTrainer):
         model.zero_grad()
         logger.info("Training %s of %s steps, %s per epoch", max_steps - self.state.global_step, max_steps, updates)
         numbers = epochs, updates, cast(int, batches), samples, first_epoch, skipped
-        return Run(model, loader, *numbers, checkpoint, trial, start_time=time.time())
+        return Run(loader, *numbers, checkpoint, trial, ignore_keys, start_time=time.time())
 
     def _place_training_state(self) -> None:
         """Let layers recompute, stack them into a loop, and create and shard the optimizer's state.
@@ -356,7 +338,7 @@ class DeviceTrainer(SavingTrainer):
             assert self.shard_report is not None  # set by `_move_model_to_device`
             compiled["placements"] = self.shard_report.placements
             compiled["accumulates"] = self._accumulates or ours.batch_plan.layout.accumulates
-            if ours.statistics.skips_nonfinite:
+            if ours.statistics.limit:
                 compiled["is_finite"] = lambda: ours.statistics.is_finite_1
         ours.step_state.prepare(self.model, unwrap(self.optimizer), **compiled)
 
@@ -376,27 +358,24 @@ class DeviceTrainer(SavingTrainer):
             loader, done = self._skip_batches(loader, run.skipped), run.skipped
         elif resumed is not None:
             self._load_random_state(resumed)
-            resumed = None
         begin_epoch(loader, epoch)
         batches, norm, rate = iter(loader), None, None
         for number in range(done // accumulated, run.updates):
             is_last = number == run.updates - 1  # takes the rest of the batches
             count = (run.batches - 1) % accumulated + 1 if is_last else accumulated
             update, items = self.get_batch_samples(batches, count, args.device)
-            if resumed is not None:  # fetching the first batch has drawn random numbers
+            if resumed is not None and done == run.skipped > 0:  # fetching the first batch has drawn random numbers
                 self._load_random_state(resumed)
-                resumed = None
             if not update:  # a stream has ended
                 break
             done += len(update)
             # a stream may end before its last update is complete; the gradients stay for the next epoch
             completes = done % accumulated == 0 or done == run.batches
-            if (step := self._update(run.model, update, items, completes)) is not None:
+            if (step := self._update(self.model_wrapped, update, items, completes)) is not None:
                 norm, rate = step
                 self.state.epoch = epoch + done / run.batches
                 self.control = self.callback_handler.on_step_end(args, self.state, self.control)
                 self.trl_tpu.recompiles.check(self.state.global_step)
-                self.trl_tpu.preemption.note_step(self.state.global_step, self.state.max_steps)
                 self._end_step(run, epoch, norm, rate)
             if self.control.should_epoch_stop or self.control.should_training_stop:
                 break
@@ -407,26 +386,16 @@ class DeviceTrainer(SavingTrainer):
         self.control = self.callback_handler.on_epoch_end(args, self.state, self.control)
         self._end_step(run, epoch, norm, rate)
 
-    def _end_step(self, run: Run, epoch: int, norm: Any, rate: float | None) -> None:
-        """Decide, log, evaluate and save at the end of a step or of an epoch."""
-        more = run.trial, epoch, run.ignore_keys, run.start_time
-        self._maybe_log_save_evaluate(self._tr_loss, norm, run.model, *more, learning_rate=rate)
-
     def _skip_batches(self, loader: Any, count: int) -> Any:
-        if not self._shards_model:
+        if not current().shards_model:
             return skip_first_batches(loader, count)
         # accelerate would rebuild the loader without its sharding, and may have wrapped a user-defined loader
-        batches = skip_batches(getattr(loader, "dataloader", loader), count)
+        batches = loaders.skip_batches(getattr(loader, "dataloader", loader), count)
         return self.trl_tpu.runtime.loader(batches, BATCH_AXES)
 
     def _load_random_state(self, checkpoint: str) -> None:
-        """Load the random state, also from checkpoints of TRL without the random state of this device."""
-        try:
+        with contextlib.suppress(KeyError):  # checkpoints of TRL may have no random state of this device
             self._load_rng_state(checkpoint)
-        except KeyError as error:
-            if error.args != (self.args.device.type,):
-                raise
-            logger.warning("%s has no random state for this device: random numbers will differ.", checkpoint)
 
     # ---- the step
 
@@ -465,7 +434,8 @@ class DeviceTrainer(SavingTrainer):
                     return None
         if not completes:
             return None
-        ours.gradient_norms.measure(self.model)
+        if args.log_grad_norms:
+            ours.gradient_norms = gradient_norms(self.model)
         norm = self._clip_grad_norm(model) if args.max_grad_norm > 0 else None
         norm = shard.full_tensor(self._get_grad_norm(model, grad_norm=norm))
         self._tr_loss = ours.statistics.check_step(norm, self._tr_loss, optimizer)
@@ -521,7 +491,7 @@ class DeviceTrainer(SavingTrainer):
     def _add_loss(self, loss: torch.Tensor) -> None:
         statistics, runtime = self.trl_tpu.statistics, self.trl_tpu.runtime
         # `check_step` excludes nonfinite steps without reading the device
-        is_filtered = self.args.logging_nan_inf_filter and not statistics.skips_nonfinite and not runtime.is_spmd
+        is_filtered = self.args.logging_nan_inf_filter and not statistics.limit and not runtime.is_spmd
         if is_filtered and not loss.isfinite():
             loss = self._tr_loss / (1 + self.state.global_step - self._globalstep_last_logged)
         self._tr_loss += loss
@@ -535,67 +505,54 @@ class DeviceTrainer(SavingTrainer):
 
     # ---- at a step's end: decide, log, evaluate, save
 
-    def _maybe_log_save_evaluate(
-        self,
-        tr_loss: torch.Tensor,
-        grad_norm: torch.Tensor | float | None,
-        model: nn.Module,
-        trial: Any,
-        epoch: float,
-        ignore_keys_for_eval: list[str] | None,
-        start_time: float,
-        learning_rate: float | None = None,
-    ) -> None:
+    def _end_step(self, run: Run, epoch: int, norm: Any, rate: float | None) -> None:
+        """Vote at the end of a step or of an epoch, and log; then transformers evaluates and saves.
+
+        Args:
+            norm: Gradient norm of the last step; None after an epoch without a step.
+            rate: Learning rate of the last step, likewise.
+        """
         ours, control, preemption = self.trl_tpu, self.control, self.trl_tpu.preemption
         must_save = preemption.decide(ours.agreement, self.args, self.state, control)
         acts = control.should_log or control.should_evaluate or control.should_save
         if acts:
             ours.runtime.step_boundary()  # keep logs, evaluations and saves out of the step's program
-        ours.recompiles.pause()
         if control.should_log and self.state.global_step > self._globalstep_last_logged:
-            self._log_step(tr_loss, grad_norm, start_time, learning_rate)
-        ours.statistics.pause()
-        preemption.interrupts_evaluations = True  # evaluations outside of steps run to their end
-        try:
-            super()._maybe_log_save_evaluate(
-                tr_loss, grad_norm, model, trial, epoch, ignore_keys_for_eval, start_time, learning_rate
-            )
-        except EvaluationInterrupted:
-            preemption.stop(SIGTERM, self.args, self.state, self.control)
-            must_save = True
-        finally:
+            self._log_step(norm, run.start_time, self._get_learning_rate() if rate is None else rate)
+        with ours.paused():
+            preemption.interrupts_evaluations = True  # evaluations outside of steps run to their end
+            try:
+                more = run.trial, epoch, run.ignore_keys, run.start_time, rate
+                self._maybe_log_save_evaluate(self._tr_loss, norm, self.model_wrapped, *more)
+            except EvaluationInterrupted:
+                preemption.stop(SIGTERM, self.args, self.state, self.control)
+                must_save = True
             preemption.interrupts_evaluations = False
-        if must_save and not preemption.has_saved(self.state.global_step):
             # transformers did not save: a SIGTERM ended the evaluation, or save_strategy="best" cleared the request
-            self._save_checkpoint(model, trial)
-            self.control = self.callback_handler.on_save(self.args, self.state, self.control)
-        ours.recompiles.resume()
-        ours.statistics.resume()
+            if must_save and preemption.saved_step != self.state.global_step:
+                self._save_checkpoint(self.model_wrapped, run.trial)
+                self.control = self.callback_handler.on_save(self.args, self.state, self.control)
         if acts:  # callbacks may have requested a stop
-            ours.agreement.decide(self.args, self.state, self.control, {}, now=True)
+            ours.agreement.decide(self.args, self.state, self.control, {})
 
-    def _log_step(
-        self,
-        loss_sum_1: torch.Tensor,
-        grad_norm: torch.Tensor | float | None,
-        start_time: float | None,
-        learning_rate: float | None,
-    ) -> None:
+    def _log_step(self, norm: torch.Tensor | float | None, start_time: float, rate: float) -> None:
         """Log the step statistics since the last log.
 
         Raises:
             FloatingPointError: Too many steps in a row were not finite.
         """
         ours, step = self.trl_tpu, self.state.global_step
-        rate = self._get_learning_rate() if learning_rate is None else learning_rate
         steps = step - self._globalstep_last_logged
-        logs, loss_sum, counted = ours.statistics.close(loss_sum_1, grad_norm, rate, step, steps)
+        logs, loss_sum, counted = ours.statistics.close(self._tr_loss, norm, step, steps)
         ours.recompiles.settle()
         self._tr_loss = ours.statistics.loss_sum()
         self._total_loss_scalar += loss_sum
         self._globalstep_last_logged = step
         self.store_flos()
-        self.log(logs | ours.gradient_norms.read(), start_time)
+        if ours.gradient_norms is not None:
+            names, norms_N = ours.gradient_norms
+            logs |= zip(names, ours.runtime.fetch([norms_N])[0].tolist(), strict=True)
+        self.log(logs | {"learning_rate": rate}, start_time)
         self._stop_if_nonfinite(counted)
 
     def _stop_if_nonfinite(self, counted: StepCounts) -> None:
@@ -605,20 +562,19 @@ class DeviceTrainer(SavingTrainer):
         ours, limit = self.trl_tpu, self.trl_tpu.statistics.limit
         last = self.state.global_step - counted.taken + counted.reached_at
         first = last - limit + 1
-        rows = rows_of_step(self.callback_handler.train_dataloader, first, self.args.gradient_accumulation_steps)
+        loader = self.callback_handler.train_dataloader
+        rows = loaders.rows_of_step(loader, first, self.args.gradient_accumulation_steps)
         named = "unknown" if rows is None else f"{rows[:16]} of the trainer's train_dataset"
-        weights = "not saved, as save_strategy='no'"
         if self.args.save_strategy != "no":
             self._save_checkpoint(self.model, None)
             ours.checkpointer.wait()
-            saved = ours.checkpointer.latest not in ours.checkpointer.failed
-            weights = f"in checkpoint-{self.state.global_step}" if saved else "not saved, as the log says"
+        latest = ours.checkpointer.latest
+        weights = "not saved" if latest in ("", *ours.checkpointer.failed) else f"in {latest}"
         raise FloatingPointError(
             f"The loss or the gradient of {limit} steps in a row, {first} to {last}, was NaN or infinite "
             f"(nonfinite_limit={limit}). Their updates were skipped: the weights are unchanged since step {first - 1} "
-            f"({weights}). The rows of step {first} are {named}. Check these rows and the model's weights for "
-            "errors, or lower learning_rate. Load float16 weights in another dtype. nonfinite_limit=0 turns these "
-            "checks off."
+            f"({weights}). The rows of step {first} are {named}. Check them and the model's weights, lower "
+            "learning_rate, load float16 weights in another dtype, or turn these checks off by nonfinite_limit=0."
         )
 
     # ---- after the last step
@@ -627,8 +583,14 @@ class DeviceTrainer(SavingTrainer):
         """End a run with transformers' `_finalize_training`, when all saves are written."""
         ours, stopped_by = self.trl_tpu, self.trl_tpu.preemption.stopped_by
         ours.step_state.unstack()  # before the best model is loaded and callbacks look at the model
-        if ours.statistics.skips_nonfinite:
-            self._exclude_nonfinite_steps(ours.statistics)
+        if ours.statistics.limit:
+            open_loss, counted = ours.statistics.close_steps(self._tr_loss)
+            self._stop_if_nonfinite(counted)
+            if ours.statistics.nonfinite:  # `train_loss` is the mean over the other steps
+                steps = self.state.global_step - self._initial_global_step
+                total, finite = self._total_loss_scalar + open_loss, steps - ours.statistics.nonfinite
+                self._tr_loss = ours.statistics.loss_sum()
+                self._total_loss_scalar = total * steps / finite if finite > 0 else float("nan")
         # wait on all ranks: a save may still delete older checkpoints, and launchers kill all ranks when one exits
         ours.checkpointer.settle()
         if stopped_by is not None:
@@ -637,27 +599,12 @@ class DeviceTrainer(SavingTrainer):
         # with a limit of 1 transformers would delete all `checkpoint-*` folders but the best, including the checkpoint
         # to resume from after a stop
         limit, self.args.save_total_limit = self.args.save_total_limit, None
-        try:
-            result = self._finalize_training(trial, samples, start_time)
-        finally:
-            self.args.save_total_limit = limit
+        result = self._finalize_training(trial, samples, start_time)
+        self.args.save_total_limit = limit
         if stopped_by is None and self.state.best_model_checkpoint is not None and not ours.best_model_lost:
             ours.checkpointer.delete_all_but_best(ours.run_folder, Path(self.state.best_model_checkpoint).name)
         self._report_pushes()
-        if ours.checkpointer.failed:
-            logger.error("These checkpoints were NOT saved: %s", ", ".join(ours.checkpointer.failed))
         return result
-
-    def _exclude_nonfinite_steps(self, statistics: StepStatistics) -> None:
-        """Exclude nonfinite steps from the mean `train_loss`, including steps since the last log."""
-        open_loss, counted = statistics.close_steps(self._tr_loss)
-        self._stop_if_nonfinite(counted)
-        if statistics.nonfinite:
-            steps = self.state.global_step - self._initial_global_step
-            finite = steps - statistics.nonfinite
-            total = self._total_loss_scalar + open_loss
-            self._tr_loss = statistics.loss_sum()
-            self._total_loss_scalar = total * steps / finite if finite > 0 else float("nan")
 
 
 def precision_of(args: Any, model: nn.Module) -> str:

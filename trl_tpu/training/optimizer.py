@@ -1,6 +1,5 @@
 """Optimizers on compiled devices: state created before step 1, learning rates as data, accumulated gradients."""
 
-import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
@@ -14,13 +13,11 @@ from transformers import SchedulerType, get_scheduler
 
 from ..checkpoint.state_dict import state_dtype
 from ..config.reward_config import RewardConfig
-from ..errors import UserError, explaining
+from ..errors import UserError
 from ..modeling.layers import LayerStack, by_layer
 from ..parallel.shard import full_tensor, zeros_sharded_like
 from ..parallel.sharding_plan import Placement
 from ..runtime import PartitionSpec, Remat, Runtime
-
-logger = logging.getLogger(__name__)
 
 
 class StepState:
@@ -66,14 +63,14 @@ class StepState:
         if is_finite is not None:
             self._has_state = bool(optimizer.state)
             self._around.append(partial(self._skip_unless, optimizer, is_finite))
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        halves = [each for each in parameters if each.dtype == torch.float16 and not isinstance(each, DTensor)]
-        if halves:
+        whole = [each for group in optimizer.param_groups for each in group["params"] if not isinstance(each, DTensor)]
+        if halves := [each for each in whole if each.dtype == torch.float16]:
             self._around.append(partial(_in_float32, halves))
         if self._moments is not None:
             if not isinstance(optimizer, _TENSOR_RATE_OPTIMIZERS):
-                name = type(optimizer).__name__
-                raise UserError(f"optim_state_dtype requires torch's AdamW (got {name}). Leave it out.")
+                raise UserError(
+                    f"optim_state_dtype needs torch's AdamW, got {type(optimizer).__name__}. Leave it out."
+                )
             _narrow_moments(optimizer, self._moments, {})
             self._around.append(partial(_wide_moments, optimizer, self._moments))
         self._runtime.fuse(optimizer)
@@ -169,35 +166,17 @@ class StepState:
                 tensor.copy_(torch.where(is_finite()[0], tensor, value.to(tensor.dtype)))
 
 
-class GradientNorms:
-    """Gradient norm of each parameter in the last step, kept as one vector on the device and read for logs.
+@torch.no_grad()
+def gradient_norms(model: nn.Module) -> tuple[list[str], torch.Tensor]:
+    """Compute the norm of each gradient, per layer if layers are stacked. All processes take part.
 
-    Args:
-        runtime: Runtime that reads the vector.
-        is_on: Whether to measure the norms.
+    Returns:
+        The names to log, and the norms as one vector on the device.
     """
-
-    _measured: tuple[list[str], torch.Tensor] | None = None
-
-    def __init__(self, runtime: Runtime, *, is_on: bool) -> None:
-        self._runtime, self._is_on = runtime, is_on
-
-    @torch.no_grad()
-    def measure(self, model: nn.Module) -> None:
-        """Compute the norm of each gradient, per layer if layers are stacked. All processes take part."""
-        if self._is_on:
-            parameters = model.named_parameters()
-            gradients = by_layer(model, {name: tensor.grad for name, tensor in parameters if tensor.grad is not None})
-            norms = [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in gradients.values()]
-            self._measured = [*gradients], torch.stack([*map(full_tensor, norms)])
-
-    def read(self) -> dict[str, float]:
-        """Return the norms as `grad_norm/NAME`; empty if no norms were measured."""
-        if self._measured is None:
-            return {}
-        names, norms_N = self._measured
-        (norms,) = self._runtime.fetch([norms_N])
-        return {f"grad_norm/{name}": norm for name, norm in zip(names, norms.tolist(), strict=True)}
+    parameters = model.named_parameters()
+    gradients = by_layer(model, {name: tensor.grad for name, tensor in parameters if tensor.grad is not None})
+    norms = [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in gradients.values()]
+    return [f"grad_norm/{name}" for name in gradients], torch.stack([*map(full_tensor, norms)])
 
 
 # This value replaces a learning rate of 0: torch's capturable Adam divides by the rate, and a rate of 0 turns a
@@ -222,10 +201,6 @@ def create_state(optimizer: Optimizer, runtime: Runtime) -> None:
         if "capturable" in group:
             group["capturable"] = True
     if not isinstance(optimizer, Adam):  # AdamW is a subclass
-        logger.warning(
-            f"{type(optimizer).__name__} creates its state in step 1, so steps 1 and 2 are compiled separately. "
-            "Adam and AdamW compile once."
-        )
         return
     steps = runtime.to_device(torch.zeros(len(parameters)), parameters[0][0].device).unbind()
     for (parameter, group), step in zip(parameters, steps, strict=True):
@@ -330,23 +305,17 @@ def create_schedule(args: RewardConfig, optimizer: Any, num_training_steps: int)
     """Create the learning rate schedule of the settings, and try its first and last step, and the end of its warm-up.
 
     Raises:
-        UserError: The settings make no schedule, or one that cannot compute a rate, or an initial learning rate of the
-            optimizer is not above `learning_rate_end`.
+        UserError: An initial learning rate of the optimizer is not above `learning_rate_end`.
     """
     (name, arguments), warmup = args.schedule, args.get_warmup_steps(num_training_steps)
     groups, end = (optimizer.defaults, *optimizer.param_groups), args.learning_rate_end
     if end is not None and (rate := min(group["lr"] for group in groups)) <= end:
-        raise UserError(
-            f"learning_rate_end={end} must be below every learning rate of the optimizer, but one is {rate}. Lower "
-            "learning_rate_end, or raise that rate."
-        )
+        raise UserError(f"learning_rate_end={end} must be below all learning rates, but one is {rate}. Lower it.")
     if name == SchedulerType.POLYNOMIAL:  # it divides by the number of steps after the warm-up
         num_training_steps = max(num_training_steps, warmup + 1)
-    what = f"lr_scheduler_type={name.value!r} with lr_scheduler_kwargs={arguments}"
-    with explaining(f"{what} cannot compute learning rates", "Correct lr_scheduler_kwargs."):
-        schedule = get_scheduler(name, optimizer, warmup, num_training_steps, arguments)
-        for factor_at in getattr(schedule, "lr_lambdas", ()):
-            _ = [factor_at(step) for step in (0, warmup, num_training_steps)]
+    schedule = get_scheduler(name, optimizer, warmup, num_training_steps, arguments)
+    for factor_at in getattr(schedule, "lr_lambdas", ()):
+        _ = [factor_at(step) for step in (0, warmup, num_training_steps)]
     return schedule
 
 

@@ -1,15 +1,12 @@
-"""Progress bar, JSON logs, announcements of compilations, and warnings about late compilations and busy cores."""
+"""Progress bar, JSON logs, announcements of compilations, and a warning about late compilations."""
 
 import json
 import logging
 import sys
-import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
-import torch
 from tqdm.auto import tqdm
 from transformers import ProgressCallback, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import has_length
@@ -33,7 +30,6 @@ class RecompileGuard:
 
     def __init__(self, runtime: Runtime, announce: Callable[[str], None] = lambda message: None) -> None:
         self._runtime, self._announce = runtime, announce
-        self._announced = False
         self.start(None)
 
     def start(self, planned_shapes: int | None) -> None:
@@ -47,14 +43,14 @@ class RecompileGuard:
         self._evaluated: Counter[str] = Counter()
         self._last: list[str] = []  # shapes of the last two batches: a step may be compiled during the next step
         self._compiled = self._warm_up = 0
-        self._has_warned = False
+        self._announced = self._has_warned = False
         self.resume()
 
     def see(self, batch: Mapping[str, Any], updates: bool = True, evaluates: bool = False) -> None:
         """Note the shapes of the next batch. Call this before a step or an evaluation uses the batch.
 
         Args:
-            batch: The batch; only its tensors count.
+            batch: The tensors of the batch by name.
             updates: Whether the batch's program may update the weights. A program without an update is compiled
                 separately.
             evaluates: Whether the batch belongs to an evaluation.
@@ -62,8 +58,7 @@ class RecompileGuard:
         if self._runtime.compile_count() is None:
             return
         self.settle()
-        tensors = {key: value for key, value in batch.items() if isinstance(value, torch.Tensor)}
-        shapes = ", ".join(f"{key} {list(value.shape)}" for key, value in tensors.items())
+        shapes = ", ".join(f"{key} {list(value.shape)}" for key, value in batch.items() if hasattr(value, "shape"))
         shapes += "" if updates else ", without an update"
         seen = self._evaluated if evaluates else self._seen
         seen[shapes] += 1
@@ -101,41 +96,9 @@ class RecompileGuard:
             self._has_warned = True
             planned = "not planned" if self._planned is None else f"planned: {self._planned}"
             logger.warning(
-                f"Step {step} compiled {compiled} programs after warm-up. Each can take minutes on a TPU; later ones "
-                f"are not reported. Shapes of the last batches ({planned}): {'; '.join(self._last)}. Give batches "
-                "fewer shapes (pad_to_multiple_of, or a collator that pads to fixed lengths), and do not read device "
-                "values in a step."
-            )
-
-
-def seconds_without_core() -> float:
-    """Return how long this thread was ready to run, but had no CPU core. 0 if the system does not count it."""
-    counters = Path("/proc/thread-self/schedstat")
-    return int(counters.read_text(encoding="ascii").split()[1]) / 1e9 if counters.is_file() else 0.0
-
-
-_MEASURED_SECONDS, _BUSY_SHARE = 5, 0.2
-
-
-class BusyCores(TrainerCallback):
-    """Warn once if other work uses the CPU cores: the threads of each operation then wait for each other.
-
-    The first log after `_MEASURED_SECONDS` of training decides.
-    """
-
-    _start: tuple[float, float] | None = None  # an evaluation may log before training
-
-    def on_train_begin(self, args: Any, state: TrainerState, control: Any, **_: Any) -> None:
-        self._start = (time.monotonic(), seconds_without_core())
-
-    def on_log(self, args: Any, state: TrainerState, control: Any, **_: Any) -> None:
-        if self._start is None or (seconds := time.monotonic() - self._start[0]) < _MEASURED_SECONDS:
-            return
-        share, self._start = (seconds_without_core() - self._start[1]) / seconds, None
-        if share > _BUSY_SHARE and state.is_local_process_zero:
-            logger.warning(
-                f"Training has waited for a CPU core {share:.0%} of the time, since other work uses the cores. Its "
-                f"{torch.get_num_threads()} threads then wait for each other. OMP_NUM_THREADS=1 may be much faster."
+                f"Step {step} compiled {compiled} programs after warm-up; later ones are not reported. Shapes of the "
+                f"last batches ({planned}): {'; '.join(self._last)}. Give batches fewer shapes (pad_to_multiple_of, "
+                "or a collator that pads to fixed lengths), and do not read device values in a step."
             )
 
 

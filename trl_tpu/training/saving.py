@@ -15,10 +15,10 @@ import json
 import logging
 import shutil
 import signal
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import cache, cached_property, partial
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -46,10 +46,10 @@ from ..parallel.shard import mesh_of, save_given_weights_only
 from ..report.pages import add_card
 from ..runtime import current
 from .batch_plan import BatchPlan
-from .optimizer import GradientNorms, StepState, unwrap
+from .optimizer import StepState, unwrap
 from .progress import RecompileGuard
 from .statistics import StepStatistics
-from .stopping import SIGTERM, HostAgreement, Preemption, Unfinished, check_alike, describe_run, digest
+from .stopping import SIGTERM, HostAgreement, Preemption, Unfinished, check_alike, digest
 
 logger = logging.getLogger(__name__)
 
@@ -85,6 +85,7 @@ class Components:
         is_described: Whether the command has shown the run's description, so that the log need not begin with it.
         identity: Everything that decides the numbers of the run, see `identity_of`.
         own_optimizer: Whether the user passed an optimizer.
+        gradient_norms: Result of `gradient_norms` in the last step; None if it is not measured.
         last_step: Last result of the loss, for subclass methods that do not return it.
         seen: Number of evaluation prompts that are also in the training data, and of all, by the `id` of a dataset.
         verdicts: Verdict of the last evaluation, by metric prefix.
@@ -97,10 +98,11 @@ class Components:
     base_identity: Callable[[], dict[str, Any]] = dict
     build: Any = None
     date: str | None = None
-    seen: Mapping[int, tuple[int, ...]] = MappingProxyType({})
+    seen: Mapping[int, tuple[int, ...]]
     evaluated_kind: Any = Pairs()
     is_described = own_optimizer = False
     last_step: StepResult | None = None
+    gradient_norms: tuple[list[str], torch.Tensor] | None = None
 
     def __init__(
         self,
@@ -113,12 +115,10 @@ class Components:
         self.runtime, self.batch_plan = current(), batch_plan
         self._args, self._accelerator, self._announce = args, accelerator, announce
         self._attribute_weights = tuple(HeadSpec.of(without_adapters(model).config).attributes.values())
+        self._shares_disk = args.output_url is None and not args.save_on_each_node
         self.remote = None if args.output_url is None else RemoteRun(args.output_url)
         if self.remote is not None and not saves_state(accelerator):
-            raise UserError(
-                f"DeepSpeed writes a part of a checkpoint in every process, but only one process writes "
-                f"to a URL ({args.output_url}). Set output_dir to a folder that all processes share."
-            )
+            raise UserError(f"DeepSpeed cannot write to {args.output_url}. Set output_dir to a folder that all share.")
         check_one_gpu(args.n_gpu)  # transformers sets 1 for a model that is split across GPUs
         self.verdicts: dict[str, AnyVerdict] = {}
         self.identity: dict[str, Any] = {}
@@ -136,11 +136,8 @@ class Components:
     @cached_property
     def statistics(self) -> StepStatistics:
         args, accelerator = self._args, self._accelerator
-        settings: Any = {"nonfinite_limit": args.nonfinite_limit, "attribute_weights": self._attribute_weights}
-        statistics = StepStatistics(self.runtime, args.device, accelerator, **settings)
-        statistics.checks_nonfinite = saves_state(accelerator)
-        statistics.has_scaler = accelerator.scaler is not None
-        return statistics
+        limit = args.nonfinite_limit if saves_state(accelerator) else 0  # DeepSpeed takes the steps
+        return StepStatistics(self.runtime, args.device, accelerator, limit, self._attribute_weights)
 
     @cached_property
     def recompiles(self) -> RecompileGuard:
@@ -149,10 +146,6 @@ class Components:
     @cached_property
     def run_folder(self) -> RunFolder:
         return RunFolder(Path(str(self._args.output_dir)), self.remote, self._args.should_save)
-
-    @property
-    def _shares_disk(self) -> bool:
-        return self.remote is None and not self._args.save_on_each_node
 
     @cached_property
     def checkpointer(self) -> Checkpointer:
@@ -169,9 +162,16 @@ class Components:
         scanned = self._args.remat_policy if self._args.scan_layers else None
         return StepState(self.runtime, scanned=scanned, moments=self._args.optim_state_dtype)
 
-    @cached_property
-    def gradient_norms(self) -> GradientNorms:
-        return GradientNorms(self.runtime, is_on=self._args.log_grad_norms)
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Exclude the context's compilations and time from the statistics of training steps."""
+        self.recompiles.pause()
+        self.statistics.pause()
+        try:
+            yield
+        finally:
+            self.recompiles.resume()
+            self.statistics.resume()
 
     def unfinished(self, reason: str) -> Unfinished:
         """Return the exception to raise after an early stop.
@@ -214,10 +214,6 @@ class SavingTrainer(Trainer):
         """Ignore the value that transformers sets."""
 
     @property
-    def _shards_model(self) -> bool:
-        return current().shards_model
-
-    @property
     def _batch_parts(self) -> int:
         """Number of parts of a batch that different processes compute."""
         return self.accelerator.num_processes // current().copies
@@ -237,8 +233,14 @@ class SavingTrainer(Trainer):
         identity["the batch"] = self.args.train_batch_size * self._batch_parts
         identity["training data"] = digest(self.train_dataset)
         if ours.agreement.count > self.accelerator.num_processes:  # accelerate does not count the hosts of a mesh
-            layout = {LAYOUT: str(ours.batch_plan.layout)}  # data of streams is not compared
-            check_alike(all_gather_object(identity | describe_run(self.args, self.eval_dataset, resume) | layout))
+            more = {
+                LAYOUT: str(ours.batch_plan.layout),
+                "mesh": str(self.args.mesh_shape),
+                "eval data": digest(self.eval_dataset),  # data of streams is not compared
+                "the checkpoint to resume from": Path(resume).name if isinstance(resume, str) else bool(resume),
+                "the checkpoints": sorted(path.name for path in Path(str(self.args.output_dir)).glob("checkpoint-*")),
+            }
+            check_alike(all_gather_object(identity | more))
         # the model's folder may differ between hosts: the name on the first host counts
         config = getattr(self.model, "config", None)  # a hyperparameter search makes the model later, per trial
         identity["the model"] = all_gather_object(Path(getattr(config, "name_or_path", None) or "").name)[0]
@@ -266,8 +268,7 @@ class SavingTrainer(Trainer):
         ours.agreement.start(self.state.global_step)
         if ours.checkpoints.place is not None:
             step, last = self.state.global_step, self.state.max_steps
-            outcome = ": the run is finished already, and no step is taken" if step >= last else ""
-            logger.warning("Resuming from %s, at step %s of %s%s.", ours.checkpoints.place, step, last, outcome)
+            logger.warning("Resuming from %s, at step %s of %s.", ours.checkpoints.place, step, last)
         # transformers looks for the best checkpoint only where it was saved
         if (best := ours.checkpoints.best_so_far(ours.run_folder)) is not None:
             self.state.best_model_checkpoint = best
@@ -287,10 +288,9 @@ class SavingTrainer(Trainer):
             folder, remote = private_folder(folder), RemoteRun(folder)
 
         def write() -> None:
-            weights = None
-            if self._shards_model:
-                weights = gather_full_weights(self.model, runtime, keeps=self.args.should_save)
-            if not self.args.should_save:
+            is_writer = self.args.should_save
+            weights = gather_full_weights(self.model, runtime, keeps=is_writer) if runtime.shards_model else None
+            if not is_writer:
                 if weights is None:  # DeepSpeed gathers them
                     super(SavingTrainer, self).save_model(folder, _internal_call=True)
                 return
@@ -323,17 +323,29 @@ class SavingTrainer(Trainer):
         write_card(self.create_model_card)
         ours = self.trl_tpu
         ours.checkpointer.wait()  # the save in progress may be the best checkpoint
-        contents = self._checkpoint_contents(ours.run_folder)
+        state, run = self.state, ours.run_folder
+        if state.best_global_step:
+            best = run.path / f"checkpoint-{state.best_global_step}"
+            if best.is_dir() or state.best_global_step == state.global_step:
+                state.best_model_checkpoint = str(best)
+        contents = CheckpointContents(
+            name=f"checkpoint-{state.global_step}",
+            run=run,
+            describe=self._describe_checkpoint,
+            model=self.model if saves_state(self.accelerator) else None,
+            optimizer=None if self.args.save_only_model else unwrap(self.optimizer),
+            best=None if state.best_model_checkpoint is None else Path(state.best_model_checkpoint).name,
+        )
         ours.checkpointer.save(contents)
-        ours.preemption.note_save(self.state.global_step)
-        final = contents.run.path / contents.name
+        ours.preemption.note_save(state.global_step)
+        final = run.path / contents.name
         have_on_save = [type(item).on_save is not TrainerCallback.on_save for item in self.callback_handler.callbacks]
         if self.args.push_to_hub or is_user_defined(self._save_checkpoint) or any(have_on_save):
             ours.checkpointer.wait()  # these read the checkpoint's folder
         if self.args.push_to_hub and any(final.glob("*.safetensors")):
             self._report_pushes()
             if self.args.should_save and (final / CODE_FILE).is_file():  # transformers pushes known file names only
-                shutil.copyfile(final / CODE_FILE, contents.run.path / CODE_FILE)
+                shutil.copyfile(final / CODE_FILE, run.path / CODE_FILE)
             self._push_from_checkpoint(str(final))
         elif self.args.push_to_hub and self.args.hub_strategy != HubStrategy.END:
             logger.warning("%s is not pushed: it has no model files here. The final model is pushed.", contents.place)
@@ -377,22 +389,6 @@ class SavingTrainer(Trainer):
             state = self.model, unwrap(self.optimizer), self.lr_scheduler
             if not (saves_state(self.accelerator) and self.trl_tpu.checkpoints.load_optimizer(*state, checkpoint)):
                 super()._load_optimizer_and_scheduler(checkpoint)
-
-    def _checkpoint_contents(self, run: RunFolder) -> CheckpointContents:
-        """Return the contents of a checkpoint of the current step."""
-        state, args = self.state, self.args
-        if state.best_global_step:
-            best = run.path / f"checkpoint-{state.best_global_step}"
-            if best.is_dir() or state.best_global_step == state.global_step:
-                state.best_model_checkpoint = str(best)
-        return CheckpointContents(
-            name=f"checkpoint-{state.global_step}",
-            run=run,
-            describe=self._describe_checkpoint,
-            model=self.model if saves_state(self.accelerator) else None,
-            optimizer=None if args.save_only_model else unwrap(self.optimizer),
-            best=None if state.best_model_checkpoint is None else Path(state.best_model_checkpoint).name,
-        )
 
     def _describe_checkpoint(self, folder: Path) -> None:
         """Write a checkpoint's small files. All ranks take part.

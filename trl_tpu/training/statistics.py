@@ -54,8 +54,6 @@ class StepStatistics:
     Attributes:
         device_counts: int32: `COUNTS`, tokens, `StepCounts`.
         device_sums: float32: `SUMS`, the lowest and highest reward, the loss up to the last finite step.
-        checks_nonfinite: False if DeepSpeed takes the steps.
-        has_scaler: True if a loss scaler runs. It causes infinite gradients, and skips their updates itself.
         flops_per_row: FLOPs of an average training row; None if unknown. Tokens that its answers share count once,
             padding does not count. See `trl_tpu.modeling.model_shape`.
         num_tokens: Tokens up to the last log, including those before a resume.
@@ -65,7 +63,6 @@ class StepStatistics:
         evaluated: Mean and standard deviation of rewards in the last evaluation.
     """
 
-    checks_nonfinite, has_scaler = True, False
     flops_per_row: float | None = None
     num_tokens = 0
 
@@ -74,20 +71,15 @@ class StepStatistics:
         runtime: Runtime,
         device: torch.device,
         accelerator: Accelerator | None = None,
-        *,
         nonfinite_limit: int = 0,
         attribute_weights: Sequence[float] = (),
     ) -> None:
         self._runtime, self._device, self._accelerator = runtime, device, accelerator
+        self._has_scaler = accelerator is not None and accelerator.scaler is not None
         self.limit, self.attribute_weights = nonfinite_limit, attribute_weights
         self._windows: deque[RewardSums] = deque()  # one entry per log
         self._load(RewardSums(), StepCounts())
         self._begin(0, RewardSums())
-
-    @property
-    def skips_nonfinite(self) -> bool:
-        """True if nonfinite steps are counted and skipped."""
-        return self.checks_nonfinite and self.limit > 0
 
     def _to_device(self, values: Sequence[Any], dtype: torch.dtype) -> torch.Tensor:
         return self._runtime.to_device(torch.tensor(values, dtype=dtype), self._device)
@@ -102,9 +94,18 @@ class StepStatistics:
         """Return the initial sum of losses, [1], on the device."""
         return self._to_device([value], torch.float32)
 
+    def _fetch(self, *more: torch.Tensor) -> tuple[list[torch.Tensor], RewardSums, StepCounts]:
+        """Return ``more``, the rewards and the steps of this process, read from the device at once."""
+        *fetched, counts, sums = self._runtime.fetch([*more, self.device_counts, self.device_sums])
+        counts_3, (high, low), steps_4 = counts.split(_COUNT_SIZES)
+        totals, lowest, highest, _ = sums.split(_SUM_SIZES)
+        rewards = RewardSums.read(counts_3, totals, lowest, highest)
+        rewards.tokens = int(high) * _CARRY + int(low)
+        return fetched, rewards, StepCounts(*steps_4.tolist())
+
     def read(self) -> RewardSums:
         """Return the open sums of this process."""
-        return _read(*self._runtime.fetch([self.device_counts, self.device_sums]))[0]
+        return self._fetch()[1]
 
     def tokens_so_far(self) -> int:
         """Return the number of tokens trained on so far. All processes take part."""
@@ -143,8 +144,7 @@ class StepStatistics:
         Args:
             loss_sum_1: The sum of losses since the last log.
         """
-        loss, *vectors = self._runtime.fetch([loss_sum_1, self.device_counts, self.device_sums])
-        rewards, steps = _read(*vectors)
+        (loss,), rewards, steps = self._fetch(loss_sum_1)
         metrics = {"num_tokens": self.num_tokens, "open": vars(rewards)}
         part = {"metrics": metrics, "open_loss": loss.item(), "nonfinite": vars(steps)}
         return over_processes(self._accelerator, part)
@@ -185,7 +185,7 @@ class StepStatistics:
     @torch.no_grad()
     def add_loss(self, loss: torch.Tensor) -> None:
         """Add the loss of a micro-batch, a scalar, to the step's losses."""
-        if self.skips_nonfinite:
+        if self.limit:
             self._losses_1 = self._losses_1 + loss
 
     @torch.no_grad()
@@ -200,9 +200,10 @@ class StepStatistics:
         Returns:
             The sum of losses, without this step's loss if the step is nonfinite.
         """
-        if not self.skips_nonfinite:
+        if not self.limit:
             return loss_sum_1
-        finite_1 = torch.isfinite(self._losses_1 if self.has_scaler else self._losses_1 + norm)
+        # a loss scaler causes infinite gradients, and skips their updates itself
+        finite_1 = torch.isfinite(self._losses_1 if self._has_scaler else self._losses_1 + norm)
         self._losses_1 = torch.zeros_like(self._losses_1)
         if self._accelerator is not None and self._accelerator.num_processes > 1:  # losses differ between processes
             finite_1 = self._accelerator.reduce((~finite_1).int()) == 0
@@ -212,7 +213,7 @@ class StepStatistics:
         self.device_counts = torch.cat([*counts, _count_step(steps_4, finite_1, self.limit)])
         self.device_sums = torch.cat([*sums, loss_1])
         self.is_finite_1 = finite_1
-        if not self.has_scaler:
+        if not self._has_scaler:
             self._runtime.skip_update_unless(finite_1[0], unwrap(optimizer))
         return loss_1
 
@@ -227,19 +228,13 @@ class StepStatistics:
     # ---- a log
 
     def close(
-        self,
-        loss_sum_1: torch.Tensor,
-        grad_norm: torch.Tensor | float | None,
-        learning_rate: float,
-        step: int,
-        steps: int,
+        self, loss_sum_1: torch.Tensor, grad_norm: torch.Tensor | float | None, step: int, steps: int
     ) -> tuple[dict[str, float], float, StepCounts]:
         """Read the open sums and reset them.
 
         Args:
             loss_sum_1: The sum of losses since the last log.
             grad_norm: Gradient norm of the last step; None after an epoch without a step.
-            learning_rate: The learning rate to log.
             step: The current step.
             steps: Number of steps since the last log.
 
@@ -247,8 +242,7 @@ class StepStatistics:
             Metrics to log, the sum of losses since the last log, and the counts of steps since then.
         """
         norm = grad_norm if isinstance(grad_norm, torch.Tensor) else torch.tensor(float(grad_norm or 0.0))
-        loss, norm, *vectors = self._runtime.fetch([loss_sum_1, norm, self.device_counts, self.device_sums])
-        own_rewards, counted = _read(*vectors)
+        (loss, norm), own_rewards, counted = self._fetch(loss_sum_1, norm)
         per_process = over_processes(self._accelerator, (loss.item(), own_rewards))
         loss_sum = sum(loss for loss, _ in per_process) / len(per_process)
         rewards = sum((sums for _, sums in per_process), RewardSums())
@@ -257,7 +251,6 @@ class StepStatistics:
         logs = {"loss": loss_sum / finite} if finite else {}
         if grad_norm is not None and not counted.in_a_row:
             logs["grad_norm"] = norm.item()
-        logs["learning_rate"] = learning_rate
         self.num_tokens += rewards.tokens
         if self.num_tokens:  # a user-defined loss counts no tokens
             logs["num_tokens"] = self.num_tokens
@@ -269,7 +262,7 @@ class StepStatistics:
             logs["compiled_programs"] = programs
         if (memory := self._runtime.peak_memory(self._device)) is not None:
             logs["memory_gib"] = memory / GiB
-        if self.skips_nonfinite:
+        if self.limit:
             logs["nonfinite"] = counted.nonfinite
         return logs, loss_sum, counted
 
@@ -278,8 +271,7 @@ class StepStatistics:
 
         Call this after the last step, in all processes. The open sums of rewards are kept.
         """
-        loss, *vectors = self._runtime.fetch([loss_sum_1, self.device_counts, self.device_sums])
-        rewards, counted = _read(*vectors)
+        (loss,), rewards, counted = self._fetch(loss_sum_1)
         self._reset(counted, rewards)
         self.run_tokens = self.tokens_so_far() - self._earlier_tokens
         return loss.item(), counted
@@ -315,15 +307,6 @@ class StepStatistics:
     def scale(self) -> RewardScale | None:
         """Mean and standard deviation of rewards in the last evaluation, or else on the last training rows."""
         return self.evaluated or scale_of(sum(self._windows, RewardSums()), "the last rows of training")
-
-
-def _read(counts: torch.Tensor, sums: torch.Tensor) -> tuple[RewardSums, StepCounts]:
-    """Return the rewards and the steps in the fetched vectors of `StepStatistics`."""
-    counts_3, (high, low), steps_4 = counts.split(_COUNT_SIZES)
-    totals, lowest, highest, _ = sums.split(_SUM_SIZES)
-    rewards = RewardSums.read(counts_3, totals, lowest, highest)
-    rewards.tokens = int(high) * _CARRY + int(low)
-    return rewards, StepCounts(*steps_4.tolist())
 
 
 def _add_batch(

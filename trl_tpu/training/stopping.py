@@ -1,7 +1,6 @@
 """Early stops and extra saves of a run (SIGTERM, time limit, save interval), votes of ranks, comparison of hosts."""
 
 import contextlib
-import logging
 import os
 import signal
 import threading
@@ -9,7 +8,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
@@ -21,8 +19,6 @@ from ..checkpoint.identity import changes
 from ..data.length_stats import is_prepared, length_stats
 from ..errors import NOT_SAVED, UNFINISHED, UserError
 from ..runtime import Runtime, Value
-
-logger = logging.getLogger(__name__)
 
 _STOPS = ("should_training_stop", "should_epoch_stop")
 _DECISIONS = ("should_log", "should_save", "should_evaluate", *_STOPS)
@@ -66,12 +62,7 @@ class HostAgreement:
         return self._runtime.all_gather_object(value)
 
     def decide(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        requests: Mapping[str, bool],
-        now: bool = False,
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, requests: Mapping[str, bool]
     ) -> dict[str, bool]:
         """Combine the decisions of all processes: each decision and request that any process has applies to all.
 
@@ -82,20 +73,21 @@ class HostAgreement:
             state: The trainer's state.
             control: The trainer's control; the combined decisions are set in it.
             requests: Further requests of this process by name.
-            now: Vote even if no vote is due. All processes must pass the same value.
 
         Returns:
             The combined requests.
         """
         if self.count == 1:
             return dict(requests)
-        is_due = now or self._is_due(args, state)
-        self._last_decided = state.global_step
-        if not is_due:
+        step, scheduled = state.global_step, DefaultFlowCallback().on_step_end(args, state, TrainerControl())
+        # all processes share arguments and counters, and all act or end an epoch before a second call in a step
+        is_due = step >= self._steps.next or step == self._last_decided
+        self._last_decided = step
+        if not is_due and not any(getattr(scheduled, name) for name in _DECISIONS):
             self.postpone(control, _DECISIONS)
             return dict.fromkeys(requests, False)
         ballot = {name: getattr(control, name) or name in self._postponed for name in _DECISIONS} | {**requests}
-        votes = self._steps.exchange(state.global_step, ballot)
+        votes = self._steps.exchange(step, ballot)
         decided = {name: any(vote[name] for vote in votes) for name in ballot}
         for name in _DECISIONS:
             setattr(control, name, decided[name])
@@ -121,14 +113,6 @@ class HostAgreement:
             self._postponed.update(name for name in names if getattr(control, name))
             for name in names:
                 setattr(control, name, False)
-
-    def _is_due(self, args: TrainingArguments, state: TrainerState) -> bool:
-        """Return whether to vote now. Only arguments and counters that all processes share affect the result."""
-        # the second call in the same step is at the end of the epoch
-        if state.global_step >= self._steps.next or self._last_decided == state.global_step:
-            return True
-        scheduled = DefaultFlowCallback().on_step_end(args, state, TrainerControl())
-        return any(getattr(scheduled, name) for name in _DECISIONS)
 
 
 class _Votes:
@@ -203,7 +187,7 @@ def end_forks_by_sigterm() -> None:
 class Preemption(ExportableState):
     """Early stops and extra saves of a run: after a SIGTERM, at a time limit, at intervals between saves.
 
-    Each process notes its requests at the end of a step. All processes then decide on them in a vote.
+    All processes decide on the requests of each in a vote, at the end of a step.
 
     Args:
         time_limit: Maximum duration of one `train()`; None for no limit.
@@ -214,7 +198,7 @@ class Preemption(ExportableState):
         is_preempted: Whether this process has received SIGTERM.
         interrupts_evaluations: Whether a SIGTERM ends the current evaluation by `EvaluationInterrupted`; the step is
             saved then.
-        requests: Requests of this process at the end of the last step.
+        saved_step: Step of the last save that was started.
     """
 
     stopped_by: str | None
@@ -225,9 +209,8 @@ class Preemption(ExportableState):
         self.start()
 
     def start(self) -> None:
-        """Begin to train: reset the clocks and requests."""
-        self.stopped_by, self.is_preempted, self.interrupts_evaluations, self._saved_step = None, False, False, -1
-        self.requests = dict.fromkeys((SIGTERM, TIME_LIMIT, SAVE_INTERVAL), False)
+        """Begin to train: reset the clocks."""
+        self.stopped_by, self.is_preempted, self.interrupts_evaluations, self.saved_step = None, False, False, -1
         self._started = self._last_save = time.monotonic()
 
     @contextlib.contextmanager
@@ -257,15 +240,6 @@ class Preemption(ExportableState):
         finally:
             signal.signal(signal.SIGTERM, before)
 
-    def note_step(self, step: int, max_steps: int) -> None:
-        """Note this process's requests at the end of ``step``."""
-        trained, unsaved = (timedelta(seconds=time.monotonic() - start) for start in (self._started, self._last_save))
-        self.requests = {
-            SIGTERM: self.is_preempted,
-            TIME_LIMIT: trained >= self._time_limit and step < max_steps,
-            SAVE_INTERVAL: unsaved >= self._save_interval,
-        }
-
     def decide(
         self, agreement: HostAgreement, args: TrainingArguments, state: TrainerState, control: TrainerControl
     ) -> bool:
@@ -274,14 +248,20 @@ class Preemption(ExportableState):
         Returns:
             Whether a checkpoint of this step must be saved.
         """
-        requests = agreement.decide(args, state, control, self.requests)
+        trained, unsaved = (timedelta(seconds=time.monotonic() - start) for start in (self._started, self._last_save))
+        own_requests = {
+            SIGTERM: self.is_preempted,
+            TIME_LIMIT: trained >= self._time_limit and state.global_step < state.max_steps,
+            SAVE_INTERVAL: unsaved >= self._save_interval,
+        }
+        requests = agreement.decide(args, state, control, own_requests)
         if self.stopped_by is not None:  # second call in the last step, at the end of its epoch
             control.should_log = control.should_evaluate = control.should_save = False
             return True
         reason = next((name for name in (SIGTERM, TIME_LIMIT) if requests[name]), None)
         if reason is not None:
             self.stop(reason, args, state, control)
-        control.should_save |= requests[SAVE_INTERVAL] and not self.has_saved(state.global_step)
+        control.should_save |= requests[SAVE_INTERVAL] and self.saved_step != state.global_step
         return reason is not None or requests[SAVE_INTERVAL]
 
     def stop(self, reason: str, args: TrainingArguments, state: TrainerState, control: TrainerControl) -> None:
@@ -289,9 +269,7 @@ class Preemption(ExportableState):
         self.stopped_by = reason
         if float(state.epoch or 0).is_integer():
             DefaultFlowCallback().on_epoch_end(args, state, control)
-        if reason == SIGTERM and control.should_evaluate:
-            control.should_evaluate = False
-            logger.warning("The evaluation at step %s is skipped, to save and stop in time.", state.global_step)
+        control.should_evaluate &= reason != SIGTERM  # an evaluation would take too long
         control.should_save = control.should_training_stop = True
 
     def state(self) -> dict[str, Any]:
@@ -303,11 +281,7 @@ class Preemption(ExportableState):
 
     def note_save(self, step: int) -> None:
         """Note that a save of ``step`` was started."""
-        self._saved_step, self._last_save = step, time.monotonic()
-
-    def has_saved(self, step: int) -> bool:
-        """Return whether a save of ``step`` was started."""
-        return self._saved_step == step
+        self.saved_step, self._last_save = step, time.monotonic()
 
 
 def check_alike(runs: Sequence[Mapping[str, Any]]) -> None:
@@ -329,16 +303,6 @@ def check_alike(runs: Sequence[Mapping[str, Any]]) -> None:
             f"All hosts must train the same run, but {'; '.join(faults[:8])}. Start the same command on every host, "
             "with the same data and an output_dir that all hosts share."
         )
-
-
-def describe_run(args: Any, eval_dataset: Any, resume: str | bool | None) -> dict[str, Any]:
-    """Return further values that must be equal on all hosts of a mesh: mesh, evaluation data and checkpoints."""
-    return {
-        "mesh": str(args.mesh_shape),
-        "eval data": digest(eval_dataset),
-        "the checkpoint to resume from": Path(resume).name if isinstance(resume, str) else bool(resume),
-        "the checkpoints": sorted(path.name for path in Path(str(args.output_dir)).glob("checkpoint-*")),
-    }
 
 
 def digest(dataset: Any) -> Any:
