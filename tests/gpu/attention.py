@@ -12,8 +12,7 @@ import decoders
 import torch
 
 from trl_tpu.modeling import forward
-from trl_tpu.modeling.packability import use_tree_masks
-from trl_tpu.modeling.segments import tree_layout
+from trl_tpu.modeling.attention import tree_layout, use_tree_masks
 from trl_tpu.packing.pack import pack_unpadded
 from trl_tpu.runtime import current
 

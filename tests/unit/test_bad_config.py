@@ -57,7 +57,7 @@ EMPTY = Dataset.from_dict({"chosen": [], "rejected": []})
 BAD_ARGUMENTS: dict[str, tuple[dict[str, Any], str]] = {
     "no tokenizer to be found": ({"processing_class": None}, "`processing_class`"),
     "no training data": ({"train_dataset": None}, "`train_dataset`"),
-    "all splits to train on": ({"train_dataset": DatasetDict({"train": PAIRS, "test": PAIRS})}, "train_dataset.*test"),
+    "all splits to train on": ({"train_dataset": DatasetDict({"train": PAIRS, "test": PAIRS})}, "DatasetDict"),
     "a file as output_dir": ({"settings": {"output_dir": __file__}}, "output_dir must be a folder.*test_bad_config"),
     "one empty evaluation set of two": ({"eval_dataset": {"full": PAIRS, "hollow": EMPTY}}, "hollow"),
     "neither model nor model_init": ({"model": None}, "`model`.*`model_init`"),
@@ -72,7 +72,6 @@ BAD_ARGUMENTS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "an unknown pad token": ({"settings": {"pad_token": "<nope>"}}, "`pad_token`.*<nope>"),
     "frozen weights that the model lacks": ({"settings": {"frozen_parameters": "lm_head"}}, "frozen_parameters="),
-    "all weights frozen": ({"settings": {"frozen_parameters": "."}}, "frozen_parameters="),
     "a mesh for other devices": ({"settings": {"mesh": "data=2,fsdp=4"}}, "data=2.*fsdp=4"),
     "two URLs": ({"settings": {"output_dir": "file:///one", "output_url": "file:///two"}}, "output_dir.*output_url"),
     "neither pad nor eos token": (

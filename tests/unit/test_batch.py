@@ -22,8 +22,8 @@ from trl_tpu.compat.old_trl import RewardDataCollatorWithPadding
 from trl_tpu.data.collate import BatchCollator, ComparisonRule, Part
 from trl_tpu.data.kinds import Rankings, Solutions
 from trl_tpu.data.trl_dict import DataCollatorForPreference, DictCollator, batches_in
+from trl_tpu.modeling.attention import use_tree_masks
 from trl_tpu.modeling.losses import Loss, batch_loss
-from trl_tpu.modeling.packability import use_tree_masks
 from trl_tpu.modeling.static_shapes import use_expanded_attention
 from trl_tpu.packing.batch import Batch, micro_batches_of
 from trl_tpu.packing.pack import pack, pack_unpadded, pad

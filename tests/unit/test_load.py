@@ -1,7 +1,6 @@
 """Models and tokenizers are loaded and aligned as by TRL 1.16's trainer, and the user's tokenizer is kept."""
 
 import json
-import logging
 import re
 import shutil
 from pathlib import Path
@@ -183,11 +182,10 @@ def test_weights_other_than_the_head_must_be_in_the_files(kind: str, tmp_path: P
 
 
 @pytest.mark.parametrize("part", ["bert.encoder.layer.0.output.LayerNorm.weight", "bert.pooler.dense.bias"])
-def test_encoders_may_lack_a_pooler_but_no_part_of_one(part: str, tmp_path: Path, caplog: Any) -> None:
+def test_encoders_may_lack_a_pooler_but_no_part_of_one(part: str, tmp_path: Path) -> None:
     config = {"hidden_size": 8, "num_attention_heads": 2, "num_hidden_layers": 1, "intermediate_size": 16}
     model = transformers.BertForPreTraining(BertConfig(vocab_size=260, **config))
     load.load_model(save_with(tmp_path, model, {"bert.pooler.dense.weight": None, "bert.pooler.dense.bias": None}))
-    assert re.search(r"bert\.pooler\.\S+ +\| MISSING", caplog.text) and "classifier." not in caplog.text
     with pytest.raises(UserError, match=re.escape(part)):
         load.load_model(save_with(tmp_path, model, {part: None}))
     electra = transformers.ElectraForPreTraining(ElectraConfig(vocab_size=260, embedding_size=8, **config))
@@ -238,25 +236,10 @@ def test_head_that_cannot_be_read_is_rejected(changes: dict[str, Any], file: str
 
 def test_adapters_without_their_head_are_rejected(tmp_path: Path) -> None:
     base = save_with(tmp_path / "base", Qwen2ForCausalLM(tiny_config()), {})
-    for name, config in (("plain", peft.LoraConfig()), ("lm", peft.LoraConfig(task_type="CAUSAL_LM"))):
-        peft.get_peft_model(Qwen2ForCausalLM.from_pretrained(base), config).save_pretrained(tmp_path / name)
+    peft.get_peft_model(Qwen2ForCausalLM.from_pretrained(base), peft.LoraConfig()).save_pretrained(tmp_path / "plain")
     with pytest.raises(UserError, match=r"score\.weight"):
         load_adapted_model(str(tmp_path / "plain"), num_labels=1)
     assert load.load_model(str(tmp_path / "plain")).base_model.model.score.weight.shape[0] == 1  # trains a new head
-    with pytest.raises(UserError, match="task_type='CAUSAL_LM'"):
-        load.load_model(str(tmp_path / "lm"))
-
-
-@pytest.mark.parametrize("in_files", [False, True])
-def test_report_omits_the_new_head_alone(in_files: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    model = Qwen2ForCausalLM(tiny_config())
-    load.load_model(save_with(tmp_path, model, {}), in_files=in_files)
-    plain, changes = caplog.text, {"model.layers.0.extra.weight": torch.zeros(3)}
-    load.load_model(save_with(tmp_path, model, changes), in_files=in_files)
-    assert "MISSING" not in caplog.text and "layers.0.extra.weight | UNEXPECTED" in caplog.text.removeprefix(plain)
-    with pytest.raises(UserError, match=r"lacks 1 weights .* model\.norm\.weight"):
-        load.load_model(save_with(tmp_path, model, {"model.norm.weight": None}), in_files=in_files)
-    assert not logging.getLogger("transformers.modeling_utils").filters
 
 
 def test_incomplete_backbone_loads_equally_eager_or_streamed(tmp_path: Path) -> None:

@@ -6,13 +6,11 @@ from typing import Any
 import peft
 import pytest
 import torch
-import transformers
 from decoders import (
     FAMILIES,
     KNOWN_PAIRS,
     PAD,
     PROMPT,
-    TINY,
     Pairs,
     StayInFloat64,
     drawn_pair,
@@ -36,8 +34,8 @@ from transformers.masking_utils import (
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from trl_tpu.modeling import forward
-from trl_tpu.modeling.packability import PROVEN_TYPES, check_packing_is_exact, use_tree_masks
-from trl_tpu.modeling.segments import flash_in_segments, tree_layout
+from trl_tpu.modeling.attention import flash_in_segments, tree_layout, use_tree_masks
+from trl_tpu.modeling.packability import PROVEN_TYPES, check_packing_is_exact
 from trl_tpu.modeling.static_shapes import ExpansionImpossible, use_expanded_attention, window_of
 from trl_tpu.packing.pack import TreeLayout, pack, pack_unpadded
 from trl_tpu.packing.shapes import BatchShape, ShapePlan
@@ -235,13 +233,13 @@ def test_only_causal_mask_functions_are_expanded(rule: Any, window: Any) -> None
 
 def test_models_with_other_attention_are_rejected_with_the_reason() -> None:
     sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "num_local_experts": 2}
-    others = {
-        "dropout": random_decoder("Llama", attention_dropout=0.1),
-        "linear_attention": random_decoder("Qwen2", layer_types=["linear_attention", "full_attention"]),
-        "sinks": AutoModelForSequenceClassification.from_config(GptOssConfig(vocab_size=9, **sizes)),
-    }
-    for reason, model in others.items():
-        with pytest.raises(ExpansionImpossible, match=reason):
+    others = (
+        random_decoder("Llama", attention_dropout=0.1),
+        random_decoder("Qwen2", layer_types=["linear_attention", "full_attention"]),
+        AutoModelForSequenceClassification.from_config(GptOssConfig(vocab_size=9, **sizes)),
+    )
+    for model in others:
+        with pytest.raises(ExpansionImpossible, match=type(model).__name__):
             use_expanded_attention(model)
     model = random_decoder("GPT-2, learned positions", attn_pdrop=0.5).train()
     use_expanded_attention(model)
@@ -251,6 +249,3 @@ def test_models_with_other_attention_are_rejected_with_the_reason() -> None:
     flex.config._attn_implementation = "flex_attention"
     with pytest.raises(ValueError, match="flex_attention"):
         use_tree_masks(flex)
-    causal = transformers.LlamaForCausalLM(transformers.LlamaConfig(**TINY))
-    with pytest.raises(ValueError, match="LlamaForCausalLM"):
-        packed(causal, in_rows(KNOWN_PAIRS, BatchShape(2, 64)))

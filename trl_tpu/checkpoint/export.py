@@ -26,7 +26,6 @@ from ..compat.transformers4 import add_transformers4_names
 from ..config.reward_config import is_url
 from ..errors import UserError
 from ..modeling.adapters import adapter_weights, empty_adapters, load_adapted_model
-from ..modeling.classifier import load_classifier
 from ..modeling.head_spec import (
     BASE_CONFIG,
     HeadSpec,
@@ -37,7 +36,7 @@ from ..modeling.head_spec import (
     set_reward_normalization,
     write_head_spec,
 )
-from ..modeling.heads import model_without_weights
+from ..modeling.heads import load_classifier, model_without_weights
 from ..modeling.load import load_tokenizer
 from ..runtime.native import Runtime
 from .folders import MANIFEST_FILE, STAGING_FOLDER, atomic_folder, find_faults, local_copy

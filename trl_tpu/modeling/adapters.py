@@ -18,9 +18,8 @@ from transformers import AutoTokenizer, BitsAndBytesConfig, PreTrainedModel
 
 from ..compat.transformers4 import add_transformers4_names
 from ..errors import UserError, explaining
-from .classifier import load_classifier
 from .head_spec import BASE_CONFIG, ONE_REWARD, HeadSpec, find_file, hub_settings
-from .heads import CODE_FILE
+from .heads import CODE_FILE, load_classifier
 
 if TYPE_CHECKING:
     from peft import LoraConfig, PeftConfig, PeftModel
@@ -52,15 +51,10 @@ def get_peft_config(model_args: "ModelConfig") -> "LoraConfig | None":
 
 
 def read_peft_config(fields: Mapping[str, Any], task_type: str) -> "PeftConfig":
-    """Make a peft configuration from its fields. Defaults: LoRA, and the given `task_type`.
+    """Make a peft configuration from its fields. Defaults: LoRA, and the given `task_type`."""
+    from peft import get_peft_config
 
-    Raises:
-        UserError: peft does not accept the fields.
-    """
-    import peft
-
-    with explaining(f"`peft_config` {dict(fields)} is not a peft configuration", "Correct its fields."):
-        return peft.get_peft_config({"peft_type": "LORA", "task_type": task_type, **fields})
+    return get_peft_config({"peft_type": "LORA", "task_type": task_type, **fields})
 
 
 def get_quantization_config(model_args: "ModelConfig") -> BitsAndBytesConfig | None:
@@ -120,15 +114,14 @@ def add_adapters(
         The model with its adapters.
 
     Raises:
-        UserError: The model already has adapters, or peft cannot add these.
+        UserError: The model already has adapters.
     """
     from peft import get_peft_model
 
     if is_peft_model(model):
         raise UserError(
-            "The model already has adapters, and `peft_config` (`--use_peft`) would add others. Leave `peft_config` "
-            "out to train the existing adapters, or merge them first (`model.merge_and_unload()`) and pass the merged "
-            "model."
+            "The model already has adapters, and `peft_config` (`--use_peft`) would add others. Leave it out to train "
+            "the existing adapters, or merge them first (`model.merge_and_unload()`)."
         )
     peft_config = copy.deepcopy(peft_config)
     if added_tokens:
@@ -137,10 +130,7 @@ def add_adapters(
         given = peft_config.exclude_modules or []
         given = [given] if isinstance(given, str) else [rf"(.*\.)?{re.escape(name)}" for name in given]
         peft_config.exclude_modules = "|".join([*given, *(rf"{re.escape(name)}(\..*)?" for name in excluded)])
-    fix = "Correct it (on a command line, the `--lora_` flags); a reward model's task_type is 'SEQ_CLS'."
-    with explaining(f"{type(model).__name__} cannot have the adapters of peft_config", fix), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "`is_gradient_checkpointing`")  # peft reads transformers' former name
-        adapted: Any = get_peft_model(model, peft_config)
+    adapted: Any = get_peft_model(model, peft_config)
     for name, parameter in [*adapted.named_parameters()]:
         if "modules_to_save" in name and isinstance(shard := parameter.detach(), DTensor):
             module, _, leaf = name.rpartition(".")  # FSDP2 does not manage peft's copy of a module: unshard it
@@ -174,20 +164,14 @@ def load_adapted_model(folder: str, outputs: HeadSpec = ONE_REWARD, **kwargs: An
             be new.
 
     Raises:
-        UserError: A file is broken or names a missing file or model, a weight is missing, or the adapters are not for
-            classifiers.
+        UserError: A file is broken or names a missing file or model, or a weight is missing.
     """
     import peft
 
-    task = outputs.task_type
     is_trainable = kwargs.pop("is_trainable", False)
     with explaining(f"{folder} cannot be loaded as a reward model"):
         where = hub_settings(kwargs)
         config = peft.PeftConfig.from_pretrained(folder, **where)
-        if config.task_type not in (None, task):
-            raise UserError(
-                f"The adapters in {folder} have task_type={config.task_type!r}; a reward model's is {task!r}."
-            )
         settings = kwargs | {"revision": config.revision}
         base, info = load_classifier(str(config.base_model_name_or_path), replace(outputs, attributes={}), **settings)
         if find_file(folder, "tokenizer_config.json", **where):
@@ -197,7 +181,6 @@ def load_adapted_model(folder: str, outputs: HeadSpec = ONE_REWARD, **kwargs: An
                 base.resize_token_embeddings(tokens)
         with warnings.catch_warnings():
             warnings.filterwarnings("error", "Found missing adapter keys")
-            warnings.filterwarnings("ignore", "`is_gradient_checkpointing`")
             adapted: Any = peft.PeftModel.from_pretrained(base, folder, is_trainable=is_trainable, **kwargs)
     trained = () if is_trainable else tuple(adapter_weights(adapted))
     random = sorted(key for key in info["missing_keys"] if not any(name.endswith(f".{key}") for name in trained))

@@ -34,7 +34,6 @@ from .adapters import (
     without_adapters,
     write_attribute_weights,
 )
-from .classifier import remove_offload_hooks
 from .head_spec import (
     ONE_REWARD,
     HeadSpec,
@@ -44,6 +43,7 @@ from .head_spec import (
     set_inference_metadata,
     write_head_spec,
 )
+from .heads import remove_offload_hooks
 from .load import (
     disable_dropout_in_model,
     freeze,
@@ -68,23 +68,18 @@ def default_folder(model: Any) -> str:
     return "-".join(part for part in (name.rstrip("/").split("/")[-1], "Reward") if part)
 
 
-def check_arguments(model: Any, model_init: Any, train_dataset: Any, max_steps: int) -> None:
+def check_arguments(model: Any, model_init: Any, train_dataset: Any) -> None:
     """Reject trainer arguments that are missing or exclude each other.
 
     Raises:
-        UserTypeError: `train_dataset` is not a dataset. The message lists the splits of a `DatasetDict`.
-        UserError: Any other argument is missing or conflicts with another.
+        UserTypeError: `train_dataset` is missing, or several datasets.
+        UserError: Not exactly one of `model` and `model_init` is given.
     """
     if (model is None) == (model_init is None):
         raise UserError("The trainer needs either `model` or `model_init`, and not both.")
-    if train_dataset is None:
-        raise UserError("`train_dataset` is required: pass a `Dataset` or `IterableDataset`.")
     if not isinstance(train_dataset, Dataset | IterableDataset):
-        hint = f" Pick a split: {', '.join(train_dataset)}." if isinstance(train_dataset, Mapping) else ""
         kind = type(train_dataset).__name__
-        raise UserTypeError(f"`train_dataset` must be a `Dataset` or `IterableDataset`, got `{kind}`.{hint}")
-    if isinstance(train_dataset, IterableDataset) and max_steps < 1:
-        raise UserError(f"`train_dataset` is a stream, so max_steps must be 1 or more; it is {max_steps}.")
+        raise UserTypeError(f"`train_dataset` must be a `Dataset` or `IterableDataset`, got `{kind}`.")
 
 
 def build_reward_model(
@@ -123,8 +118,7 @@ def build_reward_model(
         is_sharded = args.shards_over_processes and not kwargs.keys() & {"distributed_config", "quantization_config"}
         if is_sharded and _receives_weights(args, peft_config):
             kwargs["device_map"] = "meta"
-        mesh = args.mesh_shape if is_sharded else None
-        model = load_model(name, outputs, in_files=in_files, mesh=mesh, **kwargs)
+        model = load_model(name, outputs, in_files=in_files, **kwargs)
         if is_peft_model(model):  # `name` is a folder of saved adapters, possibly with a tokenizer
             in_files, attribute_weights = False, read_attribute_weights(model) or HeadSpec.saved(name).attributes
             if processing_class is None and find_file(name, "tokenizer_config.json", **hub_settings(kwargs)):

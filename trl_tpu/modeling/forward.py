@@ -222,7 +222,7 @@ def run_packed(model: nn.Module, batch: Batch[torch.Tensor], **kwargs: Any) -> I
         kwargs: Further arguments of the model.
 
     Raises:
-        UserError: If the model has no `score` head, or did not ask for a mask.
+        UserError: The model did not ask for a mask.
     """
     ids_RL = batch.input_ids_RL
     # A mask without padding: without any mask, models search position ids for sequence starts, a read from the device.
@@ -243,12 +243,8 @@ def record_scores(model: nn.Module) -> None:
     """Install hooks that record each token's scores, and make them the model's outputs, while it reads packed rows.
 
     FSDP2 reduces gradients only if the loss uses the outputs of a module that it shards.
-
-    Raises:
-        UserError: The model has no `score` head.
     """
-    if (head := find_score_head(model)) is None:
-        raise UserError(f"{type(model).__name__} has no `score` head to read the rewards of packed rows from.")
+    head: Any = find_score_head(model)
     if _record_scores not in head._forward_hooks.values():  # a second hook would change a traced program
         head.register_forward_hook(_record_scores)
         base = next((module for module in model.modules() if isinstance(module, PreTrainedModel)), model)

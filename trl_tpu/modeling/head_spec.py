@@ -60,7 +60,7 @@ def wrap_forward(module: nn.Module, function: Callable[..., Any], *first: Any) -
     if not is_wrapped(module, function):
         forward = module.forward
         module.forward = partial(function, forward, *first)
-        module.forward.__wrapped__ = forward  # type: ignore[attr-defined]  # `check_unmodified` inspects it
+        module.forward.__wrapped__ = forward  # type: ignore[attr-defined]  # `user_code_in` inspects it
 
 
 def is_wrapped(module: nn.Module, function: Callable[..., Any]) -> bool:
@@ -201,15 +201,11 @@ def fold_attributes(model: PreTrainedModel, outputs: HeadSpec) -> None:
     """Replace a model's attribute outputs by one output, their weighted sum, for programs that read one reward.
 
     The score head must be linear, as in transformers. Models without attributes keep their weights.
-
-    Raises:
-        UserError: The model has attributes, but no `score` head.
     """
     write_head_spec(model.config, replace(outputs, attributes={}))
     if not outputs.attributes:
         return
-    if (head := find_score_head(model)) is None:
-        raise UserError(f"{type(model).__name__} has no `score` head to fold attribute_weights into.")
+    head: Any = find_score_head(model)
     weights_A = torch.tensor(outputs.weights, dtype=torch.float64)
     for parameter in head.parameters():
         parameter.data = (weights_A @ parameter.data.double())[None].to(parameter.dtype)
@@ -304,7 +300,4 @@ def saved_config(model: str | Path) -> dict[str, Any]:
 def saved_scale(model: str | Path) -> RewardScale | None:
     """Return the reward scale in a saved config; None unless it has a mean and a positive standard deviation."""
     config = saved_config(model)
-    mean, std = config.get("mean"), config.get("std")
-    if not isinstance(mean, int | float) or not isinstance(std, int | float) or not std > 0:
-        return None
-    return RewardScale(float(mean), float(std))
+    return RewardScale(config["mean"], config["std"]) if config.get("std", 0) > 0 else None

@@ -9,17 +9,17 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 from transformers import AddedToken, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 from transformers.utils import find_adapter_config_file
 
 from .. import runtime
 from ..config.reward_config import RewardConfig
 from ..errors import UserError, explaining
-from ..parallel.mesh import MeshShape
-from ..parallel.shard import parameter_pattern
+from ..parallel.shard import parameter_pattern, trial_mode
 from .adapters import load_adapted_model
-from .classifier import load_classifier
 from .head_spec import ONE_REWARD, HeadSpec, hub_settings
+from .heads import load_classifier
 
 logger = logging.getLogger(__name__)
 
@@ -164,7 +164,6 @@ def load_model(
     outputs: HeadSpec = ONE_REWARD,
     *,
     in_files: bool = False,
-    mesh: MeshShape | None = None,
     is_trainable: bool = True,
     **kwargs: Any,
 ) -> PreTrainedModel:
@@ -176,7 +175,7 @@ def load_model(
     Args:
         name: A Hub id or folder.
         outputs: The head specification of the model.
-        in_files, mesh: See `load_classifier`.
+        in_files: See `load_classifier`.
         is_trainable: Whether to load for training. Otherwise the head must be in the checkpoint.
         **kwargs: Arguments of ``from_pretrained``. ``dtype`` defaults to float32.
 
@@ -191,14 +190,12 @@ def load_model(
     kwargs["num_labels"] = num_labels
     runtime.current().fit_loading_arguments(kwargs)
     with explaining(f"{name} cannot be loaded as a reward model"):
-        if name.startswith((".", "/", "~")) and not Path(name).is_dir():
-            raise FileNotFoundError("this folder does not exist")
         adapters = find_adapter_config_file(name, **hub_settings(kwargs))
     if adapters is not None:
         if kwargs.get("device_map") == "meta":  # peft reads weights: all processes load
             kwargs.pop("device_map")
         return load_adapted_model(name, outputs, is_trainable=is_trainable, **kwargs)
-    model, info = load_classifier(name, outputs, in_files=in_files, mesh=mesh, **kwargs)
+    model, info = load_classifier(name, outputs, in_files=in_files, **kwargs)
     if info["missing_keys"] and not is_trainable:
         raise UserError(
             f"{name} is not a saved reward model: it lacks {sorted(info['missing_keys'])}, so its rewards would be "
@@ -260,26 +257,20 @@ def freeze(model: nn.Module, pattern: str | None) -> None:
     """Freeze the parameters whose names contain a match of ``pattern``; None freezes none.
 
     Raises:
-        UserError: The pattern matches no trainable parameter, or all of them.
+        UserError: The pattern matches no trainable parameter.
     """
     if pattern is None:
         return
-    names: dict[nn.Parameter, list[str]] = {}  # a tied parameter has several names
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        if parameter.requires_grad:
-            names.setdefault(parameter, []).append(name)
-    frozen = [parameter for parameter, aliases in names.items() if any(re.search(pattern, name) for name in aliases)]
-    if len(frozen) in (0, len(names)):
-        kinds = dict.fromkeys(parameter_pattern(name) for aliases in names.values() for name in aliases)
-        raise UserError(
-            f"frozen_parameters={pattern!r} matches the names of {'all' if frozen else 'no'} trainable parameters: "
-            f"{', '.join(kinds)}. Set a regular expression that matches some of them."
-        )
+    named = model.named_parameters(remove_duplicate=False)  # a tied parameter has several names
+    trainable = [(name, parameter) for name, parameter in named if parameter.requires_grad]
+    frozen = [parameter for name, parameter in trainable if re.search(pattern, name)]
+    if not frozen:
+        names = ", ".join(dict.fromkeys(parameter_pattern(name) for name, _ in trainable))
+        raise UserError(f"frozen_parameters={pattern!r} matches no trainable parameter. Choose from {names}.")
     for parameter in frozen:
         parameter.requires_grad_(False)
 
 
-@torch.no_grad()
 def unread_towers(model: PreTrainedModel) -> list[str]:
     """Return the names of the parts of a multimodal model that text does not reach, such as its vision tower.
 
@@ -287,24 +278,14 @@ def unread_towers(model: PreTrainedModel) -> list[str]:
     """
     if model.config.get_text_config() is model.config:
         return []
-    read, names = set[str](), {module: name for name, module in model.named_modules()}
-    parts = {names[part]: part for part in model.base_model.children() if any(True for _ in part.parameters())}
-    hooks = [
-        module.register_forward_pre_hook(lambda *_, name=name: read.add(name))
-        for name, part in parts.items()
-        for module in part.modules()
-    ]
     special = {value for name, value in model.config.to_dict().items() if name.endswith(("_token_id", "_token_index"))}
     embeddings: Any = model.get_input_embeddings()  # other weights may be in files
     ids = torch.tensor([[token for token in range(32) if token not in special][:4]], device=embeddings.weight.device)
-    was_training = model.training
-    try:
-        model.eval()(input_ids=ids, attention_mask=torch.ones_like(ids))
-    finally:
-        model.train(was_training)
-        for hook in hooks:
-            hook.remove()
-    return [name for name in parts if name not in read]
+    called = set[nn.Module]()
+    with trial_mode(model), register_module_forward_pre_hook(lambda module, _: called.add(module)):
+        model(input_ids=ids, attention_mask=torch.ones_like(ids))
+    unread = {part for part in model.base_model.children() if called.isdisjoint(part.modules())}
+    return [name for name, part in model.named_modules() if part in unread and any(True for _ in part.parameters())]
 
 
 def freeze_towers(model: nn.Module, names: Sequence[str]) -> None:

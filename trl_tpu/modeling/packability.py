@@ -2,9 +2,6 @@
 
 import copy
 import inspect
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -13,8 +10,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten
 from transformers import PreTrainedModel
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask_function
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.masking_utils import causal_mask_function
 
 from ..data.collate import BatchCollator, PackSequences
 from ..data.kinds import Pairs
@@ -23,19 +19,11 @@ from ..packing.batch import Batch
 from ..packing.pack import TreeLayout, pack, pack_unpadded, pad
 from ..packing.read_order import CONTEXT
 from ..packing.shapes import CHUNK, BatchShape, ShapePlan
-from ..parallel.shard import has_no_weights
+from ..parallel.shard import has_no_weights, trial_mode
 from . import forward
 from .adapters import without_adapters
-from .forward import (
-    OURS,
-    MaskRule,
-    PackingImpossible,
-    read_scores,
-    reading,
-    record_scores,
-    register_attention,
-    run_packed,
-)
+from .attention import use_tree_masks
+from .forward import MaskRule, PackingImpossible, read_scores, reading, record_scores, run_packed
 from .head_spec import find_score_head
 from .recurrent_layers import (
     cache_parameter,
@@ -45,7 +33,6 @@ from .recurrent_layers import (
     use_tree_states,
     without_kernels,
 )
-from .segments import use_segments
 
 # largest relative difference between float32 sums of the same numbers in two orders
 _ROUNDING = 2e-5
@@ -69,48 +56,34 @@ PROVEN_TYPES = frozenset(
 )
 
 
-def check_unmodified(model: nn.Module) -> None:
-    """Check that ``model`` computes rewards by library code only, with a linear head.
+def user_code_in(model: nn.Module) -> str | None:
+    """Return why rewards may not come from library code alone with a linear head; None if they do.
 
-    Called before training and whenever a collator is made.
+    A forward or a hook may be user code, the head may be missing or more than a linear layer, or adapters may do more
+    than change the activations of each token independently. Called before training and whenever a collator is made.
 
     Args:
         model: A sequence classifier, possibly with adapters.
-
-    Raises:
-        PackingImpossible: A forward or a hook is user code, the head is missing or more than a linear layer, or
-            adapters do more than change the activations of each token independently.
     """
     for config in getattr(model, "peft_config", {}).values():
         if config.peft_type not in _TOKEN_WISE_ADAPTERS:
-            kind = config.peft_type.value
-            raise PackingImpossible(f"adapters of the kind {kind} may add tokens to a token row or mix its tokens")
+            return f"adapters of the kind {config.peft_type.value} may add tokens to a token row or mix its tokens"
     for name, module in model.named_modules():
         where = f"{type(module).__name__} ({name})" if name else type(module).__name__
         if not _is_library_code(module.forward):
-            raise PackingImpossible(f"the forward of {where} is not library code, and packed rows would bypass it")
+            return f"the forward of {where} is not library code, and packed rows would bypass it"
         hooks = [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]
         if not all(map(_is_library_code, hooks)):
-            raise PackingImpossible(
-                f"{where} has a forward hook that is not library code: it may read or change padded rows"
-            )
+            return f"{where} has a forward hook that is not library code: it may read or change padded rows"
     base = without_adapters(model)
     head = find_score_head(base)
     if head is None:
-        raise PackingImpossible(f"{type(base).__name__} has no `score` head")
+        return f"{type(base).__name__} has no `score` head"
     while not isinstance(head, nn.Linear):
         inner = getattr(head, "base_layer", None) or getattr(head, "original_module", None)
         if inner is None:
-            raise PackingImpossible(f"the `score` head is a {type(head).__name__} instead of a linear layer")
+            return f"the `score` head is a {type(head).__name__} instead of a linear layer"
         head = inner
-
-
-def user_code_in(model: PreTrainedModel) -> str | None:
-    """Return a description of user code that computes rewards in ``model``; None if there is none."""
-    try:
-        check_unmodified(model)
-    except PackingImpossible as obstacle:
-        return str(obstacle)
     return None
 
 
@@ -127,7 +100,6 @@ def _is_library_code(function: Any) -> bool:
     return is_library and (wrapped is None or _is_library_code(wrapped))
 
 
-@torch.no_grad()
 def reads_padding(model: nn.Module, pad_token_id: int) -> bool:
     """Return whether the rewards of a tiny batch change with more padding.
 
@@ -142,7 +114,7 @@ def reads_padding(model: nn.Module, pad_token_id: int) -> bool:
     rows = [Pairs().with_answers(pair) for pair in ([ids[:9], ids[5:9]], [ids[3:10], ids[8:14]])]
     rewards = []
     try:
-        with _in_eval_mode(model):
+        with trial_mode(model):
             for multiple in (1, 16):
                 batch = DataCollatorForPreference(pad_token_id, multiple)(rows)
                 inputs = {name: tensor.to(parameter.device) for name, tensor in batch.items()}
@@ -150,16 +122,6 @@ def reads_padding(model: nn.Module, pad_token_id: int) -> bool:
     except Exception:  # user code may raise anything for unexpected inputs
         return True
     return not _are_close(*rewards)
-
-
-@contextmanager
-def _in_eval_mode(model: nn.Module) -> Iterator[None]:
-    was_training = model.training
-    try:
-        model.eval()
-        yield
-    finally:
-        model.train(was_training)
 
 
 def _are_close(values: torch.Tensor, expected: torch.Tensor) -> bool:
@@ -188,7 +150,8 @@ def make_packable(
         PackingImpossible: The model has no `score` head, runs user code, makes its own masks, or computes different
             rewards in packed rows.
     """
-    check_unmodified(model)
+    if (obstacle := user_code_in(model)) is not None:
+        raise PackingImpossible(obstacle)
     base = without_adapters(model)
     config: Any = base.config.get_text_config()
     from_transformers = type(base).__module__.startswith("transformers.models.")
@@ -202,40 +165,6 @@ def make_packable(
     record_scores(model)
 
 
-def use_tree_masks(model: PreTrainedModel) -> None:
-    """Let ``model`` build and use masks for packed rows, with the same attention implementation.
-
-    Padded batches get the same masks as before.
-
-    Raises:
-        PackingImpossible: The implementation takes neither a mask per query and key nor segments, such as flex
-            attention, or the model has its own attention code.
-    """
-    name = model.config._attn_implementation
-    if name.startswith(OURS):
-        return
-    mask_function = ALL_MASK_ATTENTION_FUNCTIONS.get(name)
-    if mask_function is None or name.startswith("flex"):
-        raise PackingImpossible(
-            f"packed rows need attention that takes a mask, but the model uses {name!r}. Load it with "
-            "`attn_implementation=` 'sdpa' or 'eager'"
-        )
-    if name == "sdpa" or "flash" in name:
-        use_segments(model, name, mask_function)
-    else:
-        register_attention(model, name, mask_function, ALL_ATTENTION_FUNCTIONS.get(name, _eager_attention))
-    if not model.config._attn_implementation.startswith(OURS):
-        raise PackingImpossible(f"{type(model).__name__} does not attend through transformers' attention interface")
-
-
-def _eager_attention(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """Call the "eager" attention function of the file that defines the module's class, or a parent class."""
-    files = (sys.modules[cls.__module__] for cls in type(module).__mro__)
-    eager = next(eager for file in files if (eager := getattr(file, "eager_attention_forward", None)))
-    return eager(module, *args, **kwargs)
-
-
-@torch.no_grad()
 def check_packing_is_exact(
     model: nn.Module, pad_token_id: int, is_unpadded: bool, device: torch.device, dtype: torch.dtype
 ) -> None:
@@ -269,10 +198,10 @@ def check_packing_is_exact(
     hidden_size = base.config.get_text_config().hidden_size
     padded: dict[str, torch.Tensor] = {}
     try:
-        with _in_eval_mode(model):
+        with trial_mode(model):
             for layer in layers if is_unpadded and forward.few_kernels(device) else []:
                 _check_layer(layer, hidden_size, layouts, device, dtype)
-        with _in_eval_mode(model), without_kernels(base):
+        with trial_mode(model), without_kernels(base):
             base.set_attn_implementation(attention)
             use_tree_masks(base)  # raises before anything is computed
             for layer in layers:

@@ -213,6 +213,7 @@ def _zero_padding(x_RM: torch.Tensor, index_RM: torch.Tensor) -> torch.Tensor:
 _HEADS = "tensor"  # the mesh axis that heads are sharded over
 
 _KERNEL_LAYERS = {"full_attention", "sliding_attention"}
+_SUPPORTED = "expanded rows need causal attention, full or in windows, without dropout, sinks and position biases"
 
 
 class ExpansionImpossible(UserError):
@@ -261,7 +262,7 @@ def expanded_masks(plain: Any, batch: Batch[torch.Tensor], rule: MaskRule, *args
     if batch.expansion is None:
         return tree_masks(plain, batch, rule, *args, **kwargs)
     if kwargs.get("use_vmap"):
-        raise ExpansionImpossible("A layer's mask is the model's own rule; the attention kernels do not support it.")
+        raise ExpansionImpossible(f"A layer's mask: {_SUPPORTED}.")
     return ExpandedAttention(ExpandedRows(*batch.expansion), window_of(rule, batch.input_ids_RL.shape[1]))
 
 
@@ -283,10 +284,7 @@ def window_of(rule: MaskRule, length: int) -> int | None:
     queries = sorted({0, length // 2, length - 1, *range(max(window - 2, 0), min(window + 2, length))})
     query_Q1 = torch.tensor(queries)[:, None]
     if not torch.equal(visible(queries), (keys <= query_Q1) & (keys > query_Q1 - window)):
-        raise ExpansionImpossible(
-            "A layer's mask is neither causal nor a causal sliding window, but in chunks or in both directions; the "
-            "attention kernels do not support it."
-        )
+        raise ExpansionImpossible(f"A layer's mask: {_SUPPORTED}.")
     return None if window == length else window
 
 
@@ -308,19 +306,10 @@ def attention_with_softcap(
 
 def _check_kernel(module: nn.Module, dropout: float = 0.0, **kwargs: Any) -> None:
     """Raise ExpansionImpossible for a layer's arguments that the attention kernels do not support."""
-    obstacles = {
-        "its attention dropout is not 0": dropout > 0,
-        "its attention is bidirectional": kwargs.get("is_causal", getattr(module, "is_causal", True)) is False,
-        "it has attention sinks": kwargs.get("s_aux") is not None,
-        "it has position biases": kwargs.get("position_bias") is not None,
-    }
-    _raise_obstacle(module, obstacles)
-
-
-def _raise_obstacle(module: nn.Module, obstacles: dict[str, bool]) -> None:
-    for obstacle, is_present in obstacles.items():
-        if is_present:
-            raise ExpansionImpossible(f"{type(module).__name__} cannot attend in expanded rows: {obstacle}.")
+    is_causal = kwargs.get("is_causal", getattr(module, "is_causal", True))
+    biases = kwargs.get("s_aux"), kwargs.get("position_bias")
+    if dropout > 0 or is_causal is False or biases != (None, None):
+        raise ExpansionImpossible(f"{type(module).__name__}: {_SUPPORTED}.")
 
 
 def use_expanded_attention(model: PreTrainedModel) -> None:
@@ -333,11 +322,9 @@ def use_expanded_attention(model: PreTrainedModel) -> None:
             support. The first forward raises if the obstacle does not show in the config.
     """
     config: Any = model.config.get_text_config()
-    unsupported = set(getattr(config, "layer_types", None) or ()) - _KERNEL_LAYERS
-    obstacles = {
-        f"it has layers of {', '.join(sorted(map(str, unsupported)))}": bool(unsupported),
-        "its attention dropout is not 0": bool(getattr(config, "attention_dropout", 0)),
-        "it has attention sinks": any(name.endswith(".sinks") for name, _ in model.named_parameters()),
-    }
-    _raise_obstacle(model, obstacles)
+    other_layers = set(getattr(config, "layer_types", None) or ()) - _KERNEL_LAYERS
+    has_sinks = any(name.endswith(".sinks") for name, _ in model.named_parameters())
+    has_dropout = bool(getattr(config, "attention_dropout", 0))
+    if other_layers or has_sinks or has_dropout:
+        raise ExpansionImpossible(f"{type(model).__name__}: {_SUPPORTED}.")
     register_attention(model, "expanded", static_sdpa_mask, attention_with_softcap, expanded_masks)

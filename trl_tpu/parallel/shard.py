@@ -193,6 +193,19 @@ def has_no_weights(model: nn.Module) -> bool:
     return any(parameter.is_meta for parameter in model.parameters())
 
 
+@contextmanager
+def trial_mode(model: nn.Module) -> Iterator[None]:
+    """Let ``model`` compute in evaluation mode and without gradients while the context is open."""
+    training = [module for module in model.modules() if module.training]
+    try:
+        with torch.no_grad():
+            model.eval()
+            yield
+    finally:
+        for module in training:
+            module.training = True
+
+
 def _tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: tensor.detach() for name, tensor in (*model.named_parameters(), *model.named_buffers())}
 
@@ -249,12 +262,9 @@ class _Trial:
         self._ids_BL = torch.arange(8 * next(_lengths)).view(8, -1) % vocabulary
         self._expected = self._rewards(model)
 
-    @torch.no_grad()
     def _rewards(self, model: nn.Module) -> torch.Tensor:
-        training = [module for module in model.modules() if module.training]
-        outputs = model.eval()(input_ids=self._ids_BL.to(_base_of(model).device), use_cache=False)
-        for module in training:
-            module.training = True
+        with trial_mode(model):
+            outputs = model(input_ids=self._ids_BL.to(_base_of(model).device), use_cache=False)
         return full_tensor(outputs.logits).cpu()
 
     def check(self, model: nn.Module, mesh: MeshShape) -> None:

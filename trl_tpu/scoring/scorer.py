@@ -17,13 +17,13 @@ from ..data.collate import BatchCollator, ComparisonRule, PackSequences, Part
 from ..data.kinds import Answers
 from ..errors import UserError
 from ..modeling.adapters import is_peft_model, without_adapters
+from ..modeling.attention import tree_layout
 from ..modeling.forward import PackingImpossible, rewards_of
 from ..modeling.head_spec import HeadSpec, RewardScale, keep_heads_in_float32, saved_scale
 from ..modeling.load import load_model, load_tokenizer
 from ..modeling.model_shape import learned_positions, position_groups
 from ..modeling.packability import make_packable
 from ..modeling.recurrent_layers import shared_chunk
-from ..modeling.segments import tree_layout
 from ..modeling.static_shapes import use_static_shapes
 from ..packing.batch import Batch
 from ..packing.pack import TREE_BY_TREE, TreeLayout, in_order, pack, pack_unpadded, pad

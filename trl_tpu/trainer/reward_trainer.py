@@ -118,7 +118,7 @@ class RewardTrainer(EvaluatingTrainer):
             max_length, quantization_config = quantization_config, None
         if tokenizer is not None:
             processing_class = upgrade_processing_class(processing_class, tokenizer)
-        building.check_arguments(model, model_init, train_dataset, getattr(args, "max_steps", -1))
+        building.check_arguments(model, model_init, train_dataset)
         args = upgrade_args(args or self._trl_tpu_config(building.default_folder(model)), RewardConfig, max_length)
         optimizer, schedule = optimizers or (None, None)
         self._check_settings(args, model, optimizer, eval_dataset)

@@ -23,13 +23,13 @@ from ..data.loader import sizes_by_prompt
 from ..data.trl_dict import DataCollatorForPreference, DictCollator
 from ..errors import UserError
 from ..modeling.adapters import without_adapters
+from ..modeling.attention import tree_layout
 from ..modeling.forward import PackingImpossible
 from ..modeling.head_spec import keep_heads_in_float32
 from ..modeling.layers import find_layers
 from ..modeling.model_shape import outgrows_positions
 from ..modeling.packability import make_packable, reads_padding, user_code_in
 from ..modeling.recurrent_layers import shared_chunk
-from ..modeling.segments import tree_layout
 from ..modeling.static_shapes import ExpansionImpossible, use_expanded_attention, use_static_shapes
 from ..packing.pack import TreeLayout, pack, pack_unpadded, pad
 from ..packing.shapes import RowLengths, ShapePlan, ShapePlanner, attention_crossover_length, bucket_lengths, round_up

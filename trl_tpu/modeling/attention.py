@@ -1,6 +1,10 @@
-"""Attention of unpadded rows in one call per layer without a mask: on a GPU, many small kernels would be slow."""
+"""Attention of a model that reads packed rows, by its own attention function with masks or in segments.
+
+Segments attend in one call per layer without a mask: on a GPU, many small kernels would be slow.
+"""
 
 import re
+import sys
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -10,14 +14,14 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.masking_utils import causal_mask_function
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, causal_mask_function
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..packing.batch import Batch, Segments
 from ..packing.pack import TreeLayout
 from ..runtime.varlen import varlen_attention, varlen_error
 from . import forward
-from .forward import OURS, Attention, MaskRule, Masks, Outputs, PackedAttention, register_attention, tree_masks
+from .forward import OURS, MaskRule, Masks, Outputs, PackedAttention, PackingImpossible, register_attention, tree_masks
 from .recurrent_layers import carries_states
 from .static_shapes import ExpansionImpossible, window_of
 
@@ -38,7 +42,7 @@ class InSegments(PackedAttention):
     segments: Segments[torch.Tensor]
     window: int | None
 
-    def attend(self, plain: Attention, module: nn.Module, *states_BNLD: Any, **kwargs: Any) -> Outputs:
+    def attend(self, plain: Callable[..., Outputs], module: nn.Module, *states_BNLD: Any, **kwargs: Any) -> Outputs:
         key_K, query_starts, key_starts, max_queries, max_keys = self.segments
         dtype = _autocast_dtype(key_K.device, states_BNLD[-1].dtype)  # rotary embeddings give float32 under autocast
         query, key, value = (state.to(dtype) for state in states_BNLD)
@@ -106,19 +110,46 @@ def flash_in_segments(name: str, module: Any, *args: Any, **kwargs: Any) -> Outp
 
 
 def reject_masks(*_: Any, **__: Any) -> Any:
-    raise forward.PackingImpossible(
+    raise PackingImpossible(
         "Flash attention takes no mask, but this layer's rule or these rows need one. Load the model with "
         "attn_implementation='sdpa', or set packing=False."
     )
 
 
-def use_segments(model: PreTrainedModel, name: str, masks: Masks) -> None:
-    """Let ``model`` attend in segments by sdpa or by flash attention ``name``, and with ``masks`` in other rows."""
+def use_tree_masks(model: PreTrainedModel) -> None:
+    """Let ``model`` build and use masks for packed rows, with the same attention implementation.
+
+    Padded batches get the same masks as before.
+
+    Raises:
+        PackingImpossible: The implementation takes neither a mask per query and key nor segments, such as flex
+            attention, or the model has its own attention code.
+    """
+    name = model.config._attn_implementation
+    if name.startswith(OURS):
+        return
+    masks = ALL_MASK_ATTENTION_FUNCTIONS.get(name)
+    if masks is None or name.startswith("flex"):
+        raise PackingImpossible(
+            f"packed rows need attention that takes a mask, but the model uses {name!r}. Load it with "
+            "`attn_implementation=` 'sdpa' or 'eager'"
+        )
     if name == "sdpa":
         register_attention(model, name, masks, sdpa_in_segments, partial(segment_masks, tree_masks))
-    else:
+    elif "flash" in name:
         attend, ours = partial(flash_in_segments, name), _FLASH + re.sub(r"flash|\W", "", name)
         register_attention(model, ours, masks, attend, partial(segment_masks, reject_masks))
+    else:
+        register_attention(model, name, masks, ALL_ATTENTION_FUNCTIONS.get(name, _eager_attention))
+    if not model.config._attn_implementation.startswith(OURS):
+        raise PackingImpossible(f"{type(model).__name__} does not attend through transformers' attention interface")
+
+
+def _eager_attention(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Call the "eager" attention function of the file that defines the module's class, or a parent class."""
+    files = (sys.modules[cls.__module__] for cls in type(module).__mro__)
+    eager = next(eager for file in files if (eager := getattr(file, "eager_attention_forward", None)))
+    return eager(module, *args, **kwargs)
 
 
 def tree_layout(
