@@ -80,7 +80,7 @@ def get_kbit_device_map() -> dict[str, int] | None:
     return {"": PartialState().local_process_index} if torch.cuda.is_available() else None
 
 
-def reads_base_weights(peft_config: "PeftConfig") -> bool:
+def reads_base_weights(peft_config: "PeftConfig | None") -> bool:
     """Return whether initializing the adapters reads the base model's weights (PiSSA, OLoRA, LoftQ, DoRA, ...)."""
     starts_plain = getattr(peft_config, "init_lora_weights", True) in (True, False, "gaussian")
     return not starts_plain or getattr(peft_config, "use_dora", False)

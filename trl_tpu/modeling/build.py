@@ -23,17 +23,7 @@ from ..data.length_stats import is_prepared, length_stats
 from ..data.tokenize import prepare_preference_dataset
 from ..errors import UserError, UserTypeError
 from ..parallel.shard import of_first_process, place_model, plan_model
-from .adapters import (
-    add_adapters,
-    is_peft_model,
-    prepare_adapters,
-    read_attribute_weights,
-    read_peft_config,
-    reads_base_weights,
-    warn_if_head_is_frozen,
-    without_adapters,
-    write_attribute_weights,
-)
+from . import adapters, load
 from .head_spec import (
     ONE_REWARD,
     HeadSpec,
@@ -44,17 +34,6 @@ from .head_spec import (
     write_head_spec,
 )
 from .heads import remove_offload_hooks
-from .load import (
-    disable_dropout_in_model,
-    freeze,
-    freeze_towers,
-    get_config_model_id,
-    load_model,
-    load_processing_class,
-    load_tokenizer,
-    set_special_tokens,
-    unread_towers,
-)
 from .model_shape import learned_positions
 
 logger = logging.getLogger(__name__)
@@ -64,7 +43,7 @@ _SAMPLED_ANSWERS = 100  # answers whose last tokens are checked before training
 
 def default_folder(model: Any) -> str:
     """Name the folder that a trainer without `args` writes to: ``{model name}-Reward``, as in TRL."""
-    name = model if isinstance(model, str) else get_config_model_id(getattr(model, "config", None))
+    name = model if isinstance(model, str) else load.get_config_model_id(getattr(model, "config", None))
     return "-".join(part for part in (name.rstrip("/").split("/")[-1], "Reward") if part)
 
 
@@ -102,9 +81,8 @@ def build_reward_model(
     outputs = HeadSpec.for_settings(args)
     files: dict[str, Any] = {"trust_remote_code": args.trust_remote_code}
     name, in_files = model, False
-    attribute_weights: Mapping[str, float] = read_attribute_weights(model) if is_peft_model(model) else {}
     if isinstance(peft_config, Mapping):
-        peft_config = read_peft_config(peft_config, outputs.task_type)
+        peft_config = adapters.read_peft_config(peft_config, outputs.task_type)
     if isinstance(name, str):
         init_kwargs: Any = args.model_init_kwargs or {}  # a dict: the config has parsed text
         kwargs = files | init_kwargs
@@ -114,15 +92,18 @@ def build_reward_model(
                 raise UserError("`quantization_config` is set twice, as an argument and in `model_init_kwargs`.")
             kwargs["quantization_config"] = quantization_config
         # On an SPMD mesh, weights go straight from their files to their shards, unless adapters need them on the host.
-        in_files = runtime.current().is_spmd and not (peft_config is not None and reads_base_weights(peft_config))
-        is_sharded = args.shards_over_processes and not kwargs.keys() & {"distributed_config", "quantization_config"}
-        if is_sharded and _receives_weights(args, peft_config):
+        in_files = runtime.current().is_spmd and not adapters.reads_base_weights(peft_config)
+        # Process 0 sends the others their shards, so that a host holds one copy. With a `tensor` axis all load: torch
+        # splits the rows of a weight over two axes only from a whole weight.
+        receives = args.shards_over_processes and args.process_index > 0 and args.mesh_shape.tensor == 1
+        is_plain = not kwargs.keys() & {"distributed_config", "quantization_config"}
+        if receives and is_plain and not adapters.reads_base_weights(peft_config):
             kwargs["device_map"] = "meta"
-        model = load_model(name, outputs, in_files=in_files, **kwargs)
-        if is_peft_model(model):  # `name` is a folder of saved adapters, possibly with a tokenizer
-            in_files, attribute_weights = False, read_attribute_weights(model) or HeadSpec.saved(name).attributes
+        model = load.load_model(name, outputs, in_files=in_files, **kwargs)
+        if adapters.is_peft_model(model):  # `name` is a folder of saved adapters, possibly with a tokenizer
+            in_files = False
             if processing_class is None and find_file(name, "tokenizer_config.json", **hub_settings(kwargs)):
-                processing_class = load_tokenizer(name, **files)
+                processing_class = load.load_tokenizer(name, **files)
     else:
         ignored = {"model_init_kwargs": args.model_init_kwargs, "quantization_config": quantization_config}
         for setting, value in ignored.items():
@@ -135,51 +116,44 @@ def build_reward_model(
                 "`AutoPeftModelForSequenceClassification.from_pretrained(..., is_trainable=True)`, or pass the name "
                 "of their folder as `model`."
             )
-    base = without_adapters(model)
+    base = adapters.without_adapters(model)
     check_num_labels(base, outputs)
-    if attribute_weights:
-        write_head_spec(base.config, HeadSpec(attribute_weights))
+    if adapters.is_peft_model(model):
+        saved = HeadSpec.saved(name).attributes if isinstance(name, str) else {}
+        if attribute_weights := adapters.read_attribute_weights(model) or saved:
+            write_head_spec(base.config, HeadSpec(attribute_weights))
     if not outputs == HeadSpec.of(base.config) == ONE_REWARD:
         write_head_spec(base.config, outputs, keeps_weights=args.attribute_weights is None)
-    tokenizer = load_processing_class(model, processing_class, **files)
-    tokenizer, added_tokens = set_special_tokens(model, tokenizer, args)
+    tokenizer = load.load_processing_class(model, processing_class, **files)
+    tokenizer, added_tokens = load.set_special_tokens(model, tokenizer, args)
     unread: list[str] = []
     if not args.train_unread_towers:
-        find = partial(unread_towers, base)
+        find = partial(load.unread_towers, base)
         unread = find() if in_files else of_first_process(find, base, args.shards_over_processes) or []
-        freeze_towers(base, unread)
+        load.freeze_towers(base, unread)
     if in_files:  # before the adapters: peft puts them on the device of the base weights
         place_model(model, plan_model(model, args.mesh_shape, args.sharding_rules), runtime.current(), args.device)
         remove_offload_hooks(model)
     if peft_config is not None:
-        model = add_adapters(model, peft_config, added_tokens, excluded=unread)
-    if is_peft_model(model):
-        prepare_adapters(model, gradient_checkpointing=bool(args.activation_checkpointing))
-        write_attribute_weights(model, HeadSpec.of(base.config).attributes)
-        warn_if_head_is_frozen(model)
-    freeze(model, args.frozen_parameters)
+        model = adapters.add_adapters(model, peft_config, added_tokens, excluded=unread)
+    if adapters.is_peft_model(model):
+        adapters.prepare_adapters(model, gradient_checkpointing=bool(args.activation_checkpointing))
+        adapters.write_attribute_weights(model, HeadSpec.of(base.config).attributes)
+        adapters.warn_if_head_is_frozen(model)
+    load.freeze(model, args.frozen_parameters)
     if args.disable_dropout:
-        disable_dropout_in_model(model)
+        load.disable_dropout_in_model(model)
     set_inference_metadata(base.config)
     if args.shards_over_processes:  # only process 0 has drawn new weights
         torch.set_rng_state(of_first_process(torch.get_rng_state, base, shares=True))
     return model, tokenizer
 
 
-def _receives_weights(args: RewardConfig, peft_config: Any) -> bool:
-    """Return whether this process gets its shards from process 0 and loads no weights, so that a host holds one copy.
-
-    With a `tensor` axis all processes load: torch splits the rows of a weight over two axes only from a whole weight.
-    """
-    reads_values = peft_config is not None and reads_base_weights(peft_config)
-    return args.mesh_shape.tensor == 1 and args.process_index > 0 and not reads_values
-
-
 def with_attribute_order(model: Any, args: RewardConfig) -> RewardConfig:
     """Return ``args`` with attributes in the order of the model's outputs."""
     if not (names := args.attributes):
         return args
-    order = [*HeadSpec.of(without_adapters(model).config).attributes]
+    order = [*HeadSpec.of(adapters.without_adapters(model).config).attributes]
     if order != names:
         args, places = copy.copy(args), [names.index(name) for name in order]
         for name in ("attributes", "attribute_weights", "attribute_loss_weights"):

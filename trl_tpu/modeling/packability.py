@@ -20,19 +20,11 @@ from ..packing.pack import TreeLayout, pack, pack_unpadded, pad
 from ..packing.read_order import CONTEXT
 from ..packing.shapes import CHUNK, BatchShape, ShapePlan
 from ..parallel.shard import has_no_weights, trial_mode
-from . import forward
+from . import forward, recurrent_layers
 from .adapters import without_adapters
 from .attention import use_tree_masks
 from .forward import MaskRule, PackingImpossible, read_scores, reading, record_scores, run_packed
 from .head_spec import find_score_head
-from .recurrent_layers import (
-    cache_parameter,
-    carries_states,
-    has_rule,
-    restore_layer_forwards,
-    use_tree_states,
-    without_kernels,
-)
 
 # largest relative difference between float32 sums of the same numbers in two orders
 _ROUNDING = 2e-5
@@ -159,7 +151,7 @@ def make_packable(
     is_proven = from_transformers and config.model_type in PROVEN_TYPES and not is_bidirectional
     if is_proven or has_no_weights(model):  # without weights there is no trial
         use_tree_masks(base)
-        use_tree_states(base)
+        recurrent_layers.use_tree_states(base)
     else:
         check_packing_is_exact(model, pad_token_id, is_unpadded, device, dtype)
     record_scores(model)
@@ -187,21 +179,21 @@ def check_packing_is_exact(
     chosen, rows = base.config._attn_implementation, _tiny_batch(pad_token_id)
     attention = "sdpa" if "flash" in chosen else chosen  # flash attention has no float32
     length, chunk = 32, 1
-    if is_recurrent := use_tree_states(base):
+    if is_recurrent := recurrent_layers.use_tree_states(base):
         rows += _pairs_at_chunk_boundaries(base, pad_token_id)
         length, chunk = 2048, CHUNK
     # only the rows that the run uses: planned rows have padding, and pass recurrent states on in another way
     planned = partial(pack, plan=ShapePlan((BatchShape(2, length),), chunk=chunk))
     unpadded = partial(pack_unpadded, attention_crossover_length=100, layout=TreeLayout(is_recurrent=is_recurrent))
     layouts: tuple[PackSequences, ...] = (pad, unpadded if is_unpadded else planned)
-    layers = {type(part): part for part in base.modules() if carries_states(part)}.values()
+    layers = {type(part): part for part in base.modules() if recurrent_layers.carries_states(part)}.values()
     hidden_size = base.config.get_text_config().hidden_size
     padded: dict[str, torch.Tensor] = {}
     try:
         with trial_mode(model):
             for layer in layers if is_unpadded and forward.few_kernels(device) else []:
                 _check_layer(layer, hidden_size, layouts, device, dtype)
-        with trial_mode(model), without_kernels(base):
+        with trial_mode(model), recurrent_layers.without_kernels():
             base.set_attn_implementation(attention)
             use_tree_masks(base)  # raises before anything is computed
             for layer in layers:
@@ -227,7 +219,7 @@ def check_packing_is_exact(
         use_tree_masks(base)
     except Exception as error:  # the model's code may raise anything for unexpected inputs
         base.set_attn_implementation(chosen)
-        restore_layer_forwards(base)
+        recurrent_layers.restore_layer_forwards(base)
         if isinstance(error, PackingImpossible):
             raise
         raise PackingImpossible(f"{name} fails on packed rows ({type(error).__name__}: {error})") from error
@@ -280,7 +272,7 @@ def _check_layer(
         for layout in layouts
     )
 
-    no_cache = {cache_parameter(inspect.signature(type(layer).forward)): None}
+    no_cache = {recurrent_layers.cache_parameter(inspect.signature(type(layer).forward)): None}
 
     def read(batch: Batch[torch.Tensor]) -> dict[str, torch.Tensor]:
         leaf, in_dtype = vectors.clone().requires_grad_(), torch.autocast(device.type, dtype, dtype.itemsize == 2)
@@ -292,7 +284,7 @@ def _check_layer(
         return {"outputs": read_SH.detach(), "gradients": gradient[prefix[:-CONTEXT]]}
 
     expected, found, lost = read(padded), read(packed), None
-    if dtype.itemsize == 2 and (order := packed.read_order) is not None and has_rule(layer):
+    if dtype.itemsize == 2 and (order := packed.read_order) is not None and recurrent_layers.has_rule(layer):
         no_state_N = torch.full_like(order.state_N, sum(rows for rows, _ in order.groups[: order.paths]))
         lost = read(replace(packed, read_order=order._replace(state_N=no_state_N)))
     for quantity, values in expected.items():

@@ -46,6 +46,7 @@ import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+from transformers.utils.output_capturing import CompileableContextVar
 
 from ..packing.batch import Batch, ReadOrder
 from ..packing.shapes import CHUNK
@@ -58,6 +59,8 @@ INITIAL_STATES = frozenset({"initial_state", "initial_states"})
 # `cache` since transformers 5.24
 _CACHE_PARAMETERS = ("cache", "cache_params", "past_key_values")
 _MASK_PARAMETERS = ("attention_mask", "conv_mask")
+# set while installed kernels are not used: they run on GPUs only, and some take no float32
+_WITHOUT_KERNELS = CompileableContextVar("without_kernels")
 
 
 def carries_states(module: nn.Module) -> bool:
@@ -125,15 +128,15 @@ def _functions_of(forward: FunctionType) -> dict[str, tuple[Any, FunctionType, f
     return functions
 
 
-def _forward_of(layer: nn.Module, scans: bool, has_kernels: bool) -> Callable[..., Any]:
+def _forward_of(layer: nn.Module, scans: bool) -> Callable[..., Any]:
     """Return a copy of a layer's forward with other globals: all models share the family's module.
 
     Args:
         layer: The layer.
         scans: Whether `_scan` calls the layer's rules.
-        has_kernels: Whether to use installed kernels. They run on GPUs only, and some take no float32.
     """
-    return MethodType(_with_other_functions(inspect.unwrap(type(layer).forward), scans, has_kernels), layer)
+    forward, has_kernels = inspect.unwrap(type(layer).forward), _WITHOUT_KERNELS.get() is None
+    return MethodType(_with_other_functions(forward, scans, has_kernels), layer)
 
 
 @lru_cache
@@ -169,7 +172,7 @@ def use_tree_states(model: nn.Module) -> bool:
     """
     layers = [module for module in model.modules() if carries_states(module)]
     for layer in layers:
-        wrap_forward(layer, _read_packed, layer, inspect.signature(layer.forward), True)
+        wrap_forward(layer, _read_packed, layer, inspect.signature(layer.forward))
     return bool(layers)
 
 
@@ -181,17 +184,13 @@ def restore_layer_forwards(model: nn.Module) -> None:
 
 
 @contextmanager
-def without_kernels(model: nn.Module) -> Iterator[None]:
+def without_kernels() -> Iterator[None]:
     """Let layers that `use_tree_states` prepared compute without installed kernels while the context is open."""
-    layers: list[Any] = [module for module in model.modules() if is_wrapped(module, _read_packed)]
-    forwards = [layer.forward for layer in layers]
-    for layer in layers:
-        layer.forward = partial(_read_packed, *layer.forward.args[:-1], False)
+    outside = _WITHOUT_KERNELS.set(True)
     try:
         yield
     finally:
-        for layer, forward in zip(layers, forwards, strict=True):
-            layer.forward = forward
+        _WITHOUT_KERNELS.reset(outside)
 
 
 def recompute_in_same_batch(model: nn.Module) -> None:
@@ -205,29 +204,23 @@ def recompute_in_same_batch(model: nn.Module) -> None:
             module._gradient_checkpointing_func = partial(_checkpoint_in_batch, checkpoint)  # type: ignore[assignment]
 
 
-def _checkpoint_in_batch(
-    checkpoint: Callable[..., Any], forward: Callable[..., Any], *args: Any, **kwargs: Any
-) -> Any:
-    return checkpoint(partial(_call_in_batch, current_packed_batch(), forward), *args, **kwargs)
+def _checkpoint_in_batch(checkpoint: Callable[..., Any], forward: Callable[..., Any], *args: Any) -> Any:
+    batch = current_packed_batch()
 
+    def forward_in_batch(*args: Any) -> Any:
+        with reading(batch):
+            return forward(*args)
 
-def _call_in_batch(batch: Batch[Any] | None, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    with reading(batch):
-        return forward(*args, **kwargs)
+    return checkpoint(forward_in_batch, *args)
 
 
 def _read_packed(
-    forward: Callable[..., Any],
-    layer: nn.Module,
-    signature: inspect.Signature,
-    has_kernels: bool,
-    *args: Any,
-    **kwargs: Any,
+    forward: Callable[..., Any], layer: nn.Module, signature: inspect.Signature, *args: Any, **kwargs: Any
 ) -> Any:
     """Read packed rows with a recurrent layer; read other batches by its ``forward``."""
     batch = current_packed_batch()
     if batch is None:
-        return (forward if has_kernels else _forward_of(layer, False, False))(*args, **kwargs)
+        return (forward if _WITHOUT_KERNELS.get() is None else _forward_of(layer, False))(*args, **kwargs)
     shape = batch.input_ids_RL.shape
     select, states, restore = _by_chunks(batch) if batch.read_order is None else _in_order(batch.read_order, shape)
     arguments = {
@@ -235,7 +228,7 @@ def _read_packed(
         for name, value in arguments_of(signature, args, kwargs).items()
         if name not in _MASK_PARAMETERS
     }
-    return tree_map(restore, _forward_of(layer, True, has_kernels)(**arguments | {cache_parameter(signature): states}))
+    return tree_map(restore, _forward_of(layer, True)(**arguments | {cache_parameter(signature): states}))
 
 
 class _Arrangement(NamedTuple):
