@@ -16,15 +16,11 @@ from ..errors import UserError
 from ..runtime import PartitionSpec, Remat, Runtime
 
 
-class ScanImpossible(UserError):
-    """A model's layers cannot run as a loop; the message says why."""
-
-
 def find_layers(model: nn.Module) -> tuple[str, nn.ModuleList]:
     """Return the name and the list of the decoder's layers, if they can run as a loop.
 
     Raises:
-        ScanImpossible: If the model does not have exactly one list of layers, or the layers differ in more than the
+        UserError: If the model does not have exactly one list of layers, or the layers differ in more than the
             values of their parameters, share parameters, or compute with random numbers or buffers.
     """
     lists = {
@@ -34,16 +30,12 @@ def find_layers(model: nn.Module) -> tuple[str, nn.ModuleList]:
         and len(module) > 1
         and all(isinstance(layer, GradientCheckpointingLayer) for layer in module)
     }
-    if len(lists) != 1:
-        raise ScanImpossible(
-            f"scan_layers=True needs a model with one list of decoder layers, but {type(model).__name__} has "
-            f"{', '.join(lists) or 'none'}: leave scan_layers out."
-        )
-    ((name, layers),) = lists.items()
-    if obstacle := _scan_obstacle(model, name, layers):
-        raise ScanImpossible(
-            f"scan_layers=True runs one layer with the weights of all, but {obstacle}: leave scan_layers out."
-        )
+    obstacle: str | None = f"{type(model).__name__} has {len(lists)} lists of decoder layers"
+    if len(lists) == 1:
+        ((name, layers),) = lists.items()
+        obstacle = _scan_obstacle(model, name, layers)
+    if obstacle is not None:
+        raise UserError(f"scan_layers=True runs one layer with the weights of all, but {obstacle}. Leave it out.")
     return name, layers
 
 
@@ -142,7 +134,7 @@ class LayerStack:
         runtime: The devices' runtime.
 
     Raises:
-        ScanImpossible: The layers cannot run as a loop: see `find_layers`.
+        UserError: The layers cannot run as a loop: see `find_layers`.
     """
 
     def __init__(self, model: nn.Module, axes: Mapping[str, PartitionSpec], policy: Remat, runtime: Runtime) -> None:
@@ -173,7 +165,7 @@ class LayerStack:
         Weights are stacked one at a time: the devices hold at most one weight twice.
 
         Raises:
-            ScanImpossible: The optimizer would update stacked layers differently.
+            UserError: The optimizer would update stacked layers differently.
         """
         if self._optimizer is not None:
             return
@@ -233,17 +225,12 @@ class LayerStack:
         replaced: dict[nn.Parameter, list[nn.Parameter]] = {}
         for weight in self._weights:
             groups = {group_of.get(part) for part in weight.parts}
-            if len(groups) > 1:
-                raise ScanImpossible(
-                    "scan_layers=True updates all layers alike, but the optimizer has the same weight of different "
-                    f"layers in different groups, or not at all: {groups}. Put all layers' weights into one group, "
-                    "or leave scan_layers out."
-                )
-            if groups != {None} and not isinstance(optimizer, _ELEMENTWISE):
-                raise ScanImpossible(
-                    f"scan_layers=True stacks the weights of all layers into one tensor, and "
-                    f"{type(optimizer).__name__} may compute over whole tensors: choose optim='adamw_torch', or leave "
-                    "scan_layers out."
+            if len(groups) > 1 or (groups != {None} and not isinstance(optimizer, _ELEMENTWISE)):
+                raise UserError(
+                    "scan_layers=True stacks the weights of all layers into one tensor, but "
+                    f"{type(optimizer).__name__} may compute over whole tensors, or has the same weight of different "
+                    f"layers in different groups or not at all ({groups}). Choose optim='adamw_torch', put the "
+                    "weights of all layers into one group, or leave scan_layers out."
                 )
             first, *later = weight.parts
             replaced |= {first: [weight.whole]} | dict.fromkeys(later, [])

@@ -2,9 +2,10 @@
 
 import copy
 import inspect
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -176,11 +177,11 @@ def check_packing_is_exact(
             "float32; bf16=True still computes in bfloat16"
         )
     base: Any = without_adapters(model)
-    chosen, rows = base.config._attn_implementation, _tiny_batch(pad_token_id)
+    chosen, pairs = base.config._attn_implementation, _tiny_pairs(pad_token_id)
     attention = "sdpa" if "flash" in chosen else chosen  # flash attention has no float32
     length, chunk = 32, 1
     if is_recurrent := recurrent_layers.use_tree_states(base):
-        rows += _pairs_at_chunk_boundaries(base, pad_token_id)
+        pairs += _pairs_at_chunk_boundaries(base, pad_token_id)
         length, chunk = 2048, CHUNK
     # only the rows that the run uses: planned rows have padding, and pass recurrent states on in another way
     planned = partial(pack, plan=ShapePlan((BatchShape(2, length),), chunk=chunk))
@@ -188,7 +189,6 @@ def check_packing_is_exact(
     layouts: tuple[PackSequences, ...] = (pad, unpadded if is_unpadded else planned)
     layers = {type(part): part for part in base.modules() if recurrent_layers.carries_states(part)}.values()
     hidden_size = base.config.get_text_config().hidden_size
-    padded: dict[str, torch.Tensor] = {}
     try:
         with trial_mode(model):
             for layer in layers if is_unpadded and forward.few_kernels(device) else []:
@@ -199,22 +199,19 @@ def check_packing_is_exact(
             for layer in layers:
                 _check_layer(layer, hidden_size, layouts, parameter.device)
             base.set_attn_implementation(attention)  # for padded rows: the model's code may check this name
-            for pack_sequences in layouts:
-                (batch,) = BatchCollator(pack_sequences, pad_token_id)(rows).parts
-                values, rules = _read(model, batch.map_tensors(lambda tensor: tensor.to(parameter.device)))
-                if not padded:
-                    padded = values
-                    use_tree_masks(base)
-                    continue
-                _reject_hidden_windows(base, rules)
-                for quantity, packed in values.items():
-                    if not _are_close(packed, padded[quantity]):
-                        difference = (packed - padded[quantity]).abs().max()
-                        raise PackingImpossible(
-                            f"packed and padded {quantity} of {name} differ by {difference:.2g}, more than "
-                            f"{parameter.dtype} rounding: the model ignores the given mask or position ids, or "
-                            "does not score the last token"
-                        )
+            padded_batch, packed_batch = _batches(pairs, layouts, pad_token_id, parameter.device)
+            padded, _ = _read(model, padded_batch)
+            use_tree_masks(base)
+            packed, rules = _read(model, packed_batch)
+            _reject_hidden_windows(base, rules)
+            for quantity, values in packed.items():
+                if not _are_close(values, padded[quantity]):
+                    difference = (values - padded[quantity]).abs().max()
+                    raise PackingImpossible(
+                        f"packed and padded {quantity} of {name} differ by {difference:.2g}, more than "
+                        f"{parameter.dtype} rounding: the model ignores the given mask or position ids, or "
+                        "does not score the last token"
+                    )
         base.set_attn_implementation(chosen)
         use_tree_masks(base)
     except Exception as error:  # the model's code may raise anything for unexpected inputs
@@ -225,14 +222,25 @@ def check_packing_is_exact(
         raise PackingImpossible(f"{name} fails on packed rows ({type(error).__name__}: {error})") from error
 
 
-def _tiny_batch(pad_token_id: int) -> list[dict[str, Any]]:
+_Pair: TypeAlias = tuple[list[int], list[int]]
+
+
+def _batches(
+    pairs: Sequence[_Pair], layouts: tuple[PackSequences, ...], pad_token_id: int, device: torch.device
+) -> Iterator[Batch[torch.Tensor]]:
+    """Yield the batch of ``pairs`` in each layout."""
+    rows = [Pairs().with_answers([*pair]) for pair in pairs]
+    for layout in layouts:
+        yield BatchCollator(layout, pad_token_id)(rows).parts[0].map_tensors(lambda tensor: tensor.to(device))
+
+
+def _tiny_pairs(pad_token_id: int) -> list[_Pair]:
     """Make pairs of answers with a long, a short or no common prefix, and a pair with a prefix as rejected answer."""
     ids = [token for token in range(1, _TRIAL_IDS) if token != pad_token_id]
-    pairs = [
+    return [
         *((ids[:9], [*ids[:5], *ids[10:14]]), (ids[20:24], [*ids[20:22], *ids[30:33]])),
         *((ids[3:20], ids[25:30]), (ids[5:12], ids[5:9])),
     ]
-    return [Pairs().with_answers([*pair]) for pair in pairs]
 
 
 def _check_layer(
@@ -262,16 +270,9 @@ def _check_layer(
             parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator).to(device))
     prefix, ids = [*range(1, 2 * CHUNK + 3)], iter(range(2 * CHUNK + 3, 200))
     tails = [[next(ids) for _ in range(1 + number % 3)] for number in range(16)]  # short: states decay
-    rows = [
-        Pairs().with_answers([prefix + one, prefix + other])
-        for one, other in zip(tails[::2], tails[1::2], strict=True)
-    ]
+    pairs = [(prefix + one, prefix + other) for one, other in zip(tails[::2], tails[1::2], strict=True)]
     vectors = torch.randn(200, hidden_size, generator=generator).to(device)
-    padded, packed = (
-        BatchCollator(layout, pad_token_id=0)(rows).parts[0].map_tensors(lambda tensor: tensor.to(device))
-        for layout in layouts
-    )
-
+    padded, packed = _batches(pairs, layouts, 0, device)
     no_cache = {recurrent_layers.cache_parameter(inspect.signature(type(layer).forward)): None}
 
     def read(batch: Batch[torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -301,7 +302,7 @@ def _check_layer(
             )
 
 
-def _pairs_at_chunk_boundaries(model: PreTrainedModel, pad_token_id: int) -> list[dict[str, Any]]:
+def _pairs_at_chunk_boundaries(model: PreTrainedModel, pad_token_id: int) -> list[_Pair]:
     """Make pairs whose common prefixes end just before or after chunk boundaries of the model's recurrent scans.
 
     Some answers have only one token after the common prefix.
@@ -311,8 +312,7 @@ def _pairs_at_chunk_boundaries(model: PreTrainedModel, pad_token_id: int) -> lis
     chunk, ids = min(max([64, *sizes]), 256), [token for token in range(1, _TRIAL_IDS) if token != pad_token_id]
     text = [ids[(place * place + place // 7) % 40] for place in range(2 * chunk + 9)]
     first, second, third = text[: 2 * chunk - 1], text[: 2 * chunk + 3], text[5 : 2 * chunk]
-    pairs = [(first + ids[:1], first + ids[1:9]), (second + ids[2:30], second + ids[3:4]), (third, third + ids[4:7])]
-    return [Pairs().with_answers([*pair]) for pair in pairs]
+    return [(first + ids[:1], first + ids[1:9]), (second + ids[2:30], second + ids[3:4]), (third, third + ids[4:7])]
 
 
 def _read(model: nn.Module, batch: Batch[torch.Tensor]) -> tuple[dict[str, torch.Tensor], list[MaskRule]]:

@@ -38,9 +38,10 @@ Letters: R token rows, M chunks per token row, C tokens per chunk; E and G as in
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from types import FunctionType, MethodType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -89,25 +90,6 @@ def arguments_of(signature: inspect.Signature, args: Any, kwargs: Any) -> dict[s
     arguments = signature.bind(*args, **kwargs).arguments
     further = arguments.pop("kwargs", {})
     return arguments | further
-
-
-class States:
-    """A recurrent layer's cache without states: packed rows give states to convolutions and rules in other ways.
-
-    It has the methods of transformers' `Cache` that recurrent layers call.
-    """
-
-    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> None:
-        return None
-
-    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> None:
-        return None
-
-    def is_recording_past(self, layer_idx: int) -> bool:
-        return True  # a layer that recorded no past would write into a state in place
-
-    def update_recurrent_state(self, recurrent_states: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
-        return recurrent_states
 
 
 def has_rule(layer: nn.Module) -> bool:
@@ -222,27 +204,43 @@ def _read_packed(
     if batch is None:
         return (forward if _WITHOUT_KERNELS.get() is None else _forward_of(layer, False))(*args, **kwargs)
     shape = batch.input_ids_RL.shape
-    select, states, restore = _by_chunks(batch) if batch.read_order is None else _in_order(batch.read_order, shape)
+    arranged = _by_chunks(batch) if batch.read_order is None else _in_order(batch.read_order, shape)
     arguments = {
-        name: select(value) if is_per_token(value, *shape) else value
+        name: arranged.select(value) if is_per_token(value, *shape) else value
         for name, value in arguments_of(signature, args, kwargs).items()
         if name not in _MASK_PARAMETERS
     }
-    return tree_map(restore, _forward_of(layer, True)(**arguments | {cache_parameter(signature): states}))
+    outputs = _forward_of(layer, True)(**arguments | {cache_parameter(signature): arranged})
+    return tree_map(arranged.restore, outputs)
 
 
-class _Arrangement(NamedTuple):
-    """How a recurrent layer reads packed rows.
+@dataclass
+class _Arrangement:
+    """How a recurrent layer reads packed rows, and its cache while it does.
+
+    It has the methods of transformers' `Cache` that recurrent layers call, but no states: convolutions get the inputs
+    of earlier tokens by `update_conv_state`, and rules get their states by `_scan`.
 
     Attributes:
         select: Arranges values of tokens, [R, L, ...].
-        states: The layer's cache.
         restore: Arranges the layer's outputs as the token rows.
+        update_conv_state: Returns a convolution's inputs with what comes before them.
     """
 
     select: Callable[[torch.Tensor], torch.Tensor]
-    states: "States"
     restore: Callable[[torch.Tensor], torch.Tensor]
+    update_conv_state: Callable[..., torch.Tensor]
+
+    def get_conv_state(self, *_: Any, **__: Any) -> None:
+        return None
+
+    get_recurrent_state = get_conv_state
+
+    def is_recording_past(self, layer_idx: int) -> bool:
+        return True  # a layer that recorded no past would write into a state in place
+
+    def update_recurrent_state(self, recurrent_states: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        return recurrent_states
 
 
 # ---- unpadded rows, paths and rests
@@ -250,30 +248,22 @@ class _Arrangement(NamedTuple):
 
 def _in_order(order: ReadOrder[torch.Tensor], shape: torch.Size) -> _Arrangement:
     """Let a layer read the long row of an order, which has all tokens."""
+
+    def with_zeros(conv_states: torch.Tensor, *_: Any, conv_kernel_size: int = 0, **__: Any) -> torch.Tensor:
+        """Return a convolution's inputs, [1, channels, E], with zeros before the start of a tree."""
+        # without a size they are a state, which the layer has computed from zeros where no token is
+        return conv_states.masked_fill(order.is_empty_E, 0) if conv_kernel_size else conv_states
+
     return _Arrangement(
         lambda value: _select(value.flatten(0, 1), order.token_E)[None],
-        _LongRow(order.is_empty_E),
         lambda output: output[0].index_select(0, order.place_T).unflatten(0, shape),
+        with_zeros,
     )
 
 
 def _select(values: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     """Select entries of the first dimension; zeros for the number after the last entry."""
     return nn.functional.pad(values, (*[0, 0] * (values.dim() - 1), 0, 1)).index_select(0, index)
-
-
-class _LongRow(States):
-    """Lets convolutions read the long row of a `ReadOrder`."""
-
-    def __init__(self, is_empty_E: torch.Tensor) -> None:
-        self._is_empty_E = is_empty_E
-
-    def update_conv_state(
-        self, conv_states: torch.Tensor, layer_idx: int, state_idx: int = 0, conv_kernel_size: int = 0
-    ) -> torch.Tensor:
-        """Return a convolution's inputs, [1, channels, E], with zeros before the start of a tree."""
-        # without a size they are a state, which the layer has computed from zeros where no token is
-        return conv_states.masked_fill(self._is_empty_E, 0) if conv_kernel_size else conv_states
 
 
 def _scan_groups(
@@ -314,7 +304,7 @@ def parents_of_chunks(batch: Batch[torch.Tensor]) -> torch.Tensor:
 
 
 def _by_chunks(batch: Batch[torch.Tensor]) -> _Arrangement:
-    """Let a layer read the chunks of all token rows as a batch.
+    """Let a layer read the chunks of all token rows as a batch. The loop over chunks passes the recurrent states.
 
     Args:
         batch: Packed rows whose sequences share whole chunks.
@@ -325,34 +315,23 @@ def _by_chunks(batch: Batch[torch.Tensor]) -> _Arrangement:
     rows, length = batch.input_ids_RL.shape
     if length % CHUNK:
         raise PackingImpossible(f"recurrent layers read packed rows of a multiple of {CHUNK} tokens (got {length})")
+    parent_RM = parents_of_chunks(batch)
+
+    def after_parents(conv_states: torch.Tensor, *_: Any, conv_kernel_size: int = 0, **__: Any) -> torch.Tensor:
+        """Return the inputs, [R M, channels, C], with the last inputs of each chunk's parent before them."""
+        if not conv_kernel_size:
+            raise PackingImpossible("the convolution computes its state itself; planned rows do not support that")
+        last_RM = conv_states[..., -conv_kernel_size:].unflatten(0, parent_RM.shape)
+        row_R1 = torch.arange(rows, device=conv_states.device)[:, None]
+        before_RM = last_RM[row_R1, parent_RM.clamp(min=0)]
+        before_RM = torch.where((parent_RM >= 0)[:, :, None, None], before_RM, 0)
+        return torch.cat([before_RM.flatten(0, 1), conv_states], dim=-1)
+
     return _Arrangement(
         lambda value: value.reshape(-1, CHUNK, *value.shape[2:]),
-        _ChunkStates(parents_of_chunks(batch)),
         lambda output: output.reshape(rows, length, *output.shape[2:]),
+        after_parents,
     )
-
-
-class _ChunkStates(States):
-    """States of all chunks: gives each chunk the last inputs of its parent's convolution.
-
-    The loop over chunks passes the recurrent states.
-    """
-
-    def __init__(self, parent_RM: torch.Tensor) -> None:
-        self._parent_RM = parent_RM
-
-    def update_conv_state(
-        self, conv_states: torch.Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any
-    ) -> torch.Tensor:
-        """Return the inputs, [R M, channels, C], with the last inputs of each chunk's parent before them."""
-        if (size := kwargs.get("conv_kernel_size")) is None:
-            raise PackingImpossible("the convolution computes its state itself; planned rows do not support that")
-        rows, count = self._parent_RM.shape
-        last_RM = conv_states[..., -size:].unflatten(0, (rows, count))
-        row_R1 = torch.arange(rows, device=conv_states.device)[:, None]
-        before_RM = last_RM[row_R1, self._parent_RM.clamp(min=0)]
-        before_RM = torch.where((self._parent_RM >= 0)[:, :, None, None], before_RM, 0)
-        return torch.cat([before_RM.flatten(0, 1), conv_states], dim=-1)
 
 
 def _scan_chunks(

@@ -18,7 +18,7 @@ from ..errors import UserError
 from ..packing.batch import Batch, Expansion
 from ..parallel.mesh import BATCH_AXES
 from ..runtime import PartitionSpec
-from ..runtime.native import einsum, masked_attention
+from ..runtime.native import einsum
 from .adapters import without_adapters
 from .forward import MaskRule, PackedAttention, register_attention, tree_masks
 from .head_spec import wrap_forward
@@ -42,6 +42,7 @@ def static_sdpa_attention(
     attention_mask: torch.Tensor | None,
     dropout: float = 0.0,
     scaling: float | None = None,
+    softcap: float | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attend from N query heads to G key heads, [B, Q, N, D], and keep batch and heads as separate dimensions.
@@ -59,6 +60,7 @@ def static_sdpa_attention(
     mask = attention_mask.unflatten(1, (groups, -1)) if attention_mask.shape[1] > 1 else attention_mask.unsqueeze(1)
     scale = _scale_of(query, scaling)
     scores = einsum("bghqd,bgkd->bghqk", query * scale, key_BGKD)
+    scores = scores if softcap is None else (scores / softcap).tanh() * softcap
     wide = scores.to(torch.promote_types(scores.dtype, torch.float32))
     is_boolean = mask.dtype == torch.bool
     masked = wide.masked_fill(~mask, torch.finfo(wide.dtype).min) if is_boolean else wide + mask
@@ -288,22 +290,6 @@ def window_of(rule: MaskRule, length: int) -> int | None:
     return None if window == length else window
 
 
-def attention_with_softcap(
-    module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any, **kwargs: Any
-) -> tuple[torch.Tensor, None]:
-    """Attend with a mask tensor as sdpa does, or with soft caps, which sdpa lacks.
-
-    Raises:
-        ExpansionImpossible: Soft caps with dropout, attention sinks, position biases or bidirectional attention.
-    """
-    if (softcap := kwargs.get("softcap")) is None:
-        return static_sdpa_attention(module, query, key, value, attention_mask, **kwargs)
-    _check_kernel(module, **kwargs)
-    query, key = query.to(value.dtype), key.to(value.dtype)  # rotary embeddings give float32 under autocast
-    scale = _scale_of(query, kwargs.get("scaling"))
-    return masked_attention(query, key, value, attention_mask, scale, softcap).transpose(1, 2).contiguous(), None
-
-
 def _check_kernel(module: nn.Module, dropout: float = 0.0, **kwargs: Any) -> None:
     """Raise ExpansionImpossible for a layer's arguments that the attention kernels do not support."""
     is_causal = kwargs.get("is_causal", getattr(module, "is_causal", True))
@@ -327,4 +313,4 @@ def use_expanded_attention(model: PreTrainedModel) -> None:
     has_dropout = bool(getattr(config, "attention_dropout", 0))
     if other_layers or has_sinks or has_dropout:
         raise ExpansionImpossible(f"{type(model).__name__}: {_SUPPORTED}.")
-    register_attention(model, "expanded", static_sdpa_mask, attention_with_softcap, expanded_masks)
+    register_attention(model, "expanded", static_sdpa_mask, static_sdpa_attention, expanded_masks)
