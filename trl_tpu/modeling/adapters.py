@@ -18,7 +18,7 @@ from transformers import AutoTokenizer, BitsAndBytesConfig, PreTrainedModel
 
 from ..compat.transformers4 import add_transformers4_names
 from ..errors import UserError, explaining
-from .head_spec import BASE_CONFIG, ONE_REWARD, HeadSpec, find_file, hub_settings
+from .head_spec import BASE_CONFIG, ONE_REWARD, HeadSpec, find_file, find_heads, hub_settings
 from .heads import CODE_FILE, load_classifier
 
 if TYPE_CHECKING:
@@ -46,14 +46,14 @@ def get_peft_config(model_args: "ModelConfig") -> "LoraConfig | None":
         modules_to_save=model_args.lora_modules_to_save,
         use_rslora=model_args.use_rslora,
         use_dora=model_args.use_dora,
-        bias="none",
     )
 
 
-def read_peft_config(fields: Mapping[str, Any], task_type: str) -> "PeftConfig":
-    """Make a peft configuration from its fields. Defaults: LoRA, and the given `task_type`."""
+def read_peft_config(fields: Mapping[str, Any], outputs: HeadSpec) -> "PeftConfig":
+    """Make a peft configuration from its fields. Defaults: LoRA, and the task of ``outputs``."""
     from peft import get_peft_config
 
+    task_type = "SEQ_CLS" if outputs.step_separator is None else "TOKEN_CLS"
     return get_peft_config({"peft_type": "LORA", "task_type": task_type, **fields})
 
 
@@ -226,14 +226,11 @@ def warn_if_head_is_frozen(model: nn.Module) -> None:
     A new head is random, and a frozen head stays random. An adapter saves neither a frozen head nor the frozen weight
     under an adapted head, so the reloaded model would compute rewards by another random head.
     """
-    base = without_adapters(model)
-    for name, module in base.named_children():
-        parameters = dict(module.named_parameters())
-        if name == base.base_model_prefix or not parameters:
-            continue  # modules next to the backbone are heads
+    for name, head in find_heads(without_adapters(model)).items():
+        parameters = dict(head.named_parameters())
         trained = [key for key, parameter in parameters.items() if parameter.requires_grad]
         is_saved = any("modules_to_save" in key for key in trained)
-        if not is_saved and (not trained or "base_layer.weight" in parameters):
+        if parameters and not is_saved and (not trained or "base_layer.weight" in parameters):
             logger.warning(
                 f"The weight of the score head `{name}` is frozen, and the adapter does not save it: a new head stays "
                 "random, and reloading creates another random head. Unless the head was trained before, add "

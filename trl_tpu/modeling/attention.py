@@ -110,10 +110,7 @@ def flash_in_segments(name: str, module: Any, *args: Any, **kwargs: Any) -> Outp
 
 
 def reject_masks(*_: Any, **__: Any) -> Any:
-    raise PackingImpossible(
-        "Flash attention takes no mask, but this layer's rule or these rows need one. Load the model with "
-        "attn_implementation='sdpa', or set packing=False."
-    )
+    raise PackingImpossible("Packed rows need masks here, which flash attention does not take: choose 'sdpa'.")
 
 
 def use_tree_masks(model: PreTrainedModel) -> None:

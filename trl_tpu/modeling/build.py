@@ -82,7 +82,7 @@ def build_reward_model(
     files: dict[str, Any] = {"trust_remote_code": args.trust_remote_code}
     name, in_files = model, False
     if isinstance(peft_config, Mapping):
-        peft_config = adapters.read_peft_config(peft_config, outputs.task_type)
+        peft_config = adapters.read_peft_config(peft_config, outputs)
     if isinstance(name, str):
         init_kwargs: Any = args.model_init_kwargs or {}  # a dict: the config has parsed text
         kwargs = files | init_kwargs
@@ -111,10 +111,8 @@ def build_reward_model(
                 logger.warning(f"`{setting}` is ignored, since `model` is already instantiated.")
         if getattr(model, "_hf_peft_config_loaded", False):
             raise UserError(
-                "transformers added the model's adapters (`add_adapter`, or `from_pretrained` of their folder), and "
-                "checkpoints do not support such adapters. Pass `peft_config`, load the adapters by "
-                "`AutoPeftModelForSequenceClassification.from_pretrained(..., is_trainable=True)`, or pass the name "
-                "of their folder as `model`."
+                "Checkpoints do not support adapters that transformers added to a model (`add_adapter`). Pass "
+                "`peft_config`, or the name of the folder of adapters as `model`."
             )
     base = adapters.without_adapters(model)
     check_num_labels(base, outputs)

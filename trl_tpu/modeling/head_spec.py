@@ -10,14 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from torch import nn
 from torch.func import functional_call
-from transformers import (
-    AutoModelForSequenceClassification,
-    AutoModelForTokenClassification,
-    PretrainedConfig,
-    PreTrainedModel,
-)
+from transformers import PretrainedConfig, PreTrainedModel
 from transformers.utils import ADAPTER_CONFIG_NAME, CONFIG_NAME, cached_file
 
 from ..data.kinds import labels_as
@@ -26,10 +22,7 @@ from ..errors import UserError
 
 def find_score_head(model: nn.Module) -> nn.Module | None:
     """Return the score head of ``model``; None if it has none."""
-    for name, module in model.named_modules():
-        if name.rpartition(".")[2] == "score" and hasattr(module, "forward"):
-            return module
-    return None
+    return next((module for name, module in model.named_modules() if name.rpartition(".")[2] == "score"), None)
 
 
 def find_heads(model: nn.Module) -> dict[str, nn.Module]:
@@ -130,11 +123,6 @@ class HeadSpec:
         return (-1.0, 1.0) if self.step_separator is not None else tuple(self.attributes.values()) or (1.0,)
 
     @property
-    def task_type(self) -> str:
-        """peft's name of the task."""
-        return "SEQ_CLS" if self.step_separator is None else "TOKEN_CLS"
-
-    @property
     def pipeline_tag(self) -> str:
         """The Hub's name of the task."""
         return "text-classification" if self.step_separator is None else "token-classification"
@@ -142,7 +130,9 @@ class HeadSpec:
     @property
     def auto_class(self) -> Any:
         """transformers' auto class for models with these outputs."""
-        return AutoModelForSequenceClassification if self.step_separator is None else AutoModelForTokenClassification
+        if self.step_separator is None:
+            return transformers.AutoModelForSequenceClassification
+        return transformers.AutoModelForTokenClassification
 
 
 ONE_REWARD = HeadSpec()

@@ -13,14 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from accelerate.hooks import remove_hook_from_submodules
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForImageTextToText,
-    PretrainedConfig,
-    PreTrainedModel,
-)
+from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 from transformers.modeling_layers import GenericForSequenceClassification, GenericForTokenClassification
 from transformers.modeling_utils import load_state_dict
 from transformers.utils import CONFIG_NAME
@@ -31,11 +26,7 @@ from .head_spec import HeadSpec, find_file, find_heads, hub_settings
 
 logger = logging.getLogger(__name__)
 
-_CAUSAL_AUTO_CLASSES = (AutoModelForCausalLM, AutoModelForImageTextToText)
-_GENERIC = {
-    "AutoModelForSequenceClassification": GenericForSequenceClassification,
-    "AutoModelForTokenClassification": GenericForTokenClassification,
-}
+_CAUSAL_AUTO_CLASSES = (transformers.AutoModelForCausalLM, transformers.AutoModelForImageTextToText)
 CODE_FILE = "reward_head.py"
 _CODE = '''"""The class of this model, for use without trl_tpu: pass `trust_remote_code=True` to `from_pretrained`."""
 
@@ -73,18 +64,18 @@ def auto_class_of(config: PretrainedConfig, outputs: HeadSpec) -> Any:
     causal = next((auto._model_mapping[kind] for auto in _CAUSAL_AUTO_CLASSES if kind in auto._model_mapping), None)
     if kind not in auto_class._model_mapping and causal is not None:
         # `auto_class.register` would reject the text model's class for a multimodal config
-        classifier = classifier_of(config, causal, auto_class)
+        classifier = classifier_of(config, causal, outputs)
         auto_class._model_mapping.register(kind, classifier, exist_ok=True)
     return auto_class
 
 
-def classifier_of(config: PretrainedConfig, causal: Any, auto_class: Any) -> type[PreTrainedModel]:
+def classifier_of(config: PretrainedConfig, causal: Any, outputs: HeadSpec) -> type[PreTrainedModel]:
     """Make the classifier of a causal language model's family.
 
     Args:
         config: Config of a transformers causal language model.
         causal: The model's causal class in transformers.
-        auto_class: transformers' auto class for sequence or token classifiers.
+        outputs: The head specification of the model.
 
     Raises:
         UserError: The model is an encoder-decoder, or has no attention.
@@ -93,7 +84,7 @@ def classifier_of(config: PretrainedConfig, causal: Any, auto_class: Any) -> typ
     if config.is_encoder_decoder or getattr(text, "num_attention_heads", None) is None:
         reason = "is the decoder of an encoder-decoder" if config.is_encoder_decoder else "has no attention heads"
         raise UserError(f"{causal.__name__} cannot be a reward model, since it {reason}. Choose another model.")
-    generic = _GENERIC[auto_class.__name__]
+    generic = GenericForSequenceClassification if outputs.step_separator is None else GenericForTokenClassification
     parents = [base for base in causal.__mro__ if issubclass(base, PreTrainedModel)]
     family = parents[parents.index(PreTrainedModel) - 1]
     stem = re.sub("(ForCausalLM|ForConditionalGeneration|LMHeadModel)$", "", causal.__name__)
@@ -112,7 +103,7 @@ def classifier_of(config: PretrainedConfig, causal: Any, auto_class: Any) -> typ
         "save_pretrained": _save_pretrained,
         # Llama 4's multimodal checkpoints store the language model under the prefix of the causal class.
         "names_in_checkpoint": {} if causal.base_model_prefix == prefix else {f"^{causal.base_model_prefix}\\.": ""},
-        "auto_map": {auto_class.__name__: f"{Path(CODE_FILE).stem}.{name}"},
+        "auto_map": {outputs.auto_class.__name__: f"{Path(CODE_FILE).stem}.{name}"},
         "code_of_head": _CODE.format(**code, config=kind.__name__, config_module=kind.__module__),
     }
     return type(name, (generic, family), attributes)
@@ -165,8 +156,8 @@ def load_classifier(
         UserError: The checkpoint does not exist, a file is broken, or weights are missing or have another shape.
     """
     with explaining(f"{name} cannot be loaded as a reward model"):
-        hub_kwargs = hub_settings(kwargs) | {"trust_remote_code": kwargs.get("trust_remote_code", False)}
-        config = AutoConfig.from_pretrained(name, **hub_kwargs)
+        trusts_code = kwargs.get("trust_remote_code", False)
+        config = AutoConfig.from_pretrained(name, trust_remote_code=trusts_code, **hub_settings(kwargs))
         kinds, auto_class = str(config.architectures), auto_class_of(config, outputs)
         if mapping := getattr(auto_class._model_mapping.get(type(config), None), "names_in_checkpoint", None):
             kwargs.setdefault("key_mapping", mapping)
@@ -175,9 +166,7 @@ def load_classifier(
         settings = kwargs | {"ignore_mismatched_sizes": True}  # they are checked here
         if in_files and (loaded := _load_in_files(name, outputs, settings)) is None:
             torch.set_rng_state(random_state)  # draw the same new head as without this attempt
-            logger.warning(
-                f"{name} is loaded into host memory as a whole: its files do not match the model's weights."
-            )
+            logger.warning(f"{name} is loaded into host memory as a whole: its files do not match the model.")
         model, info = loaded or auto_class.from_pretrained(name, output_loading_info=True, **settings)
         _check_weights(name, model, info, kinds, kwargs)
         if not info["missing_keys"] and not info["mismatched_keys"]:
@@ -220,8 +209,7 @@ def _check_weights(
         raise UserError(
             f"{name} (architectures {kinds}) lacks {len(lost)} weights of {type(model).__name__}, such as {lost[0]}, "
             f"and they would be random. Its other tensors: {sorted(unread or info['unexpected_keys'])[:20]}. Pass a "
-            "complete model, or the language model that it was trained from. A head with another name must be the "
-            "only one, have the shape of score.weight, and have no bias that the model does not have."
+            "complete model. A head with another name must be the only one, fit score.weight, and have no other bias."
         )
 
 

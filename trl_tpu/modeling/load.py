@@ -102,9 +102,8 @@ def _with_token(processing_class: PreTrainedTokenizerBase, kind: str, token: str
     """Return a tokenizer whose ``kind`` ("eos_token", "pad_token") is ``token``: a copy if it had another token."""
     if token not in processing_class.get_vocab():
         raise UserError(
-            f"The specified `{kind}` ({token!r}) is not found in the vocabulary of the given `processing_class` "
-            f"({type(processing_class).__name__}). Choose a token of the vocabulary, or add {token!r} to it and "
-            "resize the embeddings."
+            f"The specified `{kind}` ({token!r}) is not found in the vocabulary of the given `processing_class`. "
+            "Choose another token, or add it to the vocabulary and resize the embeddings."
         )
     if getattr(processing_class, kind) != token:
         processing_class = copy.deepcopy(processing_class)

@@ -24,16 +24,11 @@ def learned_positions(model: PreTrainedModel) -> int | None:
     if any(getattr(config, way, None) for way in ("rope_parameters", "relative_attention", "alibi")):
         return None
     count = getattr(config, "max_position_embeddings", None)
-    unused = (
-        table.padding_idx + 1
-        for name, table in model.named_modules()
-        if isinstance(table, nn.Embedding)
-        and name.endswith("position_embeddings")
-        and table.num_embeddings == count
-        and table.padding_idx is not None
-    )
+    tables: Any = (module for name, module in model.named_modules() if name.endswith("position_embeddings"))
+    rows = [table for table in tables if getattr(table, "num_embeddings", None) == count]
+    unused = max((table.padding_idx + 1 for table in rows if table.padding_idx is not None), default=0)
     # XLNet has -1: it computes positions
-    return count - next(unused, 0) if count and count > 0 else None
+    return count - unused if count and count > 0 else None
 
 
 def position_groups(model: PreTrainedModel) -> Callable[[float], float]:

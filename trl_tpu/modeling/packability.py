@@ -15,7 +15,6 @@ from transformers.masking_utils import causal_mask_function
 
 from ..data.collate import BatchCollator, PackSequences
 from ..data.kinds import Pairs
-from ..data.trl_dict import DataCollatorForPreference
 from ..packing.batch import Batch
 from ..packing.pack import TreeLayout, pack, pack_unpadded, pad
 from ..packing.read_order import CONTEXT
@@ -24,7 +23,7 @@ from ..parallel.shard import has_no_weights, trial_mode
 from . import forward, recurrent_layers
 from .adapters import without_adapters
 from .attention import use_tree_masks
-from .forward import MaskRule, PackingImpossible, read_scores, reading, record_scores, run_packed
+from .forward import MaskRule, PackingImpossible, read_scores, reading, record_scores, rewards_of, run_packed
 from .head_spec import find_score_head
 
 # largest relative difference between float32 sums of the same numbers in two orders
@@ -103,18 +102,12 @@ def reads_padding(model: nn.Module, pad_token_id: int) -> bool:
     parameter = next(model.parameters())
     if parameter.dtype not in (torch.float32, torch.float64):
         return True
-    ids = [token for token in range(1, 21) if token != pad_token_id]
-    rows = [Pairs().with_answers(pair) for pair in ([ids[:9], ids[5:9]], [ids[3:10], ids[8:14]])]
-    rewards = []
+    batches = _batches(_tiny_pairs(pad_token_id), (pad, partial(pad, lengths=(32,))), pad_token_id, parameter.device)
     try:
         with trial_mode(model):
-            for multiple in (1, 16):
-                batch = DataCollatorForPreference(pad_token_id, multiple)(rows)
-                inputs = {name: tensor.to(parameter.device) for name, tensor in batch.items()}
-                rewards.append(model(**inputs).logits.squeeze(-1))
+            return not _are_close(*(rewards_of(model, batch)[0] for batch in batches))
     except Exception:  # user code may raise anything for unexpected inputs
         return True
-    return not _are_close(*rewards)
 
 
 def _are_close(values: torch.Tensor, expected: torch.Tensor) -> bool:

@@ -212,8 +212,6 @@ def _zero_padding(x_RM: torch.Tensor, index_RM: torch.Tensor) -> torch.Tensor:
     return x_RM.masked_fill((index_RM < 0)[(...,) + (None,) * (x_RM.dim() - 2)], 0)
 
 
-_HEADS = "tensor"  # the mesh axis that heads are sharded over
-
 _KERNEL_LAYERS = {"full_attention", "sliding_attention"}
 _SUPPORTED = "expanded rows need causal attention, full or in windows, without dropout, sinks and position biases"
 
@@ -240,7 +238,10 @@ class ExpandedAttention(PackedAttention):
         Raises:
             ExpansionImpossible: For dropout, attention sinks, position biases and bidirectional attention.
         """
-        _check_kernel(module, **kwargs)
+        is_causal = kwargs.get("is_causal", getattr(module, "is_causal", True))
+        has_biases = any(kwargs.get(name) is not None for name in ("s_aux", "position_bias"))
+        if kwargs.get("dropout", 0.0) > 0 or is_causal is False or has_biases:
+            raise ExpansionImpossible(f"{type(module).__name__}: {_SUPPORTED}.")
         query, key, value = states_BNLD
         scale = _scale_of(query, kwargs.get("scaling"))
 
@@ -252,11 +253,11 @@ class ExpandedAttention(PackedAttention):
             return rows.outputs(runtime.current().segment_attention(*copies, segments, scale, self.window, cap))
 
         # Token rows are independent, but the compiler cannot see that: it would send each to every device for the
-        # gather. Rotary embeddings give float32 under autocast.
+        # gather. Heads are sharded over `tensor`. Rotary embeddings give float32 under autocast.
         tensors = (query.to(value.dtype), key.to(value.dtype), value, *self.rows)
-        axes: list[PartitionSpec] = [(BATCH_AXES, _HEADS, None, None)] * 3
+        axes: list[PartitionSpec] = [(BATCH_AXES, "tensor", None, None)] * 3
         axes += [(BATCH_AXES, *(None,) * (place.dim() - 1)) for place in self.rows]
-        return runtime.current().shard_map(in_expanded_rows, tensors, axes, (BATCH_AXES, None, _HEADS, None)), None
+        return runtime.current().shard_map(in_expanded_rows, tensors, axes, (BATCH_AXES, None, "tensor", None)), None
 
 
 def expanded_masks(plain: Any, batch: Batch[torch.Tensor], rule: MaskRule, *args: Any, **kwargs: Any) -> Any:
@@ -288,14 +289,6 @@ def window_of(rule: MaskRule, length: int) -> int | None:
     if not torch.equal(visible(queries), (keys <= query_Q1) & (keys > query_Q1 - window)):
         raise ExpansionImpossible(f"A layer's mask: {_SUPPORTED}.")
     return None if window == length else window
-
-
-def _check_kernel(module: nn.Module, dropout: float = 0.0, **kwargs: Any) -> None:
-    """Raise ExpansionImpossible for a layer's arguments that the attention kernels do not support."""
-    is_causal = kwargs.get("is_causal", getattr(module, "is_causal", True))
-    biases = kwargs.get("s_aux"), kwargs.get("position_bias")
-    if dropout > 0 or is_causal is False or biases != (None, None):
-        raise ExpansionImpossible(f"{type(module).__name__}: {_SUPPORTED}.")
 
 
 def use_expanded_attention(model: PreTrainedModel) -> None:
