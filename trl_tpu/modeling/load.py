@@ -196,10 +196,8 @@ def load_model(
         return load_adapted_model(name, outputs, is_trainable=is_trainable, **kwargs)
     model, info = load_classifier(name, outputs, in_files=in_files, **kwargs)
     if info["missing_keys"] and not is_trainable:
-        raise UserError(
-            f"{name} is not a saved reward model: it lacks {sorted(info['missing_keys'])}, so its rewards would be "
-            "random. Score with the folder that training saved."
-        )
+        lost = sorted(info["missing_keys"])
+        raise UserError(f"{name} lacks {lost}: rewards would be random. Score with the folder that training saved.")
     return model
 
 
@@ -293,6 +291,5 @@ def freeze_towers(model: nn.Module, names: Sequence[str]) -> None:
         part = model.get_submodule(name).requires_grad_(False)
         size = sum(parameter.numel() for parameter in part.parameters()) / 1e6
         logger.warning(
-            f"{name}: {size:,.1f} million parameters are not used by text, and are frozen. train_unread_towers=True "
-            "trains them."
+            f"{name}: {size:,.1f} million parameters are not used by text, and frozen (see train_unread_towers)."
         )
