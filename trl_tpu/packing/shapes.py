@@ -103,14 +103,6 @@ class BatchShape:
     rows: int
     length: int
 
-    def work(self, attention_crossover_length: float) -> float:
-        """Return the cost in tokens: 1 is the cost of a token without attention. Attention is quadratic in the length.
-
-        Args:
-            attention_crossover_length: The length at which attention costs as much as everything else.
-        """
-        return self.rows * self.length * (1 + self.length / attention_crossover_length)
-
     def __str__(self) -> str:
         return f"{self.rows} x {self.length}"
 
@@ -158,24 +150,22 @@ class ShapePlan:
         return max(shape.length for shape in self.shapes)
 
     def work(self, *schedule: BatchShape) -> float:
-        """Return the cost of all micro-batches of a schedule, in tokens."""
-        computed = sum(shape.work(self.attention_crossover_length) for shape in schedule)
+        """Return the cost of all micro-batches of a schedule in tokens: 1 is the cost of a token without attention."""
+        length = self.attention_crossover_length  # attention is quadratic in the length
+        computed = sum(shape.rows * shape.length * (1 + shape.length / length) for shape in schedule)
         return computed + (len(schedule) - 1) * self.micro_batch_work
 
-    @property
-    def accumulations(self) -> list[Schedule]:
-        """All combinations of `accumulate` shapes that planning tries before an update, including none."""
-        counts = range(_MAX_ACCUMULATED + 1)
-        return [shapes for n in counts for shapes in itertools.combinations_with_replacement(self.accumulate, n)]
-
     @cached_property
-    def _usual_schedules(self) -> list[Schedule]:
-        schedules = ((*before, update) for before in self.accumulations for update in self.update)
+    def usual_schedules(self) -> list[Schedule]:
+        """An update after all combinations of few `accumulate` shapes that planning tries, cheapest first."""
+        counts = range(_MAX_ACCUMULATED + 1)
+        combinations = [itertools.combinations_with_replacement(self.accumulate, count) for count in counts]
+        schedules = ((*before, update) for before in itertools.chain(*combinations) for update in self.update)
         return sorted(schedules, key=lambda schedule: self.work(*schedule))
 
     def schedules(self) -> Iterator[Schedule]:
         """Yield schedules, cheapest first. With `accumulate`, schedules with ever more micro-batches follow."""
-        yield from self._usual_schedules
+        yield from self.usual_schedules
         if not self.accumulate:
             return
         longest = max(self.accumulate, key=lambda shape: shape.length)
@@ -281,10 +271,9 @@ class ShapePlanner:
         if self.max_shapes < 2 or len(self.sizes_N) < self.batch_size:
             return update_only
         batches_BP = self.draw_batches(max(48, 2048 // self.batch_size))
-        work_B = self.covering_work([(shape,) for shape in update_only.update], batches_BP)
-        work_B[np.isinf(work_B)] = update_only.work(
-            update_only.update[-1]
-        )  # best fit failed: `zigzag` places the rows
+        work_B = self.covering_work(update_only, batches_BP)
+        # best fit failed: `zigzag` places the rows
+        work_B[np.isinf(work_B)] = update_only.work(update_only.update[-1])
         data_tokens = batches_BP.sum() + self.shared_prefix * self.shards * len(batches_BP)
         # a lower bound of the tokens in the token rows, since work is at most tokens x (1 + longest / crossover)
         least_tokens = work_B.sum() / (1 + update_only.longest / self.attention_crossover_length)
@@ -368,8 +357,8 @@ class ShapePlanner:
         *shorter, longest_shape = (BatchShape(self.shards, length) for length in lengths)
         for accumulate in [(longest_shape,), *((longest_shape, short) for short in shorter if self.max_shapes > 2)]:
             plan = replace(self.unplanned, accumulate=accumulate)
-            schedules_C = [[(*before, update) for before in plan.accumulations] for update in candidates]
-            works_CB = np.array([self.covering_work(schedules, batches_BP) for schedules in schedules_C])
+            plans_C = [replace(plan, update=(update,)) for update in candidates]
+            works_CB = np.array([self.covering_work(candidate, batches_BP) for candidate in plans_C])
             # fallback: a micro-batch per data row
             fallback_work = self.batch_size * (plan.work(longest_shape) + plan.micro_batch_work)
             chosen = least_work(works_CB, fallback_work, self.max_shapes - len(accumulate))
@@ -387,15 +376,15 @@ class ShapePlanner:
         lengths = np.geomspace(shortest, max(longest, 1), _PLAN_LENGTHS).astype(int)
         return np.unique(round_up(lengths, self.multiple)).tolist()
 
-    def covering_work(self, schedules: list[Schedule], batches_BP: np.ndarray) -> np.ndarray:
-        """Return the work of the cheapest schedule that holds each batch, [B]; infinite if none does."""
+    def covering_work(self, plan: ShapePlan, batches_BP: np.ndarray) -> np.ndarray:
+        """Return the work of the cheapest usual schedule that holds each batch, [B]; infinite if none does."""
         totals_B, works_B = batches_BP.sum(axis=1), np.full(len(batches_BP), np.inf)
-        for schedule in sorted(schedules, key=lambda schedule: self.unplanned.work(*schedule)):
+        for schedule in plan.usual_schedules:
             free = sorted(shape.length - self.shared_prefix for shape in schedule for _ in range(shape.rows))
             may_fit_B = np.isinf(works_B) & (totals_B <= sum(free)) & (batches_BP[:, 0] <= free[-1])
             for batch in np.flatnonzero(may_fit_B).tolist():
                 if best_fit(batches_BP[batch].tolist(), free.copy()):
-                    works_B[batch] = self.unplanned.work(*schedule)
+                    works_B[batch] = plan.work(*schedule)
         return works_B
 
 
