@@ -348,7 +348,7 @@ def test_common_prefix_is_counted_once(sizes: list[tuple[int, int, int]], window
             seen += int(mask[prefix:].sum())
         seen += int(mask[:prefix].sum())
     assert pairs.attended(window) == seen
-    assert pairs.tokens == sum(map(sum, sizes))
+    assert pairs.sizes_N.sum() == sum(map(sum, sizes))
 
 
 # ---- the recompile guard

@@ -117,7 +117,7 @@ def training_flops(model: ModelShape, rows: RowLengths) -> float:
     """
     attended = {window: rows.attended(window) for window in set(model.windows)}
     attention = 2 * model.attention * sum(attended[window] for window in model.windows)
-    return 2 * (2 * model.products + model.trained_products) * rows.tokens + 3 * attention
+    return 2 * (2 * model.products + model.trained_products) * int(rows.sizes_N.sum()) + 3 * attention
 
 
 def flops_per_row(model: nn.Module, dataset: Any) -> float | None:

@@ -42,7 +42,7 @@ class Sequences:
 
     Args:
         ids: Token ids of each sequence; sequences of one data row are adjacent. A solution is one sequence.
-        at: Indices of each sequence's scored tokens, ascending.
+        at: Indices of each sequence's scored tokens, ascending; at least one.
         row_D: Number of each sequence's data row.
         pad_token_id: Token id of padding.
         table: Comparisons of the rewards of P data rows, with at most K scored tokens per data row.
@@ -71,8 +71,7 @@ class Sequences:
     @cached_property
     def cut(self) -> list[np.ndarray]:
         """Token ids up to the last scored token of each sequence: later tokens cannot influence a reward."""
-        scored = zip(self.ids, self.at, strict=True)
-        cut = [ids[: at[-1] + 1] if len(at) else ids[:1] for ids, at in scored]
+        cut = [ids[: at[-1] + 1] for ids, at in zip(self.ids, self.at, strict=True)]
         if self.chunk == 1:
             return cut
         return [np.pad(ids, (0, -len(ids) % self.chunk), constant_values=self.pad_token_id) for ids in cut]

@@ -73,11 +73,6 @@ class RowLengths:
         """Length of the longest sequence of each row, in tokens."""
         return self.prefix_N + self.tails_NK.max(axis=1, initial=0)
 
-    @property
-    def tokens(self) -> int:
-        """Number of unique tokens of all rows."""
-        return int(self.sizes_N.sum())
-
     def attended(self, window: int | None = None) -> int:
         """Count the (query, key) pairs of causal attention over all unique tokens.
 
