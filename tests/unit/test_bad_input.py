@@ -129,12 +129,10 @@ CASES: dict[str, tuple[Any, ...]] = {
     # flags
     "a misspelled flag": (flags(lerning_rate=1), "--lerning_rate"),
     "a mixture without a path": (mixture_without_a_path, "DatasetConfig", "'pth'"),
-    "no such sharding plan": (flags(sharding_plan="{folder}/p.yaml"), "sharding plan", "DIR/p.yaml"),
-    "a stream without an end": (flags(dataset_streaming="true", max_steps=-1), "max_steps"),
+    "no such sharding plan": (flags(sharding_plan="{folder}/p.yaml"), "DIR/p.yaml"),
     "no model": (lambda job: job.flags.pop("model_name_or_path"), "`--model_name_or_path`"),
     "no dataset": (lambda job: job.flags.pop("dataset_name"), "`datasets`", "`dataset_name`"),
     "evaluation without a split": (flags(do_eval="true"), "split 'test'", "'train'", "test_split_size"),
-    "no final rate, in training": (flags(lr_scheduler_type="cosine_with_min_lr"), "min_lr", "lr_scheduler_kwargs"),
     "an unknown field of accelerate": (flags(accelerator_config='{"x": 1}'), "'x'"),
     # data
     "an empty file": (file("e.jsonl", b""), "DIR/e.jsonl"),
