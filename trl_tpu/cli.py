@@ -56,20 +56,17 @@ def main(argv: list[str] | None = None) -> int:
         if command == "plan":
             pretend_devices(config, words)
         # a file would keep each update of a bar; the first name also turns off transformers' bars, on import
-        bars = {"HF_HUB_DISABLE_PROGRESS_BARS", "HF_DATASETS_DISABLE_PROGRESS_BARS"} - {*os.environ}
-        os.environ.update(dict.fromkeys(() if sys.stderr.isatty() else bars, "1"))
+        bars = ("HF_HUB_DISABLE_PROGRESS_BARS", "HF_DATASETS_DISABLE_PROGRESS_BARS")
+        for name in () if sys.stderr.isatty() else bars:
+            os.environ.setdefault(name, "1")
         settle()
         script = importlib.import_module(f"trl_tpu.scripts.{'reward' if command == 'prm' else command}")
-        for name in bars:
-            os.environ.pop(name, None)
         run = script.run_prm if command == "prm" else script.run
         return run(words) if command in _COMMANDS_WITHOUT_CONFIG else run(words, config)
     except UserError as error:
         # errors of data loader workers begin with a traceback; keep only the text after the error's name
         message = str(error).rpartition(f"{type(error).__name__}: ")[2].strip()
         parser.exit(2, f"\ntrl-tpu {command}: error: {message}\n")  # the first newline ends a progress bar's line
-    except FloatingPointError as error:  # training stopped itself; the message says where and why
-        parser.exit(1, f"\ntrl-tpu {command}: error: {error}\n")
     finally:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
 

@@ -42,5 +42,5 @@ def layouts_of(*words: str) -> list[Layout]:
         seen.append(layout)
         return compiled(layout)
 
-    assert plan.main([*words, "--report_to", "none"], compile_layout) == 0
+    assert plan.run([*words, "--report_to", "none"], compile_one=compile_layout) == 0
     return seen

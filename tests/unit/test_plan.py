@@ -63,21 +63,21 @@ def test_plan_that_does_not_fit_suggests_alternatives(model: str, capsys: pytest
         return compiled(layout)
 
     words = ["--model_name_or_path", model, *WORDS, "--per_device_train_batch_size", "8", "--remat"]
-    assert plan.main([*words, "dots"], compile_one) == 1
+    assert plan.run([*words, "dots"], compile_one=compile_one) == 1
     one_chip = "data=1,fsdp=1"
     assert seen == [(one_chip, "dots", 8), *((one_chip, "full", pairs) for pairs in (8, 4, 2))]
     printed = capsys.readouterr().out
     assert printed.index("IT DOES NOT FIT") < printed.index("--per_device_train_batch_size 2")
     assert "Used 49.22G of 31.25G hbm" in printed
     seen.clear()
-    assert plan.main([*words, "full", "--compiles", "1"], compile_one) == 1
+    assert plan.run([*words, "full", "--compiles", "1"], compile_one=compile_one) == 1
     assert seen == [(one_chip, "full", 8), (one_chip, "full", 4)]
 
     def fail(_: Layout) -> CompiledProgram:
         raise RuntimeError("Used 32.42M of 16.00M vmem.")
 
     with pytest.raises(RuntimeError, match="vmem"):  # a smaller batch needs as much vmem
-        plan.main([*words, "full"], fail)
+        plan.run([*words, "full"], compile_one=fail)
 
 
 def test_search_compiles_the_layouts_in_its_flags(model: str, capsys: pytest.CaptureFixture) -> None:
@@ -86,9 +86,6 @@ def test_search_compiles_the_layouts_in_its_flags(model: str, capsys: pytest.Cap
     assert capsys.readouterr().out.count("--mesh data=1,fsdp=1 --remat") == 5
     named = planned(model, "--meshes fsdp=1 tensor=1 --batch_sizes 2")
     assert [each.batch_size for each in named] == [2] * 6
-    for words in ("--batch_sizes 0", "--compiles 0"):
-        with pytest.raises(UserError, match=words.split()[-2].lstrip("-")):
-            planned(model, words)
 
 
 @pytest.fixture
@@ -101,7 +98,6 @@ def trace_requests(monkeypatch: pytest.MonkeyPatch) -> list[StepRequest]:
         return TracedProgram(b"", (), (), 1)
 
     monkeypatch.setattr(synthetic, "TRAIN_NUMBER_PAIRS", 64)  # saves tokenization time
-    monkeypatch.setattr(plan, "missing", lambda: None)
     monkeypatch.setattr(layouts, "trace_step", trace)
     monkeypatch.setattr(layouts, "compile_for", lambda traced, topology, whole: CompiledProgram(1, 1, 1, 1))
     return requests
@@ -110,7 +106,7 @@ def trace_requests(monkeypatch: pytest.MonkeyPatch) -> list[StepRequest]:
 @pytest.mark.parametrize(("packing", "rows", "length"), [("auto", 3, 64), ("false", None, 64)])
 def test_rankings_are_planned_with_all_answers(packing: str, rows: Any, length: int, trace_requests: Any) -> None:
     words = ["--model_name_or_path", "synthetic:tiny", "--dataset_name", "synthetic:rankings", "--packing", packing]
-    assert plan.main([*words, *WORDS]) == 0
+    assert plan.run([*words, *WORDS]) == 0
     assert [(each.token_rows, each.length, each.answers) for each in trace_requests] == [(rows, length, 4)]
     (layout,) = planned(words[1], " ".join(words[2:]))
     assert layout.shape == BatchShape(rows or 8 * 4, length)  # 8 prompts
@@ -124,8 +120,8 @@ def test_process_rewards_and_attributes_are_planned_as_trained(
     words = [*WORDS, "--model_name_or_path", "synthetic:tiny", "--packing", packing]
     words += ["--per_device_train_batch_size", "4", "--max_shapes", "1"]  # compiles one program
     of_steps = ["prm", *words, "--step_separator", " "]
-    assert plan.main([*words, "--attributes", "helpful", "brief", "--max_length", "64"]) == 0
-    assert plan.main(of_steps) == plan.main([*of_steps, "--dataset_name", str(tmp_path / "steps.jsonl")]) == 0
+    assert plan.run([*words, "--attributes", "helpful", "brief", "--max_length", "64"]) == 0
+    assert plan.run(of_steps) == plan.run([*of_steps, "--dataset_name", str(tmp_path / "steps.jsonl")]) == 0
     assert [each.model.num_labels for each in trace_requests] == [2, 2, 2]
     wanted = [HeadSpec({"helpful": 0.5, "brief": 0.5}), HeadSpec({}, " "), HeadSpec({}, " ")]
     assert [HeadSpec.of(each.model) for each in trace_requests] == wanted
@@ -140,7 +136,7 @@ def test_training_yaml_is_traced_unchanged(model: str, tmp_path: Path, trace_req
         f"model_name_or_path: {model}\nper_device_train_batch_size: 2\nmax_length: 200\nlearning_rate: 2.0e-3\n"
         "gradient_accumulation_steps: 2\n"
     )
-    assert plan.main(["--config", str(config), *WORDS, "--remat", "none"]) == 0
+    assert plan.run(["--config", str(config), *WORDS, "--remat", "none"]) == 0
     (request,) = trace_requests
     # two sequences of 200 tokens that share 100, in a row length that is a multiple of 128
     assert (request.token_rows, request.length, request.dtype) == (2, 384, "float32")
@@ -162,7 +158,7 @@ def test_dataset_and_adapters_are_planned_without_weights(model: str, capsys: py
 
 def test_missing_model_is_rejected(model: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="--model_name_or_path"):
-        plan.main(WORDS, compiled)
+        plan.run(WORDS, compile_one=compiled)
     for missing, more in ((str(tmp_path / "gone"), ""), (model, "--dataset_name synthetic:numbers")):
         with pytest.raises(UserError, match=f"{missing} "):
             planned(missing, more)

@@ -144,9 +144,8 @@ def test_bad_outputs_are_rejected_before_anything_is_loaded(tmp_path: Path, erro
     os.mkfifo(tmp_path / "pipe")
     before = {path: path.is_file() and path.read_bytes() for path in tmp_path.rglob("*")}
     for dataset, output, world, name in [
-        (rows, rows, "1", "dataset itself"),
-        (rows.parent, tmp_path / "data/out.jsonl", "1", "dataset itself"),
-        (rows, tmp_path / "none/out.jsonl", "1", "none/out.jsonl"),
+        (rows, rows, "1", "part of the dataset"),
+        (rows.parent, tmp_path / "data/out.jsonl", "1", "part of the dataset"),
         (rows, tmp_path / "pipe", "1", "pipe"),
         (rows, tmp_path / "out.jsonl", "2", "WORLD_SIZE=2"),  # one would delete the other's partial output
     ]:

@@ -3,7 +3,7 @@
 import logging
 import math
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from dataclasses import fields
 from typing import Any
 
@@ -13,8 +13,6 @@ from ..errors import UserError
 from .settings import CIRCUMSTANCES, SETTINGS
 
 logger = logging.getLogger(__name__)
-
-_NEEDS = {name: setting.needs for name, setting in SETTINGS.items() if setting.needs}
 
 
 def holds(args: Any, condition: str) -> bool:
@@ -77,11 +75,11 @@ def _shown(args: Any, name: str) -> str:
     return re.sub(r"\s*\n\s*", " ", f"{name}={_value(args, name)!r}")  # accelerate's objects have several lines
 
 
-def warn_of_unmet_needs(args: Any, needs: Mapping[str, str] = _NEEDS) -> None:
-    """Warn of each setting in the dataclass ``args`` that has no effect: its condition in ``needs`` is not met."""
-    defaults = {item.name: item.default for item in fields(args)}
-    for setting, need in needs.items():
-        if setting in defaults and _value(args, setting) != defaults[setting] and not holds(args, need):
+def warn_of_unmet_needs(args: Any) -> None:
+    """Warn of each setting in the dataclass ``args`` that has no effect: the condition that it needs is not met."""
+    for setting, default in ((item.name, item.default) for item in fields(args) if item.name in SETTINGS):
+        need = SETTINGS[setting].needs
+        if need and _value(args, setting) != default and not holds(args, need):
             other = need.partition("=")[0]
             # a pattern with ^ is not a value to set
             change = f"change {other}" if "^" in need else f"set {need}"

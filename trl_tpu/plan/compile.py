@@ -5,7 +5,6 @@ Tracing and compiling run in child processes, because torch_xla sets the device 
 abort a process while it compiles. Importing this module does not import torch.
 """
 
-import importlib.util
 import os
 import pickle
 import re
@@ -21,12 +20,17 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from ..errors import UserError
 from ..parallel.mesh import parse_topology
 from ..runtime import device_choice
 
 #: Environment of the child processes: jax uses the CPU, libtpu does not query Google Cloud's metadata server, and
 #: several processes may load libtpu at once.
 WITHOUT_A_TPU = {"JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
+
+
+class ChildError(UserError, RuntimeError):
+    """The trainer or the TPU's compiler has failed in a child process."""
 
 
 @dataclass(frozen=True)
@@ -79,14 +83,6 @@ class CompiledProgram:
         return self.arguments + self.results + self.temporary + self.generated_code
 
 
-def missing() -> str | None:
-    """Return an error message if a library required for compiling is not installed, or else None."""
-    for library in ("torch_xla", "jax", "libtpu"):
-        if importlib.util.find_spec(library) is None:
-            return f'{library} is not installed. In a checkout, on Linux on x86-64: pip install -e ".[tpu]"'
-    return None
-
-
 def pretend_devices(values: Mapping[str, Any], words: list[str]) -> None:
     """Give torch_xla one virtual device per chip of the slice, because checks of the training settings count devices.
 
@@ -113,7 +109,7 @@ def compile_for(traced: TracedProgram, topology: str, whole: bool = True) -> Com
         whole: Whether to generate code, which takes most of the time. Only `generated_code` needs it.
 
     Raises:
-        RuntimeError: libtpu does not know the topology or cannot compile the program. The message is libtpu's.
+        ChildError: libtpu does not know the topology or cannot compile the program. The message is libtpu's.
     """
     flags = device_choice.flags_for(topology, os.environ.get(device_choice.VARIABLE, ""))
     return call_in_child(compile_here, traced, topology, whole, environment={device_choice.VARIABLE: flags})
@@ -131,7 +127,7 @@ def call_in_child(function: Callable[..., Any], *arguments: Any, environment: Ma
         environment: Environment variables to add for the new process.
 
     Raises:
-        RuntimeError: The function raised an exception (its type and text are in the message), or the process crashed,
+        ChildError: The function raised an exception (its type and text are in the message), or the process crashed,
             for example for lack of host memory.
     """
     # the child must be able to import the modules of pickled classes, such as a model's custom code
@@ -142,10 +138,10 @@ def call_in_child(function: Callable[..., Any], *arguments: Any, environment: Ma
         command = [sys.executable, "-c", f"from {__name__} import run_pickled_call; run_pickled_call()", file.name]
         process = subprocess.run(command, env=environment, capture_output=True, text=True)
         if process.returncode:
-            raise RuntimeError(f"Subprocess ended with status {process.returncode}: {process.stderr.strip()[-4000:]}")
+            raise ChildError(f"Subprocess ended with status {process.returncode}: {process.stderr.strip()[-4000:]}")
         result, message = pickle.loads(exchange.read_bytes())
     if message:
-        raise RuntimeError(message)
+        raise ChildError(message)
     return result
 
 

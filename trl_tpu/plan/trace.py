@@ -34,11 +34,7 @@ _TRACE_SETTINGS = {
     "report_to": "none",
     "load_best_model_at_end": False,
     "push_to_hub": False,
-    "max_length": None,
-    "row_length": None,
-    "eos_token": None,
-    "pad_token": None,
-    "chat_template_path": None,
+    **dict.fromkeys(("max_length", "row_length", "eos_token", "pad_token", "chat_template_path")),
 }
 
 

@@ -27,7 +27,7 @@ from trl_tpu.modeling.heads import model_without_weights
 from trl_tpu.modeling.load import freeze, load_tokenizer, set_special_tokens
 from trl_tpu.parallel.mesh import MeshShape, parse_mesh, parse_topology
 from trl_tpu.plan import layouts
-from trl_tpu.plan.compile import CompiledProgram, missing
+from trl_tpu.plan.compile import CompiledProgram
 from trl_tpu.plan.layouts import Attempt, Layout
 from trl_tpu.runtime import Remat
 from trl_tpu.scripts import reward
@@ -65,40 +65,26 @@ class PlanArguments:
     compiles: int = 6
     all_layers: bool = False
 
-    def __post_init__(self) -> None:
-        if min([self.compiles, *(self.batch_sizes or ())]) < 1:
-            raise UserError(f"compiles ({self.compiles}) and batch_sizes ({self.batch_sizes}) must be 1 or more.")
-
 
 def make_parser(config: type[RewardConfig] = RewardConfig) -> TrlParser:
     """Make the parser of the flags for planning and of the training flags of ``trl-tpu reward`` or ``trl-tpu prm``."""
     return reward.make_parser("trl-tpu plan", config, (PlanArguments, ScriptArguments))
 
 
-def run(argv: list[str], config: Mapping[str, Any] | None = None) -> int:
-    """Run the command ``trl-tpu plan``; return the exit status. The arguments are the results of `take_config`."""
-    try:
-        return main(argv, config=config)
-    except RuntimeError as error:  # from the child processes that trace and compile
-        print(f"trl-tpu plan: error: {error}", file=sys.stderr)
-        return 2
-
-
-def main(argv: list[str], compile_one: layouts.Compile | None = None, config: Mapping[str, Any] | None = None) -> int:
-    """Plan, and print the report.
+def run(argv: list[str], config: Mapping[str, Any] | None = None, compile_one: layouts.Compile | None = None) -> int:
+    """Run the command ``trl-tpu plan``: plan, and print the report.
 
     Args:
         argv: The arguments after the command's name; ``prm`` before the flags plans a process reward model.
-        compile_one: Function that compiles one layout; by default it uses the TPU's compiler.
         config: Values of the YAML file, if `argv` no longer names it.
+        compile_one: Function that compiles one layout; by default it uses the TPU's compiler.
 
     Returns:
         The exit status: 0 if the layout, or any layout of a search, fits, else 1.
 
     Raises:
         UserError: No model, a mesh that does not fit the slice or the model, several slices, or arguments that
-            training rejects.
-        RuntimeError: The compiler fails for a reason other than memory.
+            training or the compiler rejects, for another reason than memory.
     """
     is_prm = argv[:1] == ["prm"]
     parser = make_parser(PRMConfig if is_prm else RewardConfig)
@@ -109,8 +95,6 @@ def main(argv: list[str], compile_one: layouts.Compile | None = None, config: Ma
     topology, mesh = parse_topology(plan_args.topology), args.mesh_shape
     if mesh.slices > 1:
         raise UserError(f"mesh '{mesh}': {topology} is one slice. Plan for one slice; the axis `data` spans several.")
-    if compile_one is None and (reason := missing()) is not None:
-        raise UserError(reason)
     with tempfile.TemporaryDirectory() as folder:
         model, tokens = read_inputs(script, args, model_args, data, folder)
     lengths = layouts.typical_row(args) if tokens is None else length_stats(tokens).lengths

@@ -20,7 +20,6 @@ import torch
 from safetensors import SafetensorError
 
 from trl_tpu.checkpoint.folders import RemoteRun, RunFolder
-from trl_tpu.config.checks import warn_of_unmet_needs
 from trl_tpu.config.reward_config import RewardConfig, help_from_docstring
 from trl_tpu.data.checks import RAW_COLUMNS
 from trl_tpu.data.kinds import answers_of, labels_of
@@ -133,8 +132,6 @@ def make_trainer(
     dataset, what = load_splits(script_args, dataset_args)
     fix = " Set test_split_size, such as 0.1, to hold out rows."
     args.do_eval |= args.eval_on_start  # `eval_strategy` has also set `do_eval`
-    of_evaluation = ("eval_by", "max_eval_steps", "per_device_eval_batch_size")
-    warn_of_unmet_needs(args, dict.fromkeys(of_evaluation, "do_eval=True"))
     return (RewardTrainer if args.step_separator is None else PRMTrainer)(
         model=model,
         args=args,

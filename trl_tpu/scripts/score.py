@@ -21,9 +21,8 @@ import pyarrow.parquet as pq
 from tqdm import tqdm
 
 from trl_tpu.config.reward_config import help_from_docstring
-from trl_tpu.data import checks
 from trl_tpu.data.tokenize import CODE
-from trl_tpu.errors import UserError, UserFileError, explaining
+from trl_tpu.errors import UserError, explaining
 from trl_tpu.report.verdicts import LabeledRewards, Rows, Table, as_markdown, printable, read_rows
 from trl_tpu.scoring import stream
 from trl_tpu.scoring.scorer import TOKENS_PER_PASS, Scorer
@@ -88,18 +87,17 @@ def main(args: ScoreArguments) -> int:
 
     Raises:
         UserError: Several processes are started; `text` and `dataset_name` are both set or both missing; the dataset
-            has several splits and none is chosen; its columns cannot be scored; or `output` is inside the dataset or
-            cannot be written.
+            has several splits and none is chosen; its columns cannot be scored; or `output` is inside the dataset.
     """
     if (processes := os.environ.get("WORLD_SIZE") or "1") != "1":
         raise UserError(f"`trl-tpu score` runs in one process (WORLD_SIZE={processes}). Start it without torchrun.")
     if bool(args.text) == bool(args.dataset_name):
         raise UserError("Give either `--text` (it may be repeated) or `--dataset_name`, and not both.")
-    if args.output:
-        _check_output(args.output, args.dataset_name)
+    if args.output and args.dataset_name:
+        output, dataset = (Path(name).expanduser().resolve() for name in (args.output, args.dataset_name))
+        if output.is_relative_to(dataset) or (output.exists() and not output.is_file()):  # it would be replaced
+            raise UserError(f"`output`, {args.output}, is part of the dataset, or no file: name a file elsewhere.")
     if args.text:
-        for number, text in enumerate(args.text, start=1):
-            checks.check_text(text, f"`--text` number {number}")
         raw_rows: Rows = iter([{"text": text} for text in args.text])
         count: int | None = len(args.text)
     else:
@@ -136,15 +134,6 @@ def main(args: ScoreArguments) -> int:
     if args.output:
         print(f"Rewards of {done} rows written to {args.output}")
     return 0 if ranges else 1
-
-
-def _check_output(output: str, dataset: str | None) -> None:
-    """Check before scoring that the output can be written and is not part of a local dataset."""
-    path = Path(output).expanduser().resolve()
-    if not path.parent.is_dir() or (path.exists() and not path.is_file()):
-        raise UserFileError(f"`output`, {output}, cannot be written: name a file in a folder that exists.")
-    if dataset is not None and path.is_relative_to(Path(dataset).expanduser().resolve()):
-        raise UserError(f"`output`, {output}, is the dataset itself or in its folder: name a file elsewhere.")
 
 
 def _windows(
