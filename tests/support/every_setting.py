@@ -20,7 +20,7 @@ from transformers import EvalPrediction, TrainerCallback
 import trl_tpu
 from trl_tpu import RewardConfig, RewardTrainer
 from trl_tpu.compat.arguments import REMOVED
-from trl_tpu.config.settings import SETTINGS
+from trl_tpu.config.checks import SETTINGS
 from trl_tpu.data.trl_dict import DataCollatorForPreference
 from trl_tpu.errors import UserError
 from trl_tpu.runtime import current

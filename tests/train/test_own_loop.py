@@ -13,7 +13,7 @@ from peft import LoraConfig
 from training import QUIET, logged, trained, untimed
 
 from trl_tpu import RewardConfig, RewardTrainer, TrainState, evaluation_step, training_step
-from trl_tpu.config.settings import SETTINGS
+from trl_tpu.config.checks import SETTINGS
 from trl_tpu.errors import UserError
 
 

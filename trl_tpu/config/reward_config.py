@@ -19,12 +19,11 @@ from transformers.trainer_utils import SchedulerType
 from .. import runtime
 from ..compat.arguments import REMOVED, RemovedArguments, apply_removed_arguments
 from ..errors import UserError
-from ..parallel.mesh import MeshShape, parse_mesh
+from ..parallel.mesh import parse_mesh
 from ..parallel.sharding_plan import Rules
 from ..runtime import Remat
 from . import checks
 from .launchers import apply_fsdp, launched_mesh, without_fsdp
-from .settings import DURATION, SETTINGS
 
 T = TypeVar("T")
 
@@ -69,8 +68,7 @@ def private_folder(url: str) -> str:
     The folder is below TMPDIR, private to this process, and removed when the process exits.
     """
     _TEMPORARY_FOLDERS.append(tempfile.TemporaryDirectory(prefix="trl-tpu-", ignore_cleanup_errors=True))
-    parent, name = _TEMPORARY_FOLDERS[-1].name, url.rstrip("/").rpartition("/")[2]
-    folder = Path(parent) if name in ("", ".", "..") else Path(parent, name)
+    folder = Path(_TEMPORARY_FOLDERS[-1].name, url.rstrip("/").rpartition("/")[2])
     folder.mkdir(exist_ok=True)
     return str(folder)
 
@@ -304,7 +302,7 @@ class RewardConfig(RemovedArguments, TrainingArguments):
     step_separator: ClassVar[str | None] = None
     # settings that do not change a run; all others belong to its identity, also the fields of a subclass
     may_change_on_resume: ClassVar[frozenset[str]] = frozenset(REMOVED) | {
-        name for name, setting in SETTINGS.items() if not setting.changes_run
+        name for name, setting in checks.SETTINGS.items() if not setting.changes_run
     }
 
     # TRL's defaults that differ from TrainingArguments'
@@ -414,22 +412,16 @@ class RewardConfig(RemovedArguments, TrainingArguments):
         if shows_no_bars is None and not self.disable_tqdm:
             self.disable_tqdm = None  # to tqdm: bars in terminals and notebooks only
         checks.warn_of_unmet_needs(self)
-        self.mesh_shape = self._parse_mesh()
+        # without `mesh`, on plain torch, the mesh has only this process's device (DDP); where shapes are planned it
+        # has all processes: they must use the same shapes, but a DDP process knows only its own batches
+        default, devices, slices = chosen.default_mesh(self.world_size, is_asked=self.mesh is not None)
+        self.mesh_shape = parse_mesh(self.mesh or default, devices, slices)
         is_unscanned = chosen.is_spmd and not self.scan_layers
         circumstances = ["ranks"] * self.shards_over_processes + ["unscanned"] * is_unscanned
         checks.check_limits(self, runtime.choice().name, *circumstances)
         if self.total_batch_size is not None:
             self._divide_total_batch(self.total_batch_size, is_batch_given)
         self.sharding_rules = None if self.sharding_plan is None else Rules.read(self.sharding_plan)
-
-    def _parse_mesh(self) -> MeshShape:
-        """Return the mesh over all devices or processes.
-
-        Without `mesh`, on plain torch, it has only this process's device (DDP). Where shapes are planned it has all
-        processes: they must use the same shapes, but a DDP process knows only its own batches.
-        """
-        default, devices, slices = runtime.current().default_mesh(self.world_size, is_asked=self.mesh is not None)
-        return parse_mesh(self.mesh or default, devices, slices)
 
     @property
     def shards_over_processes(self) -> bool:
@@ -462,7 +454,7 @@ class RewardConfig(RemovedArguments, TrainingArguments):
         """Duration after which `train()` saves and stops; None for no limit."""
         if self.training_time_limit is None:
             return None
-        counts = cast(re.Match, DURATION.fullmatch(self.training_time_limit)).groupdict("0")
+        counts = cast(re.Match, checks.DURATION.fullmatch(self.training_time_limit)).groupdict("0")
         return timedelta(**{unit: int(count) for unit, count in counts.items()})
 
     @property

@@ -65,10 +65,9 @@ class Layout:
     @property
     def answers(self) -> int | None:
         """Maximum number of answers per ranking, or of steps per solution; None for pairs."""
-        if self.tokens is None and (self.args.attributes or self.args.step_separator is not None):
-            return 2
-        is_many = self.tokens is not None and kind_of_dataset(self.tokens).sequences != 2
-        return length_stats(self.tokens).answers if is_many else None
+        if self.tokens is None:
+            return 2 if self.args.attributes or self.args.step_separator is not None else None
+        return length_stats(self.tokens).answers if kind_of_dataset(self.tokens).sequences != 2 else None
 
     @cached_property
     def plan(self) -> ShapePlan:

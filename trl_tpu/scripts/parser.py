@@ -11,7 +11,7 @@ from typing import Any, NoReturn, TypeVar, get_args, get_origin
 
 from transformers.hf_argparser import HfArgumentParser, string_to_bool
 
-from trl_tpu.config.settings import SETTINGS
+from trl_tpu.config.checks import SETTINGS
 from trl_tpu.errors import UserError, explaining
 from trl_tpu.scripts.config_file import take_config
 

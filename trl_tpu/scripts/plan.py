@@ -173,9 +173,8 @@ def read_inputs(
     loading = {key: kwargs[key] for key in ("revision", "trust_remote_code") if key in kwargs}
     with explaining(f"{name} cannot be loaded as a reward model"):
         config = AutoConfig.from_pretrained(name, **loading)
-    dtype = kwargs.get("dtype") or "float32"
     write_head_spec(config, HeadSpec.for_settings(args))
-    dtype = dtype if dtype != "auto" else config.dtype or "float32"
+    dtype = (config.dtype if kwargs.get("dtype") == "auto" else kwargs.get("dtype")) or "float32"
     model = model_without_weights(config, dtype, kwargs["trust_remote_code"])
     tokens = None
     if script.dataset_name or data.datasets:

@@ -79,8 +79,12 @@ class ScoreArguments:
     trust_remote_code: bool = False
 
 
-def main(args: ScoreArguments) -> int:
-    """Score rows, write each window of rows to `output`, if set, and print the verdict.
+def run(argv: list[str], config: Mapping[str, Any] | None = None) -> int:
+    """Run the command: score rows, write each window of rows to `output`, if set, and print the verdict.
+
+    Args:
+        argv: The arguments after the command's name.
+        config: Values of the YAML file, if `argv` no longer names it.
 
     Returns:
         The exit status: 1 if no row could be scored, else 0.
@@ -89,6 +93,7 @@ def main(args: ScoreArguments) -> int:
         UserError: Several processes are started; `text` and `dataset_name` are both set or both missing; the dataset
             has several splits and none is chosen; its columns cannot be scored; or `output` is inside the dataset.
     """
+    (args,) = make_parser("trl-tpu score").parse_args_and_config(argv, config=config)
     if (processes := os.environ.get("WORLD_SIZE") or "1") != "1":
         raise UserError(f"`trl-tpu score` runs in one process (WORLD_SIZE={processes}). Start it without torchrun.")
     if bool(args.text) == bool(args.dataset_name):
@@ -274,9 +279,3 @@ def _as_json(row: dict[str, Any]) -> dict[str, Any]:
 def make_parser(prog: str | None = None) -> TrlParser:
     """Make the parser of the command's flags."""
     return TrlParser(cast(Any, ScoreArguments), prog=prog)
-
-
-def run(argv: list[str], config: Mapping[str, Any] | None = None) -> int:
-    """Run the command ``trl-tpu score``; return the exit status. The arguments are the results of `take_config`."""
-    (args,) = make_parser(prog="trl-tpu score").parse_args_and_config(argv, config=config)
-    return main(args)

@@ -14,7 +14,7 @@ import sys
 import tempfile
 import time
 from dataclasses import asdict, dataclass
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
@@ -31,21 +31,13 @@ _PACKAGES = (
 )
 _EAGER: dict[str, Any] = {"model_init_kwargs": {"attn_implementation": "eager"}}
 # implementations of attention by the package that they need
-_FLASH = {
-    **{"flash-attn": "flash_attention_2", "flash-attn-3": "flash_attention_3", "flash-attn-4": "flash_attention_4"},
-}
+_FLASH = {"flash-attn": "flash_attention_2", "flash-attn-3": "flash_attention_3", "flash-attn-4": "flash_attention_4"}
 
 
 def package_versions() -> dict[str, str | None]:
     """Return the version of each package that matters for bug reports; None if it is not installed."""
-    return {package: _version(package) for package in _PACKAGES}
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
+    installed = {each.name.replace("_", "-"): each.version for each in distributions()}
+    return {package: installed.get(package.replace("_", "-")) for package in _PACKAGES}
 
 
 @dataclass(frozen=True)
@@ -220,7 +212,7 @@ class Selfcheck:
             expanded = self.train("float32", {"expanded attention": {"packed_attention": "expanded"}})
             self.compare(expanded, expected, "float32-losses")
         half: dict[str, Any] = {"packed in bfloat16": {"bf16": True}}
-        for name in (name for package, name in _FLASH.items() if _version(package)):
+        for name in (name for package, name in _FLASH.items() if package_versions()[package]):
             half[name] = {"bf16": True, "model_init_kwargs": {"attn_implementation": name}}
             half[f"{name}, padded"] = half[name] | {"packing": False}
         self.compare(self.train("bfloat16", half), expected, "bfloat16-losses")

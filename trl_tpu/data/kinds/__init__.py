@@ -2,7 +2,7 @@
 
 `kind_of` recognizes prepared rows, and `choose_kind` raw ones. The rest of the package holds a kind and calls its
 methods. A new kind is a new file here, and an entry in `KINDS` and `kinds_for`. A kind with a new name also needs
-a word in `config/settings.py`: the settings that have no meaning for it.
+a word in `config/checks.py`: the settings that have no meaning for it.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
