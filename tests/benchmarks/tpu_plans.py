@@ -63,7 +63,7 @@ def run(model: str, topology: str, data: str, rows: str) -> dict[str, float | st
     compile_one = partial(layouts.compile_layout, arguments={"packing": packing}, peft_config=None, depths=depths)
     tried = layouts.attempt(replace(layout, given_shape=usual), compile_one)
     times = {name: round(1000 * seconds / layout.batch_size, 2) for name, seconds in tried.seconds.items()}
-    memory = tried.error if tried.program is None else round(tried.program.peak / GiB, 1)
+    memory = tried.error or round(tried.program.peak / GiB, 1)
     cpu_seconds = round(resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime)  # of compiling, in processes of its own
     numbers = {"tokens": usual.rows * usual.length / layout.batch_size} | times
     return numbers | {"GiB": memory, "programs": programs, "CPU seconds": cpu_seconds}

@@ -217,42 +217,39 @@ _OUT_OF_MEMORY = re.compile(
 
 @dataclass(frozen=True)
 class Attempt:
-    """A layout with its compiled program, or with the compiler's out-of-memory message.
+    """A layout with its compiled program, or with an empty program and the compiler's out-of-memory message.
 
     Attributes:
         usual: The program of most batches; None if it is the same.
     """
 
     layout: Layout
-    program: CompiledProgram | None = None
+    program: CompiledProgram = CompiledProgram(0, 0, 0, 0)
     error: str = ""
     usual: CompiledProgram | None = None
 
     @property
     def fits(self) -> bool:
-        return self.program is not None and self.program.peak <= self.layout.topology.chip.memory
+        return not self.error and self.program.peak <= self.layout.topology.chip.memory
 
     @property
     def flops(self) -> float:
         """Lower bound on the operations per chip and micro-batch: the compiler undercounts kernels and loops."""
-        counted = 0.0 if self.timed is None else self.timed.flops
-        return max(counted, self.layout.training_flops / self.layout.topology.chips)
+        return max(self.timed.flops, self.layout.training_flops / self.layout.topology.chips)
 
     @property
-    def timed(self) -> CompiledProgram | None:
+    def timed(self) -> CompiledProgram:
         """The program whose time is that of most batches."""
         return self.usual or self.program
 
     @property
     def seconds(self) -> dict[str, float]:
         """Minimum time of a usual micro-batch for arithmetic, links and memory, at the chip's published speeds."""
-        chip, received, moved = self.layout.topology.chip, 0.0, 0.0
-        if self.timed is not None:
-            received, moved = self.timed.received, self.timed.moved
+        chip = self.layout.topology.chip
         return {
             "arithmetic": self.flops / chip.peak_flops,
-            "links": received / chip.link_bandwidth,
-            "memory": moved / chip.memory_bandwidth,
+            "links": self.timed.received / chip.link_bandwidth,
+            "memory": self.timed.moved / chip.memory_bandwidth,
         }
 
     @property
@@ -292,7 +289,7 @@ def report(tried: Attempt, rows_to_train: float | None = None) -> str:
     """
     layout, program, chip = tried.layout, tried.program, tried.layout.topology.chip
     model, chips, usual, largest = layout.model, layout.topology.chips, layout.usual, layout.shape
-    needed = f"{sized(program.peak)} are needed" if program else tried.error
+    needed = tried.error or f"{sized(program.peak)} are needed"
     head = (
         f"{scaled(model.parameters)}parameters, {scaled(model.trained_parameters)}trained, on {layout.topology}: "
         f"{chips} chip(s) as mesh {layout.mesh}, remat {layout.remat}\n"
@@ -301,9 +298,9 @@ def report(tried: Attempt, rows_to_train: float | None = None) -> str:
         f"{len(layout.plan.shapes)}\n\n"
         f"{'IT FITS' if tried.fits else 'IT DOES NOT FIT'}: {needed}, each chip has {sized(chip.memory)}."
     )
-    if program is None:
+    if tried.error:
         return head
-    timed = tried.usual or program
+    timed = tried.timed
     memory = [
         ("arguments", sized(program.arguments), "weights, optimizer state, accumulated gradients, the batch"),
         ("temporary", sized(program.temporary), "gradients, activations, gathered weights, a layer's own results"),
@@ -343,7 +340,7 @@ def found(attempts: list[Attempt]) -> str:
         if item.fits:
             outcome = f"FITS, at most {item.most_rows_per_second:,.1f} rows per second"
             note = "With smaller batches, raise --gradient_accumulation_steps to keep the number of rows per update."
-        rows.append((flags, sized(item.program.peak) if item.program else "", outcome))
+        rows.append((flags, "" if item.error else sized(item.program.peak), outcome))
     return _table("Layouts that were compiled", rows, [note])
 
 

@@ -167,7 +167,7 @@ def read_inputs(
         folder: Folder for a synthetic model.
 
     Raises:
-        UserError: No model, a stream, or a model or data that the trainer rejects.
+        UserError: No model, or a model or data that the trainer rejects.
     """
     name, kwargs = resolve_model(model_args.model_name_or_path, folder), reward.model_init_kwargs(model_args, args)
     loading = {key: kwargs[key] for key in ("revision", "trust_remote_code") if key in kwargs}
@@ -180,8 +180,6 @@ def read_inputs(
     if script.dataset_name or data.datasets:
         splits, what = load_splits(script, data)
         dataset = pick_split(splits, script.dataset_train_split, what)
-        if not isinstance(dataset, Dataset):
-            raise UserError(f"{what} is a stream: its lengths are unknown. Plan with --row_length instead.")
         tokenizer, _ = set_special_tokens(model, load_tokenizer(name, **loading), args)
         tokens = build_dataset(dataset, model, tokenizer, args, "train", False)
     if (peft_config := get_peft_config(model_args)) is not None:
