@@ -119,7 +119,7 @@ class OldPairs(Pairs):
     tokenizer: PreTrainedTokenizerBase
     has_traps = False
 
-    def check_dataset(self, dataset: Any, columns: Collection[str], name: str) -> Self:
+    def check_dataset(self, columns: Collection[str], name: str) -> Self:
         if {*OLD_KEYS} & set(columns):
             return self
         if "prompt" in columns and not {*self.columns} & set(columns):
@@ -127,7 +127,7 @@ class OldPairs(Pairs):
                 f"{name} dataset: as in TRL up to 0.23, the column `prompt` is left out of the tokens, so rewards do "
                 "not depend on it. Put it at the beginning of both answers, or use TRL's current columns and collator."
             )
-        return super().check_dataset(dataset, columns, name)
+        return super().check_dataset(columns, name)
 
     def raw_only(self, columns: Sequence[str]) -> list[str]:
         return [column for column in OLD_KEYS if column in columns]

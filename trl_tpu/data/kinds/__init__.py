@@ -59,7 +59,9 @@ def choose_kind(
     first, _ = convert_row(dataset[0] if isinstance(dataset, Dataset) else placeholders)
     tokenized = next((kind for kind in kinds if kind.is_tokenized(first)), None)
     kind = tokenized or next((kind for kind in kinds if kind.is_raw(first)), kinds[0])
-    return with_settings(kind).check_dataset(dataset, first, name), tokenized is not None
+    if isinstance(dataset, IterableDataset) and not kind.may_stream:
+        raise UserError(f"The {name} dataset is a stream of {kind.name}: load it without streaming, as a `Dataset`.")
+    return with_settings(kind).check_dataset(first, name), tokenized is not None
 
 
 def check_one_form(columns: Collection[str], what: str) -> None:

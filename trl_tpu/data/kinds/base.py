@@ -47,6 +47,7 @@ class RowKind:
         sequences: Number of sequences of each row; None if it varies.
         has_own_tokens: Whether `tokenize` decides on special tokens and truncation, and prepared rows have only the
             columns of `features`.
+        may_stream: Whether a stream of such rows can be read, although its rows are not known beforehand.
         has_traps: Whether raw rows are searched for likely mistakes, see `traps`.
         compares_with_zero: Whether each reward is compared with the constant 0, not with another reward of its row.
         is_one_sequence: Whether all rewards of a row are read in the same sequence.
@@ -69,6 +70,7 @@ class RowKind:
     scored_columns: ClassVar[Mapping[str, tuple[str, str]]]
     sequences: ClassVar[int | None] = None
     has_own_tokens: ClassVar[bool] = False
+    may_stream: ClassVar[bool] = False
     has_traps: ClassVar[bool] = True
     compares_with_zero: ClassVar[bool] = False
     is_one_sequence: ClassVar[bool] = False
@@ -94,11 +96,10 @@ class RowKind:
         """Check whether a row has this kind's columns of token ids."""
         return all(name in row for name in self.columns)
 
-    def check_dataset(self, dataset: Any, columns: Collection[str], name: str) -> Self:
+    def check_dataset(self, columns: Collection[str], name: str) -> Self:
         """Check the columns of a dataset, and return the kind of its rows.
 
         Args:
-            dataset: The dataset, perhaps a stream.
             columns: The columns of its converted rows.
             name: Its name in errors.
 

@@ -26,7 +26,7 @@ class Pairs(RowKind):
 
     name = unit = "pairs"
     too_long = "pairs with a conversation"
-    sequences = 2
+    sequences, may_stream = 2, True
     columns = token_columns = ("chosen_ids", "rejected_ids")
     optional_columns = ("margin", "chosen_probability")
     scored_columns = {"chosen": ("reward_chosen", "tokens_chosen"), "rejected": ("reward_rejected", "tokens_rejected")}
@@ -34,7 +34,7 @@ class Pairs(RowKind):
     def is_raw(self, row: Row) -> bool:
         return set(RAW_COLUMNS) <= row.keys() and not rejects_several(row)
 
-    def check_dataset(self, dataset: Any, columns: Collection[str], name: str) -> Self:
+    def check_dataset(self, columns: Collection[str], name: str) -> Self:
         """Raise UserKeyError if a required column is missing."""
         if not any(set(needed) <= set(columns) for needed in (RAW_COLUMNS, self.columns)):
             raise UserKeyError(f"{_ACCEPTED} The {name} dataset has the columns {sorted(columns)}.")

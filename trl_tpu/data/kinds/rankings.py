@@ -6,7 +6,6 @@ from math import isfinite
 from typing import Any, ClassVar, Self
 
 import numpy as np
-from datasets import Dataset, IterableDataset
 
 from ...errors import UserError, UserTypeError
 from .. import checks
@@ -76,12 +75,7 @@ class Rankings(RowKind):
         """Check that there is one answer for a kind of single answers, and not one for others."""
         return (not isinstance(answers, str | None) and len(answers) == 1) == (1 in self.counts)
 
-    def check_dataset(self, dataset: Dataset | IterableDataset, columns: Collection[str], name: str) -> Self:
-        if isinstance(dataset, IterableDataset):
-            raise UserError(
-                f"The {name} dataset is a stream of {self.name}, so the number of answers per row is unknown. Convert "
-                "it to a dataset: `datasets.Dataset.from_list(list(stream.take(n)))`."
-            )
+    def check_dataset(self, columns: Collection[str], name: str) -> Self:
         if unused := [column for column in Pairs.optional_columns if column in columns]:
             raise UserError(
                 f"The {name} dataset has {self.name}, whose loss does not use the column `{unused[0]}`. Drop the "

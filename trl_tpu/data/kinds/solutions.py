@@ -1,12 +1,12 @@
 """Solutions with labeled steps, the rows of process reward models."""
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self, cast
 
 import numpy as np
 import torch
-from datasets import Dataset, Features, Value
+from datasets import Features, Value
 from datasets import Sequence as ListOf
 from transformers import PreTrainedTokenizerBase
 
@@ -110,11 +110,6 @@ class Solutions(RowKind):
         # next to token ids, a column `completions` without a label for each step belongs to the user
         steps = row.get("completions") or ()
         return "input_ids" in row and not ("completions" in row and is_label_list(row.get("labels"), len(steps)))
-
-    def check_dataset(self, dataset: Any, columns: Collection[str], name: str) -> Self:
-        if not isinstance(dataset, Dataset):
-            raise UserError(f"The {name} dataset is not a `Dataset` with a length: load it without streaming.")
-        return self
 
     def raw_only(self, columns: Sequence[str]) -> list[str]:
         return [*columns]
