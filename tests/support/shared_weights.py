@@ -77,12 +77,14 @@ def main(rank: str, folder: Path, families: list[str]) -> None:
             language_model(family).save_pretrained(folder / family)
         dist.barrier()
         results[family] = {mesh: different(folder / family, mesh, tokenizer) for mesh in MESHES}
-    # no family: a value that one process receives wrongly
-    add = int(rank)
-    with patch.object(shard, "fill", lambda tensor, value, fill=shard.fill: fill(tensor, value + add)):
-        results["received wrongly"] = {"fsdp=2": different(folder / families[-1], "fsdp=2", tokenizer)}
+    split = shard.distribute
+
+    def split_wrongly(model: Any, mesh: Any) -> None:
+        split(model, mesh)
+        model.score.weight.data.mul_(2)
+
     # no family: a model that computes other rewards than before it was split
-    with patch.object(shard, "_check_values", lambda model, _: model.score.weight.data.mul_(2)):
+    with patch.object(shard, "distribute", split_wrongly):
         results["computed wrongly"] = {"tensor=2": different(folder / "olmo3", "tensor=2", tokenizer)}
     (folder / f"weights of {rank}.json").write_text(json.dumps(results))
 

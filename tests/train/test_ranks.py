@@ -81,7 +81,6 @@ def test_models_of_all_families_have_the_weights_of_one_process(tmp_path: Path) 
     commands = [("shared_weights.py", rank, str(tmp_path), *families) for rank in "01"]
     subprocesses.run_ranks(*commands, USE_TORCH_XLA="0")
     found = json.loads((tmp_path / "weights of 0.json").read_text())
-    assert "differ from those that process 0 has loaded" in found.pop("received wrongly")["fsdp=2"]
     assert "rewards change by 100.0%" in found.pop("computed wrongly")["tensor=2"]
     errors = {(family, mesh): found[family].pop(mesh) for family in families for mesh in rejected_meshes(family)}
     assert found == {

@@ -460,7 +460,7 @@ def test_incompatible_checkpoint_is_rejected(name: str, checkpoint: Path, runs: 
 
 def test_model_folder_is_rejected_as_a_checkpoint(runs: Runs) -> None:
     for folder in (runs.model, str(runs.folder / "checkpoint-9")):
-        with pytest.raises(ValueError, match=r"trainer_state.json"):
+        with pytest.raises(FileNotFoundError, match=r"trainer_state.json"):
             runs.train("out", resume=folder)
 
 

@@ -28,7 +28,7 @@ from trl_tpu.modeling.static_shapes import use_expanded_attention
 from trl_tpu.packing.batch import Batch, micro_batches_of
 from trl_tpu.packing.pack import pack, pack_unpadded, pad
 from trl_tpu.packing.shapes import BatchShape, ShapePlan
-from trl_tpu.parallel.sharding_plan import Placement
+from trl_tpu.parallel.mesh import Placement
 from trl_tpu.runtime.native import Runtime
 from trl_tpu.training.optimizer import StepState
 

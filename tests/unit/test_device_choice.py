@@ -18,7 +18,7 @@ needs_torch_xla = pytest.mark.skipif(
 BOTH = {"has_torch_xla": True, "has_libtpu": True}
 XLA_ONLY = {"has_torch_xla": True, "has_libtpu": False}
 NEITHER = {"has_torch_xla": False, "has_libtpu": False}
-TORCHTPU = {"tpu_chips": 4, "has_torch_tpu": True, "accelerator": "tpu"}
+TORCHTPU = {"tpu_chips": 4, "accelerator": "tpu"}
 DEVICES = ("USE_TORCH_XLA", "PJRT_DEVICE", "CPU_NUM_DEVICES")
 
 
@@ -34,8 +34,7 @@ CHOICES = [
     (Facts(**NEITHER, **TORCHTPU), "torchtpu", "ACCELERATE_USE_CPU=1"),
     (Facts(**BOTH, **TORCHTPU, pjrt_device="TPU", switch="0"), "torchtpu", "torch's accelerator"),
     (Facts(**NEITHER, **TORCHTPU, asks_for_cpu=True), "native", "ACCELERATE_USE_CPU"),
-    (Facts(**NEITHER, has_torch_tpu=True, tpu_chips=4), "native", "torch_tpu"),
-    (Facts(**NEITHER, has_torch_tpu=True, accelerator="cuda"), "native", "no TPU is attached"),
+    (Facts(**NEITHER, accelerator="cuda"), "native", "no TPU is attached"),
     # requested by PJRT_DEVICE
     (Facts(**XLA_ONLY, pjrt_device="CPU"), "xla", "PJRT_DEVICE=CPU"),
     (Facts(**BOTH, pjrt_device="TPU", tpu_chips=4), "xla", "PJRT_DEVICE=TPU"),

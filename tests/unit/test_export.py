@@ -288,23 +288,14 @@ def _existing(folder: Path) -> None:
     (folder.parent / "out" / "mine").write_text("precious")
 
 
-def _linked(name: str, folder: Path) -> None:
-    """Link a user's file under the name of a model file."""
-    (folder.parent / "secret").write_text("{}")
-    (folder / name).unlink(missing_ok=True)
-    (folder / name).symlink_to(folder.parent / "secret")
-
-
-LINKED = ("tokenizer.json", "model.safetensors", "adapter_config.json")
 REFUSED: list[tuple[Callable[[Path], list[str] | None], str]] = [
     (lambda folder: ["--merge"], "adapter_config.json.*--merge"),
     (_existing, "out exists"),
     (_pickled, "safetensors"),
     (_truncated, "damaged: model.safetensors"),
-    (_part_missing, "lacks shards of the weight model"),
+    (_part_missing, "lacks shards of model"),
     (partial(_without_head, True), "model.score.weight"),
     (partial(_without_head, False), "score.weight"),
-    *((partial(_linked, name), f"c/{name}") for name in LINKED),
 ]
 
 

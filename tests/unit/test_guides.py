@@ -38,7 +38,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from trl_tpu import ModelConfig, RewardConfig, RewardTrainer, ScriptArguments, cli
 from trl_tpu.experimental.prm import PRMConfig
 from trl_tpu.modeling.packability import PROVEN_TYPES
-from trl_tpu.parallel.sharding_plan import Rules
+from trl_tpu.parallel.mesh import Rules
 from trl_tpu.scripts import export, plan, report, reward, score, synthetic
 
 GUIDES = EXAMPLES / "guides"

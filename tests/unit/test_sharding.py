@@ -19,10 +19,9 @@ from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES
 
 from trl_tpu.errors import UserError
 from trl_tpu.modeling.heads import model_without_weights
-from trl_tpu.parallel import sharding_plan
-from trl_tpu.parallel.mesh import AXES, BATCH_AXES, MeshShape, parse_mesh, parse_topology
+from trl_tpu.parallel import mesh as meshes
+from trl_tpu.parallel.mesh import AXES, BATCH_AXES, MeshShape, Plan, Rules, bare_name, parse_mesh, parse_topology
 from trl_tpu.parallel.shard import ShardReport, place_model, plan_model
-from trl_tpu.parallel.sharding_plan import Plan, Rules, bare_name
 from trl_tpu.runtime import PartitionSpec
 from trl_tpu.runtime.native import Runtime
 
@@ -103,7 +102,7 @@ def test_every_transformers_parallel_style_is_known() -> None:
         *("replicate", "replicated_with_grad_allreduce", "sequence_parallel", "mla_kv_a_proj", "all_reduce"),
         *("local_params", "moe_tp_experts", "moe_identity_expert", "ep_dispatch_experts"),
     }
-    assert set(ALL_PARALLEL_STYLES.keys()) <= sharding_plan._SPLITS.keys() | how_modules_communicate
+    assert set(ALL_PARALLEL_STYLES.keys()) <= meshes._SPLITS.keys() | how_modules_communicate
     placed = Plan(MeshShape(tensor=2), {"q": "replicate"}).place("q.weight", (4, 4))
     assert placed.axes == (None, None) and placed.reason == "replicate leaves it whole"
 

@@ -20,7 +20,7 @@ from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 from torch import nn
 from torch.optim import Optimizer
@@ -30,14 +30,12 @@ from transformers.trainer import OPTIMIZER_NAME, TRAINER_STATE_NAME
 from ..errors import UserError
 from ..modeling.layers import by_layer
 from ..parallel.shard import mesh_of
-from ..runtime import Runtime
+from ..runtime import Runtime, Value
 from . import folders, state_dict
 from .folders import RunFolder, local_copy, newest_first
 from .identity import LAYOUT, changes, optimizer_identity, saved_adapters
 
 logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 
 class Processes(Protocol):
@@ -51,7 +49,7 @@ class Processes(Protocol):
         """Return the values of all processes, by index."""
 
 
-def on_all_ranks(action: Callable[[], T], all_gather_object: Callable[[Any], list[Any]]) -> T:
+def on_all_ranks(action: Callable[[], Value], all_gather_object: Callable[[Any], list[Any]]) -> Value:
     """Call ``action`` on every rank and return this rank's result; raise on all ranks if any rank fails.
 
     Every Exception counts as a failure: libraries raise many types of errors when a disk is full.
@@ -163,11 +161,6 @@ class Checkpointer:
             thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
             self._pending = thread.submit(self._write, contents, files, state)
             thread.shutdown(wait=False)  # the thread ends after this save
-
-    def delete_all_but_best(self, run: RunFolder, best: str) -> None:
-        """Delete all checkpoints but the best at the end of training, if `limit` is 1."""
-        if self._limit == 1 and self._writes:
-            run.rotate(1, {best})
 
     # ---- while training waits
 
@@ -293,6 +286,7 @@ class CheckpointLoader:
         progress: Content of the checkpoint's progress file; None for a checkpoint of another trainer.
         folder: The checkpoint's folder on this host.
         place: The checkpoint's folder or URL as requested.
+        download: Owns the local copy of a checkpoint at a URL. Close it when the checkpoint has been read.
     """
 
     progress: dict[str, Any] | None = None
@@ -302,7 +296,7 @@ class CheckpointLoader:
 
     def __init__(self, runtime: Runtime, processes: Processes, *, shares_disk: bool) -> None:
         self._runtime, self._processes, self._shares_disk = runtime, processes, shares_disk
-        self._download = ExitStack()  # owns the local copy of a checkpoint at a URL
+        self.download = ExitStack()
 
     def find(self, asked: str | bool | None, run: RunFolder, layout: str, identity: Mapping[str, Any]) -> str | None:
         """Find and verify the checkpoint to resume from, and return its local folder; None to start from scratch.
@@ -338,7 +332,12 @@ class CheckpointLoader:
             self.place = run.place_of(Path(folder).name)
         else:
             self.place = os.fspath(asked)
-            self._check_requested(folder := self._local(self.place))
+            folder = self._local(self.place)
+            if folders.has_own_format(folder) and (faults := self._faults(folder)):
+                raise UserError(
+                    f"The checkpoint {folder} is damaged: {'; '.join(faults)}. "
+                    "Pass another folder, or resume_from_checkpoint=True for the newest good checkpoint."
+                )
         self.folder = folder
         if (path := Path(folder, state_dict.PROGRESS_FILE)).is_file():
             self.progress = json.loads(path.read_text(encoding="utf-8"))
@@ -385,10 +384,7 @@ class CheckpointLoader:
             return None
         name = Path(recorded).name
         places = [Path(self.folder).with_name(name), run.path / name, Path(recorded)]
-        best = next((place for place in places if place.is_dir()), run.path / name)
-        if run.remote is None and not best.is_dir():
-            logger.warning("The best checkpoint so far, %s, no longer exists.", best)
-        return str(best)
+        return str(next((place for place in places if place.is_dir()), run.path / name))
 
     def find_best(self, best: str, run: RunFolder) -> tuple[str, list[str]]:
         """Return the local folder of the best checkpoint (downloaded if the run is at a URL), and its faults."""
@@ -429,10 +425,6 @@ class CheckpointLoader:
             return True
         return False
 
-    def delete_download(self) -> None:
-        """Delete the local copy of a checkpoint at a URL, once it has been read."""
-        self._download.close()
-
     def _newest_good(self, run: RunFolder) -> str:
         """Return the folder of the newest good checkpoint, and warn about each newer, damaged one."""
         rejected = []
@@ -446,23 +438,6 @@ class CheckpointLoader:
             "Pass the folder of a checkpoint, or leave resume_from_checkpoint out to start from scratch."
         )
 
-    def _check_requested(self, folder: str) -> None:
-        """Reject a damaged checkpoint. Checkpoints of other trainers have no manifest and cannot be checked."""
-        if folders.has_own_format(folder):
-            if faults := self._faults(folder):
-                raise UserError(
-                    f"The checkpoint {folder} is damaged: {'; '.join(faults)}. "
-                    "Pass another folder, or resume_from_checkpoint=True for the newest good checkpoint."
-                )
-        elif Path(folder, TRAINER_STATE_NAME).is_file():
-            logger.warning("The checkpoint %s has no manifest, so its files cannot be checked.", folder)
-        else:
-            raise UserError(
-                f"resume_from_checkpoint={folder!r} is not a checkpoint: it has no {TRAINER_STATE_NAME}. Pass the "
-                "folder of a checkpoint, or True for the newest good one in output_dir. To start from a model's "
-                "weights, pass its folder as the model."
-            )
-
     def _faults(self, folder: str) -> list[str]:
         """Return a checkpoint's faults. Processes that share a disk check one part of its files each."""
         share = (self._processes.index, self._processes.count) if self._shares_disk else (0, 1)
@@ -473,8 +448,8 @@ class CheckpointLoader:
 
         The first rank of each host downloads the files for all ranks of its host. These ranks are consecutive.
         """
-        self.delete_download()
+        self.download.close()
         gather, leads = self._processes.all_gather_object, self._processes.is_first_of_host
         copy = local_copy(checkpoint) if leads else nullcontext()
-        folders = gather(on_all_ranks(lambda: self._download.enter_context(copy), gather))
+        folders = gather(on_all_ranks(lambda: self.download.enter_context(copy), gather))
         return str([folder for folder in folders[: self._processes.index + 1] if folder is not None][-1])

@@ -5,12 +5,11 @@ dtype; in float32 if adapters are merged; in the stored dtype if the output is f
 """
 
 import json
-import math
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Iterable
-from fnmatch import fnmatchcase
 from functools import reduce
 from pathlib import Path
 from typing import Any
@@ -18,38 +17,26 @@ from typing import Any
 import torch
 from huggingface_hub import ModelCard
 from safetensors.torch import load_file, save_file
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from transformers import AutoConfig, PreTrainedModel
 from transformers.dynamic_module_utils import get_relative_imports
 
 from ..compat.transformers4 import add_transformers4_names
 from ..config.reward_config import is_url
 from ..errors import UserError
+from ..modeling import head_spec
 from ..modeling.adapters import adapter_weights, empty_adapters, load_adapted_model
-from ..modeling.head_spec import (
-    BASE_CONFIG,
-    HeadSpec,
-    fold_attributes,
-    may_be_on_the_hub,
-    saved_scale,
-    set_inference_metadata,
-    set_reward_normalization,
-    write_head_spec,
-)
 from ..modeling.heads import load_classifier, model_without_weights
 from ..modeling.load import load_tokenizer
 from ..runtime.native import Runtime
 from .folders import MANIFEST_FILE, STAGING_FOLDER, atomic_folder, find_faults, local_copy
-from .state_dict import STATE_FOLDER, WEIGHT_PREFIX, read_weights, tensor_reader
+from .state_dict import STATE_FOLDER, WEIGHT_PREFIX, read_weights, tensors_in
 
 MODEL_FILES = ("model.safetensors", "model.safetensors.index.json")
 ADAPTER_FILE = "adapter_model.safetensors"
 ADAPTER_CONFIG = "adapter_config.json"
-#: Weights, and the config of adapters. They are read, so none may be a link out of the folder.
-_WEIGHT_FILES = ("*.safetensors*", ADAPTER_CONFIG, f"{STATE_FOLDER}/*.safetensors")
 #: Files that are copied unchanged. The vocabulary files are those that transformers' tokenizers read.
 _COPIED_FILES = (
-    *("config.json", BASE_CONFIG, "generation_config.json", "*processor_config.json"),
+    *("config.json", head_spec.BASE_CONFIG, "generation_config.json", "*processor_config.json"),
     *("tokenizer*.json", "special_tokens_map.json", "added_tokens.json"),
     *("chat_template.jinja", "chat_template.json", "additional_chat_templates/*.jinja"),
     *("vocab.txt", "vocab*.json", "*_vocab.json", "merges.txt", "dict.txt", "bpe.codes", "byte_maps.json"),
@@ -95,11 +82,14 @@ def export_checkpoint(
         raise UserError(f"{out} exists and is not overwritten. Pass a new folder, or delete this one first.")
     with local_copy(checkpoint) as folder:
         has_adapters = (folder / ADAPTER_CONFIG).is_file()
-        _check_checkpoint(folder, merge, base, has_adapters)
+        if not has_adapters and (merge or base is not None):
+            raise UserError(f"{checkpoint} has no {ADAPTER_CONFIG}: `--merge` and `--base` apply only to adapters.")
+        if (folder / MANIFEST_FILE).exists() and (faults := find_faults(folder)):
+            raise UserError(f"The checkpoint {checkpoint} is damaged: {'; '.join(faults)}. Export another one.")
         names = _files_to_copy(folder)
         with atomic_folder(out) as staging:
             for name in names:
-                if not (merge and name == BASE_CONFIG):  # only adapters need their base model's config
+                if not (merge and name == head_spec.BASE_CONFIG):  # only adapters need their base model's config
                     (staging / name).parent.mkdir(exist_ok=True)
                     shutil.copyfile(folder / name, staging / name)
             if merge:
@@ -109,7 +99,7 @@ def export_checkpoint(
             else:
                 settings = dtype, trust_remote_code
                 model = _merged_model(folder, base, *settings) if merge else _full_model(folder, *settings)
-                set_inference_metadata(model.config)  # another trainer's config may lack fields that servers read
+                head_spec.set_inference_metadata(model.config)  # servers read fields that other trainers' configs lack
                 model.save_pretrained(staging, max_shard_size=max_shard_size)
             add_transformers4_names(staging)
 
@@ -117,45 +107,17 @@ def export_checkpoint(
 # ---- files
 
 
-def _check_checkpoint(checkpoint: Path, merge: bool, base: str | None, has_adapters: bool) -> None:
-    paths = (path for pattern in _WEIGHT_FILES for path in checkpoint.glob(pattern))
-    _check_regular(checkpoint, (path.relative_to(checkpoint).as_posix() for path in paths))
-    if not has_adapters and (merge or base is not None):
-        raise UserError(f"{checkpoint} has no {ADAPTER_CONFIG}: `--merge` and `--base` apply only to adapters.")
-    if (checkpoint / MANIFEST_FILE).exists() and (faults := find_faults(checkpoint)):
-        raise UserError(f"The checkpoint {checkpoint} is damaged: {'; '.join(faults)}. Export another one.")
-
-
-def _check_regular(folder: Path, names: Iterable[str]) -> None:
-    """Reject links and special files among ``names``: the target of a link is not part of the folder."""
-    root = os.path.realpath(folder)
-    for name in names:
-        path = folder / name
-        if os.path.realpath(path) != os.path.join(root, name) or not path.is_file():
-            raise UserError(
-                f"{path} is a link or not a regular file, so it cannot be exported. If it belongs to the model, copy "
-                f"the folder with links resolved: cp -rL {folder} NEW_FOLDER"
-            )
-
-
 def _files_to_copy(folder: Path) -> set[str]:
     """Return the names of files to copy: configs, tokenizer, templates, model card, custom code."""
-    paths = [*folder.iterdir(), *(folder / "additional_chat_templates").glob("*")]
-    names = {path.relative_to(folder).as_posix() for path in paths if not path.is_dir()}
-    names = {name for name in names if any(fnmatchcase(name, pattern) for pattern in _COPIED_FILES)}
-    _check_regular(folder, names)
-    auto_map_entries: list[Any] = []
-    for name in names:
-        if name.endswith("config.json"):
-            auto_map_entries += (_read_config(folder / name).get("auto_map") or {}).values()
-    modules: list[str] = []
-    for entry in auto_map_entries:  # a tokenizer's entry lists its slow class and its fast class; either may be None
-        modules += [str(name).partition(".")[0] for name in (entry if isinstance(entry, list) else [entry])]
+    paths = (path for pattern in _COPIED_FILES for path in folder.glob(pattern) if path.is_file())
+    names = {path.relative_to(folder).as_posix() for path in paths}
+    maps = [_read_config(folder / name).get("auto_map") for name in names if name.endswith("config.json")]
+    # entries are "module.Class", or two of them for a tokenizer, or "owner/name--module.Class" of another repository
+    modules = re.findall(r'"(\w+)\.\w+"', json.dumps(maps))
     while modules:
         module = modules.pop()
-        # skip code of other repositories (`owner/name--module`); loading the model reports missing modules
-        if module.isidentifier() and os.path.lexists(folder / f"{module}.py") and f"{module}.py" not in names:
-            _check_regular(folder, [f"{module}.py"])
+        # loading the model reports missing modules
+        if module.isidentifier() and (folder / f"{module}.py").is_file() and f"{module}.py" not in names:
             names.add(f"{module}.py")
             modules += get_relative_imports(folder / f"{module}.py")
     return names
@@ -164,7 +126,7 @@ def _files_to_copy(folder: Path) -> set[str]:
 def _name_base_in_card(path: Path, base: str) -> None:
     """Name the base model of merged adapters in the model card, and in its metadata if it may be on the Hub."""
     card = ModelCard(path.read_text(encoding="utf-8") if path.is_file() else "---\n{}\n---\n# Reward model\n")
-    if may_be_on_the_hub(base):
+    if head_spec.may_be_on_the_hub(base):
         card.data["base_model"] = base
     sentence = f"The trained adapters are merged into the weights of `{base}`."
     card.text = f"{card.text.rstrip()}\n\n## Base model\n\n{sentence}\n"
@@ -182,7 +144,7 @@ def _full_model(checkpoint: Path, dtype: torch.dtype | None, trust_remote_code: 
     """Return the trained model in ``dtype``, by default in the stored dtype."""
     has_model_files = any((checkpoint / file).is_file() for file in MODEL_FILES)
     stored = _stored_dtype(checkpoint) if has_model_files else _stored_dtype(checkpoint / STATE_FOLDER, WEIGHT_PREFIX)
-    spec = HeadSpec.saved(checkpoint)
+    spec = head_spec.HeadSpec.saved(checkpoint)
     load_dtype = stored if dtype == torch.float16 else dtype or stored  # loading in float16 would hide overflows
     model: Any
     if has_model_files:
@@ -194,7 +156,7 @@ def _full_model(checkpoint: Path, dtype: torch.dtype | None, trust_remote_code: 
         model = model_without_weights(config, load_dtype, trust_remote_code).to_empty(device="cpu")
         model.tie_weights()
         read_weights(model, checkpoint, Runtime())
-    fold_attributes(model, spec)
+    head_spec.fold_attributes(model, spec)
     return _to_dtype(model, dtype or stored)
 
 
@@ -202,7 +164,7 @@ def _merged_model(
     checkpoint: Path, base: str | None, dtype: torch.dtype | None, trust_remote_code: bool
 ) -> PreTrainedModel:
     """Merge the trained adapters into the base model in float32, round once to ``dtype``, and return the model."""
-    base, spec = _base_name(checkpoint, base), HeadSpec.saved(checkpoint)
+    base, spec = _base_name(checkpoint, base), head_spec.HeadSpec.saved(checkpoint)
     kwargs: Any = {"num_labels": len(spec.weights), "trust_remote_code": trust_remote_code}
     with tempfile.TemporaryDirectory() as adapters:  # peft loads adapters only from a folder
         _write_adapters(checkpoint, Path(adapters), base, None, trust_remote_code)
@@ -211,8 +173,8 @@ def _merged_model(
         tokenizer = load_tokenizer(str(checkpoint), trust_remote_code=trust_remote_code)
         if tokenizer.pad_token_id is not None:  # as in training, rewards are read at the last non-padding token
             merged.config.get_text_config().pad_token_id = tokenizer.pad_token_id
-    fold_attributes(merged, spec)
-    set_reward_normalization(merged.config, saved_scale(checkpoint))
+    head_spec.fold_attributes(merged, spec)
+    head_spec.set_reward_normalization(merged.config, head_spec.saved_scale(checkpoint))
     stored = AutoConfig.from_pretrained(base, trust_remote_code=trust_remote_code).dtype
     return _to_dtype(merged, dtype or stored or torch.float32)
 
@@ -226,7 +188,7 @@ def _write_adapters(
     else:
         stored = _stored_dtype(checkpoint / STATE_FOLDER, WEIGHT_PREFIX)
         config = AutoConfig.from_pretrained(_base_name(checkpoint, base), trust_remote_code=trust_remote_code)
-        write_head_spec(config, HeadSpec.saved(checkpoint))
+        head_spec.write_head_spec(config, head_spec.HeadSpec.saved(checkpoint))
         model = model_without_weights(config, stored, trust_remote_code)
         adapted = empty_adapters(model, str(checkpoint), stored)
         read_weights(adapted, checkpoint, Runtime())
@@ -243,15 +205,9 @@ def _stored_dtype(folder: Path, prefix: str = "") -> torch.dtype:
     """Return the widest dtype of the safetensors weights in ``folder`` with names that begin with ``prefix``.
 
     Raises:
-        UserError: ``folder`` has no weights, or shards of a weight are missing.
+        UserError: ``folder`` has no weights; see also `tensors_in`.
     """
-    metadata = tensor_reader(folder).read_metadata().state_dict_metadata if folder.is_dir() else {}
-    dtypes = []
-    for name, saved in metadata.items():
-        if isinstance(saved, TensorStorageMetadata) and name.startswith(prefix):
-            if sum(math.prod(chunk.sizes) for chunk in saved.chunks) != math.prod(saved.size):
-                raise UserError(f"{folder} lacks shards of the weight {name}. A file is missing: copy it again.")
-            dtypes += [saved.properties.dtype] if saved.properties.dtype.is_floating_point else []
+    dtypes = [tensor.dtype for tensor in tensors_in(folder, prefix).values() if tensor.is_floating_point()]
     if not dtypes:
         raise UserError(
             f"{folder} has no weights in safetensors. Pickled weights are not read because they could run code. Pass "
@@ -280,7 +236,4 @@ def _check_range(weights: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype
 
 
 def _base_name(checkpoint: Path, base: str | None) -> str:
-    saved_name = _read_config(checkpoint / ADAPTER_CONFIG).get("base_model_name_or_path")
-    if not (name := base or saved_name) or not isinstance(name, str):
-        raise UserError(f"{checkpoint / ADAPTER_CONFIG} names no base model. Pass its folder or Hub id as `--base`.")
-    return name
+    return base or _read_config(checkpoint / ADAPTER_CONFIG)["base_model_name_or_path"]

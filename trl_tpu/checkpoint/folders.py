@@ -56,12 +56,10 @@ def files_in(folder: Path) -> list[str]:
 
 def describe_files(folder: Path, names: Iterable[str]) -> Files:
     """Flush files below ``folder`` to disk and return their sizes and checksums."""
-    files = {}
-    for name in sorted(names):
-        path = folder / name
+    paths = {name: folder / name for name in sorted(names)}
+    for path in paths.values():
         flush(path)
-        files[name] = {"size": path.stat().st_size, "sha256": _sha256(path)}
-    return files
+    return {name: {"size": path.stat().st_size, "sha256": _sha256(path)} for name, path in paths.items()}
 
 
 def seal(folder: Path, files: Mapping[str, Mapping[str, Any]]) -> None:
@@ -242,12 +240,9 @@ class RemoteRun:
         manifests = self._files.glob(f"{glob.escape(self._root)}/checkpoint-*/{MANIFEST_FILE}")
         return newest_first(path.rsplit("/", 2)[-2] for path in manifests)
 
-    def read_text(self, name: str) -> str | None:
-        """Return the text of a file below the URL; None if there is no such file."""
-        try:
-            return self._files.cat_file(f"{self._root}/{name}").decode(errors="replace")
-        except FileNotFoundError:
-            return None
+    def read_text(self, name: str) -> str:
+        """Return the text of a file below the URL."""
+        return self._files.cat_file(f"{self._root}/{name}").decode(errors="replace")
 
     def write_text(self, name: str, text: str) -> None:
         """Write a file below the URL."""
@@ -349,8 +344,7 @@ class RunFolder:
                 else:
                     retire(self.path / name)
         except Exception as error:  # fsspec file systems raise many types of errors
-            kind = type(error).__name__
-            logger.warning("Older checkpoints in %s could not be deleted (%s: %s).", self._place, kind, error)
+            logger.warning("Older checkpoints in %s could not be deleted (%r).", self._place, error)
 
     # ---- the process that trains
 
@@ -446,21 +440,13 @@ class RunFolder:
             (self.path / below).mkdir(parents=True)
             for name in names:
                 (self.path / name).rename(self.path / below / name)
-        logger.warning(
-            "Moved checkpoints that this training does not resume from to %s/%s: %s. Delete them, or resume from one "
-            "by name.",
-            self._place,
-            below,
-            ", ".join(names),
-        )
+        moved = f"Moved checkpoints that this training does not resume from to {self._place}/{below}"
+        logger.warning("%s: %s. Delete them, or resume from one by name.", moved, ", ".join(names))
 
     def _read(self) -> dict[str, Any]:
         """Return the content of `_run.json`; empty if it is missing, or incomplete after its process was killed."""
-        text = None
-        if self.remote is not None:
-            text = self.remote.read_text(RUN_FILE)
-        elif (self.path / RUN_FILE).is_file():
-            text = (self.path / RUN_FILE).read_text(encoding="utf-8", errors="replace")
-        with suppress(ValueError, TypeError):
-            return dict(json.loads(text or ""))
+        with suppress(FileNotFoundError, ValueError, TypeError):
+            if self.remote is not None:
+                return dict(json.loads(self.remote.read_text(RUN_FILE)))
+            return dict(json.loads((self.path / RUN_FILE).read_text(encoding="utf-8", errors="replace")))
         return {}

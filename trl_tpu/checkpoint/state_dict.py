@@ -17,10 +17,7 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint import CheckpointException, HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.filesystem import FileSystem
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 from torch.optim import Optimizer
@@ -46,8 +43,6 @@ WEIGHT_PREFIX = "model."
 OPTIMIZER_PREFIX = "optimizer."
 #: Settings of optimizer groups that come from the new run's arguments instead of the checkpoint.
 _GROUP_SETTINGS_OF_RUN = ("params", "initial_lr", "weight_decay", "betas", "eps", "capturable", "foreach", "fused")
-
-Tensors = Mapping[str, torch.Tensor]
 
 
 # ---- model files
@@ -109,21 +104,27 @@ class _TensorFiles(FileSystem):
         return [file for file in super().ls(path) if _TENSOR_FILE.fullmatch(Path(file).name)]
 
 
-def tensor_reader(folder: Path) -> HuggingFaceStorageReader:
+def tensor_reader(folder: Path) -> dcp.HuggingFaceStorageReader:
     """Return a reader for the full or sharded tensors in the safetensors files of ``folder``."""
-    reader = HuggingFaceStorageReader(str(folder))
+    reader = dcp.HuggingFaceStorageReader(str(folder))
     reader.fs = _TensorFiles()
     return reader
 
 
 def tensors_in(folder: Path, prefix: str = "") -> dict[str, torch.Tensor]:
-    """Return the tensors stored in ``folder`` with names that begin with ``prefix``, as meta tensors by name."""
+    """Return the tensors stored in ``folder`` with names that begin with ``prefix``, as meta tensors by name.
+
+    Raises:
+        UserError: Shards of a tensor are missing. torch would leave its values there unchanged.
+    """
     saved = tensor_reader(folder).read_metadata().state_dict_metadata if folder.is_dir() else {}
-    return {
-        name: torch.empty(tensor.size, dtype=tensor.properties.dtype, device="meta")
-        for name, tensor in saved.items()
-        if isinstance(tensor, TensorStorageMetadata) and name.startswith(prefix)
-    }
+    tensors = {}
+    for name, tensor in saved.items():
+        if isinstance(tensor, dcp.TensorStorageMetadata) and name.startswith(prefix):
+            tensors[name] = torch.empty(tensor.size, dtype=tensor.properties.dtype, device="meta")
+            if sum(chunk.sizes.numel() for chunk in tensor.chunks) != tensor.size.numel():
+                raise UserError(f"{folder} lacks shards of {name}. A file is missing: copy it again.")
+    return tensors
 
 
 def join_shards(shards: Mapping[str, Any]) -> dict[str, torch.Tensor]:
@@ -163,21 +164,20 @@ def _checkpointing() -> Iterator[None]:
     indexes shards by lists.
     """
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
-        warnings.filterwarnings("ignore", message="TypedStorage is deprecated")
-        warnings.filterwarnings("ignore", message="Using a non-tuple sequence for multidimensional indexing")
+        ignored = "torch.distributed is disabled|TypedStorage is deprecated|Using a non-tuple sequence"
+        warnings.filterwarnings("ignore", message=ignored)
         try:
             yield
-        except CheckpointException as error:
+        except dcp.CheckpointException as error:
             rank, (failure, _) = next(iter(error.failures.items()))
             raise OSError(f"process {rank}: {type(failure).__name__}: {failure}") from error
 
 
-class _ShardWriter(HuggingFaceStorageWriter):
+class _ShardWriter(dcp.HuggingFaceStorageWriter):
     """Writes one file per host and device. In torch's one file per host, shards of a tensor would collide."""
 
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        items_by_device: dict[int, list[WriteItem]] = {}
+    def write_data(self, plan: dcp.SavePlan, planner: dcp.SavePlanner) -> Future[list[WriteResult]]:
+        items_by_device: dict[int, list[dcp.WriteItem]] = {}
         for item in plan.items:
             items_by_device.setdefault(item.index.index or 0, []).append(item)
         files: Queue = Queue()
@@ -293,7 +293,7 @@ def read_weights(model: nn.Module, checkpoint: str | Path, runtime: Runtime) -> 
         adapter: Any = model.active_adapter
         weights = {name: weights[key] for name, key in names_in_file(model, weights, adapter).items()}
     weights = unique_tensors(weights, prefer={name.removeprefix(prefix) for name in saved})
-    tensors: Tensors = {f"{prefix}{name}": tensor.detach() for name, tensor in weights.items()}
+    tensors: dict[str, torch.Tensor] = {f"{prefix}{name}": tensor.detach() for name, tensor in weights.items()}
     here, there = ({name: list(tensor.shape) for name, tensor in state.items()} for state in (tensors, saved))
     # torch silently ignores tensors that only the checkpoint has
     if names := sorted(name for name in here | there if here.get(name) != there.get(name)):
@@ -359,8 +359,7 @@ def read_torch_optimizer(optimizer: Optimizer, scheduler: Any, checkpoint: str |
     if sizes[0] != sizes[1]:  # state is stored by parameter index, and would load into the wrong parameters
         raise UserError(
             f"The optimizer in {checkpoint} has groups of {sizes[0]} parameters, and this run's has {sizes[1]}. Train "
-            "the same parameters, on a mesh without a tensor axis, or start from its weights: pass its folder as the "
-            "model."
+            "the same parameters without a tensor axis, or pass the folder as the model."
         )
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     with torch.no_grad():

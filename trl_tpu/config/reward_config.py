@@ -19,8 +19,7 @@ from transformers.trainer_utils import SchedulerType
 from .. import runtime
 from ..compat.arguments import REMOVED, RemovedArguments, apply_removed_arguments
 from ..errors import UserError
-from ..parallel.mesh import parse_mesh
-from ..parallel.sharding_plan import Rules
+from ..parallel.mesh import Rules, parse_mesh
 from ..runtime import Remat
 from . import checks
 from .launchers import apply_fsdp, launched_mesh, without_fsdp
@@ -273,7 +272,7 @@ class RewardConfig(RemovedArguments, TrainingArguments):
         sharding_plan (`str`, *optional*):
             YAML file that maps patterns of parameter names to the mesh axes of each dimension. It overrides the
             model's own plan; `"*": auto` keeps that plan for all other parameters. See
-            `trl_tpu.parallel.sharding_plan`. By default only the model's own plan is used.
+            `trl_tpu.parallel.mesh`. By default only the model's own plan is used.
         remat (`str`, *optional*):
             Operations that the backward pass recomputes in each layer to save memory. `"full"` recomputes the whole
             layer, like `gradient_checkpointing=True`. `"dots"` keeps the results of matrix products, including the

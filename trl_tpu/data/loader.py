@@ -217,6 +217,17 @@ def collate_marked(
     return collate(select_columns(list(rows)), real=sum(is_real))
 
 
+def begin_epoch(loader: Any, epoch: int) -> None:
+    """Set the epoch of a loader, its dataset and its samplers: accelerate's loaders do not always pass it on."""
+    batches: Any = getattr(loader, "batch_sampler", None)
+    while hasattr(batches, "batch_sampler"):
+        batches = batches.batch_sampler
+    parts: tuple[Any, ...] = (loader, getattr(loader, "dataset", None), batches, getattr(batches, "sampler", None))
+    for part in parts:
+        if hasattr(part, "set_epoch"):
+            part.set_epoch(epoch)
+
+
 def rows_of_step(loader: Any, step: int, accumulated: int) -> list[int] | None:
     """Return the dataset rows that training step ``step`` used, in the sampler's order; steps are counted from 1.
 
@@ -230,8 +241,7 @@ def rows_of_step(loader: Any, step: int, accumulated: int) -> list[int] | None:
     epoch, update = divmod(step - 1, -(-len(loader) // accumulated))
     orders = []
     for _ in range(2):
-        if hasattr(loader, "set_epoch"):
-            loader.set_epoch(epoch)
+        begin_epoch(loader, epoch)
         batches = islice(loader.batch_sampler, update * accumulated, (update + 1) * accumulated)
         orders.append([row for batch in batches for row in batch])
     return orders[0] if orders[0] == orders[1] else None

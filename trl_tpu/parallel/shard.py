@@ -7,8 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from itertools import count
-from math import prod
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,11 +21,8 @@ from transformers.distributed import DistributedConfig
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ..errors import UserError, explaining
-from ..runtime import Runtime
-from .mesh import BATCH_AXES, MeshShape, as_axes, check_heads, names_of
-from .sharding_plan import GATHERED_OUTPUTS, Placement, Plan, Rules, bare_name
-
-Value = TypeVar("Value")
+from ..runtime import Runtime, Value
+from .mesh import BATCH_AXES, MeshShape, Placement, Plan, Rules, as_axes, bare_name, check_heads, names_of
 
 
 @dataclass(frozen=True)
@@ -91,7 +87,7 @@ def shard_model(model: Any, mesh: MeshShape, runtime: Runtime, device: torch.dev
         UserError: The `tensor` axis would split an attention head, transformers has loaded wrong rows into the shards,
             or its plan for `tensor` changes the rewards.
     """
-    base, whole, trial = _base_of(model), dict[str, torch.Tensor](), None
+    base, trial = _base_of(model), None
     if mesh_of(base) is None:
         whole = _tensors_of(model)  # process 0's are the values of all
         if mesh.tensor > 1:
@@ -102,7 +98,9 @@ def shard_model(model: Any, mesh: MeshShape, runtime: Runtime, device: torch.dev
             _replace_tensors(model, lambda _, tensor: torch.empty_like(tensor, device="meta"))
         distribute(model, mesh)
         if mesh.tensor == 1:
-            _receive(model, whole, device)
+            _replace_tensors(model, lambda _, tensor: torch.empty_like(tensor, device=device))
+            for name, tensor in _tensors_of(model).items():
+                fill(tensor, _from_first(whole[name], device))
         setattr(base, _SHARDED_HERE, True)
     elif min(mesh.fsdp, mesh.tensor) > 1 and issubclass(_StridedShard, Shard) and not hasattr(base, _SHARDED_HERE):
         raise UserError(
@@ -114,8 +112,6 @@ def shard_model(model: Any, mesh: MeshShape, runtime: Runtime, device: torch.dev
     reshard(model)  # a trial of packed rows may have left gathered weights
     # tensors that are in no plan
     _replace_tensors(model, lambda _, tensor: tensor if isinstance(tensor, DTensor) else tensor.to(device))
-    if whole:
-        _check_values(model, whole)
     if trial is not None:
         trial.check(model, mesh)
     runtime.set_mesh(mesh.sizes, mesh.slices)
@@ -217,39 +213,6 @@ def _from_first(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     return value
 
 
-def _receive(model: nn.Module, whole: Mapping[str, torch.Tensor], device: torch.device) -> None:
-    """Fill a sharded model with the values of process 0, one tensor after the other."""
-    _replace_tensors(model, lambda _, tensor: torch.empty_like(tensor, device=device))
-    for name, tensor in _tensors_of(model).items():
-        fill(tensor, _from_first(whole[name], device))
-
-
-def _check_values(model: nn.Module, whole: Mapping[str, torch.Tensor]) -> None:
-    """Compare all processes' shards with process 0's tensors, which it has loaded as a single process does.
-
-    The sum of a tensor's bits is exact in any order, so the shards' sums add up to that of each whole copy.
-
-    Raises:
-        UserError: The bits of a parameter or buffer differ.
-    """
-    tensors, sums, processes = _tensors_of(model), list[torch.Tensor](), dist.get_world_size()
-    for name, tensor in tensors.items():
-        local, copies = tensor, processes
-        if isinstance(tensor, DTensor):
-            sizes = zip(tensor.placements, tensor.device_mesh.shape, strict=True)
-            local, copies = tensor.to_local(), processes // prod(size for at, size in sizes if not at.is_replicate())
-        sums.append(_sum_of_bits(local))
-        if dist.get_rank() == 0:
-            sums[-1] -= copies * _sum_of_bits(whole[name].to(local.device))
-    differences = torch.stack(sums)
-    dist.all_reduce(differences)
-    if wrong := [name for name, each in zip(tensors, differences.tolist(), strict=True) if each]:
-        raise UserError(
-            f"{len(wrong)} of {len(sums)} tensors, such as {wrong[0]}, differ from those that process 0 has loaded. "
-            "Leave `mesh` out: each process then loads the whole model."
-        )
-
-
 # torch takes the sharded embeddings of two models for one if their outputs have the same shape
 _lengths = count(16)
 
@@ -281,12 +244,6 @@ class _Trial:
         if not error <= largest * torch.finfo(rewards.dtype).eps ** 0.5:
             raise UserError(f"{fault}: with its plan in transformers, rewards change by {error / largest:.1%}. {fix}")
         reshard(model)
-
-
-def _sum_of_bits(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the sum of a tensor's numbers as 32-bit integers, modulo 2**32. Shorter numbers count as float32."""
-    numbers = tensor.detach() if tensor.element_size() >= 4 else tensor.detach().float()
-    return numbers.contiguous().flatten().view(torch.int32).sum(dtype=torch.int32)
 
 
 def fill(tensor: torch.Tensor, value: torch.Tensor) -> None:
@@ -417,19 +374,6 @@ def _with_whole_heads(base: Any, mesh: MeshShape, styles: Mapping[str, str]) -> 
     return styles
 
 
-def keep_whole(model: nn.Module, mesh: MeshShape, rules: Rules | None, runtime: Runtime) -> ShardReport:
-    """Report on a model that is on one device.
-
-    Raises:
-        UserError: From ``rules``, as on a mesh.
-    """
-    if rules is not None:
-        plan_model(model, mesh, rules)
-    runtime.set_mesh(mesh.sizes, mesh.slices)
-    sizes = {name: tensor.nbytes for name, tensor in model.named_parameters()}
-    return ShardReport(mesh, dict.fromkeys(sizes, Placement((), "one device")), sizes)
-
-
 def place_model(model: nn.Module, plan: Plan, runtime: Runtime, device: torch.device) -> ShardReport:
     """Move ``model`` to the plan's mesh in place: parameters are sharded, buffers replicated.
 
@@ -462,7 +406,7 @@ def shard_activations(model: nn.Module, plan: Plan, placements: Mapping[str, Pla
         if isinstance(module, nn.Embedding) and weight is not None and weight.axes[0] is None and weight.names:
             _look_up_features(module, weight.axes[1], plan.mesh, runtime)
         elif isinstance(module, nn.Linear) and weight is not None:
-            gathered = plan.style_of(f"{bare_name(name)}.weight") in GATHERED_OUTPUTS
+            gathered = plan.gathers_outputs(f"{bare_name(name)}.weight")
             out = "tensor" if "tensor" in names_of(weight.axes[0]) and not gathered else None
             _constrain(module, BATCH_AXES, out, runtime)
         elif isinstance(module, GradientCheckpointingLayer | nn.Embedding):

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 __all__ = ["PartitionSpec", "Remat", "Runtime", "Topology", "Value", "choice", "current", "flush_denormals", "replace"]
 
+_CLASSES = {"xla": "XlaRuntime", "torchtpu": "TorchTpuRuntime", "native": "Runtime"}
 _current: Runtime | None = None
 
 
@@ -35,13 +36,8 @@ def current() -> Runtime:
     """
     global _current
     if _current is None:  # not `functools.cache`: torch.compile traces through it and would run the function again
-        if choice().name == "xla":
-            from .xla import XlaRuntime as Chosen
-        elif choice().name == "torchtpu":
-            from .torchtpu import TorchTpuRuntime as Chosen  # type: ignore[assignment]
-        else:
-            from .native import Runtime as Chosen  # type: ignore[assignment]
-        _current = Chosen()
+        name = choice().name
+        _current = getattr(import_module(f"{__name__}.{name}"), _CLASSES[name])()
     return _current
 
 

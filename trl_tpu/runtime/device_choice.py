@@ -89,7 +89,6 @@ class Facts:
     pjrt_device: str | None = None
     switch: str | None = None
     version_mismatch: str | None = None
-    has_torch_tpu: bool = False
     accelerator: str | None = None
     asks_for_cpu: bool = False
 
@@ -118,10 +117,8 @@ def choose(facts: Facts) -> Choice:
     missing = "libtpu" if facts.has_torch_xla else "torch_xla"
     if asked and facts.has_torch_xla and (facts.pjrt_device or facts.has_libtpu):
         return Choice("xla", f"{asked}; {_SWITCH}=0 would choose plain torch")
-    if facts.has_torch_tpu and facts.tpu_chips:
-        return Choice("native", "a TPU is attached and torch_tpu is installed, but the TPU is not torch's accelerator")
     if asked:
-        return Choice("native", f"{asked}, but {missing} is not installed (nor torch_tpu): {_INSTALL}")
+        return Choice("native", f"{asked}, but {missing} is not installed, and TorchTPU finds no TPU: {_INSTALL}")
     if not facts.has_torch_xla:
         return Choice("native", "no TPU is attached, and torch_xla is not installed")
     return Choice("native", "no TPU is attached; PJRT_DEVICE=CPU would choose PyTorch/XLA on the CPU")
@@ -155,21 +152,22 @@ def settle() -> None:
     if _State.set_switch and os.environ.get(_SWITCH) == "0":
         del os.environ[_SWITCH]
     facts = _facts()
-    _State.choice = choose(facts)
+    chosen = choose(facts)
     # A torch_xla of the wrong version is always turned off: with the switch on, transformers would fail to import it.
     asked = facts.switch is not None and (facts.version_mismatch is None or not _is_on(facts.switch))
-    _State.set_switch = _State.choice.name != "xla" and facts.has_torch_xla and not asked
+    _State.set_switch = chosen.name != "xla" and facts.has_torch_xla and not asked
     if facts.asks_for_cpu:  # the variable may be inherited from a parent process that trains on TorchTPU
         os.environ.pop("ACCELERATE_TORCH_DEVICE", None)
     if _State.set_switch:
         torch_xla = sys.modules.get("torch_xla")
         if torch_xla is not None and torch_xla._XLAC._xla_runtime_is_initialized():
             raise RuntimeError(
-                f"This process should train on plain torch, since {_State.choice.reason}. But accelerate has started "
+                f"This process should train on plain torch, since {chosen.reason}. But accelerate has started "
                 "XLA's devices. Import trl_tpu before creating an Accelerator or TrainingArguments, or set "
                 f"{_SWITCH}=0 in the environment. To train on PyTorch/XLA instead, set PJRT_DEVICE=CPU."
             )
         _turn_xla_off()
+    _State.choice = chosen
 
 
 def choice() -> Choice:
@@ -179,7 +177,6 @@ def choice() -> Choice:
 
 
 def _facts() -> Facts:
-    has_torch_tpu = find_spec("torch_tpu") is not None
     return Facts(
         has_torch_xla=find_spec("torch_xla") is not None,
         version_mismatch=_misfit(),
@@ -187,8 +184,7 @@ def _facts() -> Facts:
         tpu_chips=sum(map(_is_tpu, glob.glob("/sys/bus/pci/devices/*"))),
         pjrt_device=_asked_device(),
         switch=os.environ.get(_SWITCH),
-        has_torch_tpu=has_torch_tpu,
-        accelerator=_accelerator_of_torch() if has_torch_tpu else None,
+        accelerator=_accelerator_of_torch() if find_spec("torch_tpu") is not None else None,
         asks_for_cpu=_is_on(os.environ.get(CPU, "")),
     )
 

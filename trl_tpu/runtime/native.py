@@ -159,8 +159,7 @@ def flush_denormals() -> Iterator[None]:
     Recurrent layers' gradients decay from token to token, and a CPU multiplies such numbers up to 100 times slower.
     Threads that torch starts meanwhile do the same; running threads do not change.
     """
-    smallest = sys.float_info.min
-    flushed = smallest / 2 == 0
+    flushed = sys.float_info.min / 2 == 0
     torch.set_flush_denormal(True)
     try:
         yield
@@ -178,6 +177,15 @@ def peak_resident_bytes() -> int:
         return int(peak_kib[1]) * 1024
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024  # macOS reports bytes, all others KiB
+
+
+def set_tpu_arguments(args: Any) -> None:
+    """Set training arguments that depend on a TPU: see `Runtime.set_device_arguments`."""
+    args.dataloader_pin_memory = False  # batches are small, and not every host supports pinning
+    if args.bf16 is None:
+        args.bf16 = not args.fp16
+    if args.optim == "adamw_torch_fused":
+        args.optim = "adamw_torch"  # XLA fuses the update itself; for TorchTPU see `fuse`
 
 
 class DeviceLoader:
@@ -202,23 +210,11 @@ class DeviceLoader:
 
     def __iter__(self) -> Iterator[Any]:
         self.runtime.step_boundary()
+        upload = functools.partial(self.runtime.upload, batch_axes=self._batch_axes, device=self.runtime.device)
         for batch in self.batches:
-            yield self.upload(batch, self.runtime.device)
+            # a `Batch` of this package's collators, or what another collator returns
+            yield batch.map_tensors(upload) if hasattr(batch, "map_tensors") else recursively_apply(upload, batch)
             self.runtime.step_boundary()
-
-    def upload(self, value: Any, device: torch.device) -> Any:
-        """Copy the tensors of a batch to the device."""
-        upload = functools.partial(self.runtime.upload, batch_axes=self._batch_axes, device=device)
-        if hasattr(value, "map_tensors"):  # a `Batch` of this package's collators
-            return value.map_tensors(upload)
-        return recursively_apply(upload, value)
-
-    def set_epoch(self, epoch: int) -> None:
-        """Set the epoch of sampler and dataset: samplers shuffle by (seed, epoch)."""
-        parts: tuple[Any, ...] = (getattr(self.batches.batch_sampler, "sampler", None), self.batches.dataset)
-        for part in parts:
-            if hasattr(part, "set_epoch"):
-                part.set_epoch(epoch)
 
 
 class Runtime:

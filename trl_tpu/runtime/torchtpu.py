@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Adam, Optimizer
 
 from .device_choice import CPU
-from .native import COLLECTIVE_TIMEOUT, Runtime
+from .native import COLLECTIVE_TIMEOUT, Runtime, set_tpu_arguments
 
 # Shapes that one function may be compiled for. torch's default of 8 is meant to detect code with changing shapes.
 _RECOMPILE_LIMIT = 256
@@ -59,12 +59,8 @@ class TorchTpuRuntime(Runtime):
             os.environ.pop(CPU, None)
 
     def set_device_arguments(self, args: Any) -> None:
-        args.dataloader_pin_memory = False  # batches are small, and not every host supports pinning
+        set_tpu_arguments(args)
         args.logging_nan_inf_filter = False  # it would read the loss at every step; see `nonfinite_limit`
-        if args.bf16 is None:
-            args.bf16 = not args.fp16
-        if args.optim == "adamw_torch_fused":
-            args.optim = "adamw_torch"  # see `fuse`
 
     def chip(self) -> str | None:
         name = torch.get_device_module("tpu").get_device_name().removeprefix("TPU").strip().lower()
@@ -86,8 +82,11 @@ class TorchTpuRuntime(Runtime):
                 settings["fused"] = True
             optimizer.register_step_pre_hook(_skip_empty_shards)
 
-    def compiled(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        return _compiled(function)
+    @staticmethod
+    @cache
+    def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+        program = torch.compile(function, backend="tpu", dynamic=False)
+        return torch._dynamo.config.patch(recompile_limit=_RECOMPILE_LIMIT)(program)
 
 
 def _skip_empty_shards(optimizer: Optimizer, *_: object) -> None:
@@ -99,9 +98,3 @@ def _skip_empty_shards(optimizer: Optimizer, *_: object) -> None:
         if isinstance(parameter, DTensor) and parameter.grad is not None and not parameter.to_local().numel():
             parameter.grad = None
             state["step"] += 1 - getattr(optimizer, "found_inf", 0.0)
-
-
-@cache
-def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    program = torch.compile(function, backend="tpu", dynamic=False)
-    return torch._dynamo.config.patch(recompile_limit=_RECOMPILE_LIMIT)(program)

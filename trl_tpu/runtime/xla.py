@@ -5,7 +5,7 @@ import functools
 import importlib.util
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from math import prod
 from typing import Any
 
@@ -31,17 +31,7 @@ from torch_xla.experimental.scan import _scan_impl_flat
 from ..errors import UserError
 from . import device_choice
 from .layer_loop import OnHost, recompute, scan_layers
-from .native import (
-    COLLECTIVE_TIMEOUT,
-    LoopStep,
-    PartitionSpec,
-    Remat,
-    Runtime,
-    Topology,
-    einsum,
-    peak_resident_bytes,
-    segment_attention,
-)
+from .native import COLLECTIVE_TIMEOUT, LoopStep, PartitionSpec, Remat, Runtime, Topology, einsum, set_tpu_arguments
 
 logger = logging.getLogger(__name__)
 
@@ -208,12 +198,7 @@ class XlaRuntime(Runtime):
     def is_first_of_host(self, local_index: int) -> bool:
         return True
 
-    def set_device_arguments(self, args: Any) -> None:
-        args.dataloader_pin_memory = False  # only GPUs copy from pinned memory
-        if args.bf16 is None:
-            args.bf16 = not args.fp16
-        if args.optim == "adamw_torch_fused":
-            args.optim = "adamw_torch"  # XLA fuses the update itself
+    set_device_arguments = staticmethod(set_tpu_arguments)
 
     def check_optimizer(self, optimizer: Optimizer) -> None:
         kind = type(optimizer).__name__
@@ -231,16 +216,13 @@ class XlaRuntime(Runtime):
         return "fsdp=-1", topology.devices, topology.slices
 
     def chip(self) -> str | None:
-        if xr.device_type() != "TPU":
-            return None
-        try:
-            return tpu.get_tpu_type()
-        except (OSError, LookupError, TypeError):  # neither the machine's metadata nor its environment has the type
-            return None
+        with suppress(OSError, LookupError, TypeError):  # the machine's metadata and environment may lack the type
+            return tpu.get_tpu_type() if xr.device_type() == "TPU" else None
+        return None
 
     def peak_memory(self, device: torch.device) -> int | None:
         # torch_xla 2.9 cannot report the memory of devices under SPMD
-        return peak_resident_bytes() if xr.device_type() == "CPU" else None
+        return super().peak_memory(device) if xr.device_type() == "CPU" else None
 
     @functools.cached_property
     def _saving_group(self) -> dist.ProcessGroup | None:  # type: ignore[override]
@@ -298,7 +280,7 @@ class XlaRuntime(Runtime):
 
     def segment_attention(self, q_BHLD: torch.Tensor, *others: Any) -> torch.Tensor:  # type: ignore[override]
         if not self.has_attention_kernel or q_BHLD.device.type != "xla":
-            return segment_attention(q_BHLD, *others)
+            return super().segment_attention(q_BHLD, *others)
         from .splash import splash_attention
 
         return splash_attention(q_BHLD, *others)
@@ -379,12 +361,10 @@ class XlaRuntime(Runtime):
         """Do nothing: the recorded step itself selects between old and new values."""
 
     def read_count(self) -> int:
-        reads = met.metric_data("TransferFromDeviceTime")
-        return reads[0] if reads else 0
+        return (met.metric_data("TransferFromDeviceTime") or [0])[0]
 
     def use_exact_products(self) -> None:
         set_mat_mul_precision("highest")
 
     def compile_count(self) -> int:
-        compiles = met.metric_data("CompileTime")
-        return compiles[0] if compiles else 0
+        return (met.metric_data("CompileTime") or [0])[0]

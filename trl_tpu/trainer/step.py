@@ -20,9 +20,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer
 
 from ..config.checks import check_limits
 from ..config.reward_config import RewardConfig
+from ..data.loader import begin_epoch
 from ..errors import UserError
 from ..modeling.losses import StepResult
-from ..training.device_trainer import Run, begin_epoch
+from ..training.device_trainer import Run
 from ..training.statistics import StepStatistics
 from .reward_trainer import EvalDataset, RewardTrainer
 

@@ -174,7 +174,7 @@ class DeviceTrainer(SavingTrainer):
                 output = super().train(checkpoint, trial, ignore_keys_for_eval)
             finally:
                 ours.step_state.unstack()
-                ours.checkpoints.delete_download()
+                ours.checkpoints.download.close()
                 ours.checkpointer.wait()  # before another run can lock the folder
                 run.release()
                 self.stopped_by, self.stop_checkpoint = preemption.stopped_by, ours.checkpointer.latest
@@ -221,13 +221,12 @@ class DeviceTrainer(SavingTrainer):
         runtime = current()  # `self.trl_tpu` does not exist yet: transformers' constructor calls this method
         if not runtime.is_spmd:
             super()._move_model_to_device(model, device)
-            self.shard_report = shard.keep_whole(model, args.mesh_shape, args.sharding_rules, runtime)
-            return
         plan = shard.plan_model(model, args.mesh_shape, args.sharding_rules)
         self.shard_report = shard.place_model(model, plan, runtime, device)
-        shard.shard_activations(model, plan, self.shard_report.placements, runtime)
-        if runtime.topology().process_count == 1:  # with several, all would have to gather together
-            gather_weights_on_save(model, runtime)
+        if runtime.is_spmd:
+            shard.shard_activations(model, plan, self.shard_report.placements, runtime)
+            if runtime.topology().process_count == 1:  # with several, all would have to gather together
+                gather_weights_on_save(model, runtime)
 
     # ---- batches
 
@@ -358,7 +357,7 @@ class DeviceTrainer(SavingTrainer):
             loader, done = self._skip_batches(loader, run.skipped), run.skipped
         elif resumed is not None:
             self._load_random_state(resumed)
-        begin_epoch(loader, epoch)
+        loaders.begin_epoch(loader, epoch)
         batches, norm, rate = iter(loader), None, None
         for number in range(done // accumulated, run.updates):
             is_last = number == run.updates - 1  # takes the rest of the batches
@@ -601,8 +600,9 @@ class DeviceTrainer(SavingTrainer):
         limit, self.args.save_total_limit = self.args.save_total_limit, None
         result = self._finalize_training(trial, samples, start_time)
         self.args.save_total_limit = limit
-        if stopped_by is None and self.state.best_model_checkpoint is not None and not ours.best_model_lost:
-            ours.checkpointer.delete_all_but_best(ours.run_folder, Path(self.state.best_model_checkpoint).name)
+        best = None if ours.best_model_lost else self.state.best_model_checkpoint
+        if stopped_by is None and best is not None and limit == 1 and self.args.should_save:
+            ours.run_folder.rotate(1, {Path(best).name})
         self._report_pushes()
         return result
 
@@ -611,14 +611,3 @@ def precision_of(args: Any, model: nn.Module) -> str:
     """Describe the data types of products and of weights."""
     products = "bfloat16 over " if args.bf16 else "float16 over " if args.fp16 else ""
     return products + str(next(model.parameters()).dtype).removeprefix("torch.") + " weights" * bool(products)
-
-
-def begin_epoch(loader: Any, epoch: int) -> None:
-    """Set the epoch of a loader, and of the samplers inside accelerate's, which do not always pass it on."""
-    batches: Any = getattr(loader, "batch_sampler", None)
-    while hasattr(batches, "batch_sampler"):
-        batches = batches.batch_sampler
-    parts: tuple[Any, ...] = (loader, batches, getattr(batches, "sampler", None))
-    for part in parts:
-        if hasattr(part, "set_epoch"):
-            part.set_epoch(epoch)

@@ -15,8 +15,8 @@ from ..checkpoint.state_dict import state_dtype
 from ..config.reward_config import RewardConfig
 from ..errors import UserError
 from ..modeling.layers import LayerStack, by_layer
+from ..parallel.mesh import Placement
 from ..parallel.shard import full_tensor, zeros_sharded_like
-from ..parallel.sharding_plan import Placement
 from ..runtime import PartitionSpec, Remat, Runtime
 
 
