@@ -6,6 +6,7 @@ import os
 import platform
 import signal
 import sys
+import traceback
 
 from trl_tpu.errors import UserError
 from trl_tpu.plan.compile import pretend_devices
@@ -67,8 +68,23 @@ def main(argv: list[str] | None = None) -> int:
         # errors of data loader workers begin with a traceback; keep only the text after the error's name
         message = str(error).rpartition(f"{type(error).__name__}: ")[2].strip()
         parser.exit(2, f"\ntrl-tpu {command}: error: {message}\n")  # the first newline ends a progress bar's line
+    except (ValueError, ImportError) as error:
+        if not _rejects_arguments(error):
+            raise
+        parser.exit(2, f"\ntrl-tpu {command}: error: {' '.join(str(error).split())}\n")
+    except FloatingPointError as error:  # training stopped itself; the message says where and why
+        parser.exit(1, f"\ntrl-tpu {command}: error: {error}\n")
     finally:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+
+
+def _rejects_arguments(error: Exception) -> bool:
+    """Return whether an error comes from a library that this package called with arguments, and not from a model."""
+    names = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)]
+    ours = max((place for place, name in enumerate(names) if name.startswith("trl_tpu.")), default=0)
+    called = names[ours + 1 :]
+    is_library = called[:1] and called[0].startswith(("transformers.", "accelerate.", "torch.optim."))
+    return bool(is_library) and not any(name.startswith(("transformers.models.", "torch.nn.")) for name in called)
 
 
 def print_env() -> None:

@@ -63,6 +63,16 @@ def test_example_rejects_unsupported_settings(config: Any, setting: dict[str, An
         own_loop.example().check(config(**setting))
 
 
+def test_step_functions_give_advice_on_easydels_arguments() -> None:
+    for function, name, advice in (
+        (training_step, "learning_rate_fn", "lr_scheduler_type"),
+        (evaluation_step, "partition_spec", "mesh"),
+        (TrainState, "loss_config", "nonfinite_limit"),
+    ):
+        with pytest.raises(TypeError, match=f"{name}: use {advice}"):
+            function(**{name: None})  # type: ignore[operator]
+
+
 def test_statistics_go_on_after_a_failed_evaluation(config: Any, model_folder: str) -> None:
     state = TrainState(model_folder, config(max_steps=2), tiny.made_up_pairs(16))
     with pytest.raises(ValueError):  # there is no evaluation data

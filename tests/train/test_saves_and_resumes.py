@@ -153,7 +153,7 @@ def test_finished_run_takes_no_further_step(run: RewardTrainer, runs: Runs, capl
         assert resumed.state.global_step == result.global_step == 6
         assert [path.name for path in runs.folder.glob("checkpoint-*")] == ["checkpoint-6"]
         assert_same(run, resumed)
-        assert f"Resuming from {runs.folder}/checkpoint-6, at step 6 of 6." in caplog.text
+        assert f"Resuming from {runs.folder}/checkpoint-6, at step 6 of 6: the run is finished already" in caplog.text
         caplog.clear()
 
 

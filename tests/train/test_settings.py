@@ -3,6 +3,7 @@
 `tests/unit/test_numbers_equal_trl.py` checks that losses under them equal TRL's on every runtime.
 """
 
+import itertools
 import json
 import math
 import warnings
@@ -25,6 +26,7 @@ import trl_tpu
 from trl_tpu import RewardConfig, RewardTrainer
 from trl_tpu.errors import UserError
 from trl_tpu.runtime.native import Runtime
+from trl_tpu.training import progress
 from trl_tpu.training.optimizer import create_schedule
 from trl_tpu.training.progress import JsonLines
 
@@ -180,12 +182,19 @@ def test_json_logs_have_gradient_norms_before_clipping(make: Make, capsys: pytes
 
 
 @pytest.mark.parametrize("bars", [None, False, True])
-def test_files_get_lines_and_no_bars_unless_asked_for(bars: bool | None, make: Make, capsys: Any) -> None:
+def test_files_get_lines_and_no_bars_unless_asked_for(
+    bars: bool | None, make: Make, capsys: Any, caplog: Any, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(progress, "_MEASURED_SECONDS", 0)
+    waits = itertools.count(step=1000.0)
+    monkeypatch.setattr(progress, "seconds_without_core", lambda: next(waits))
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     trainer = make(disable_tqdm=bars, eval_strategy="no")
     trained(trainer).evaluate(tiny.made_up_pairs(8))
     lines, bars_shown = capsys.readouterr()
     assert ("0/4 [" in bars_shown) is (bars is False) and lines.count("'loss'") == 4
     assert lines.startswith("Training on CPU") is (bars is not True)
+    assert len([log for log in caplog.records if "OMP_NUM_THREADS" in log.message]) == 1
 
 
 # ---- activation_offloading

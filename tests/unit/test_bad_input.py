@@ -127,7 +127,7 @@ WEIGHTS, SECOND, INDEX = "model.safetensors", "model-00002-of-00002.safetensors"
 #: Name of a case: a function that spoils a good job, and a pattern for the error.
 CASES: dict[str, tuple[Any, ...]] = {
     # flags
-    "a misspelled flag": (flags(lerning_rate=1), "--lerning_rate"),
+    "a misspelled flag": (flags(lerning_rate=1), "did you mean --learning_rate"),
     "a mixture without a path": (mixture_without_a_path, "DatasetConfig", "'pth'"),
     "no such sharding plan": (flags(sharding_plan="{folder}/p.yaml"), "DIR/p.yaml"),
     "no model": (lambda job: job.flags.pop("model_name_or_path"), "`--model_name_or_path`"),
@@ -135,7 +135,17 @@ CASES: dict[str, tuple[Any, ...]] = {
     "evaluation without a split": (flags(do_eval="true"), "split 'test'", "'train'", "test_split_size"),
     "an unknown field of accelerate": (flags(accelerator_config='{"x": 1}'), "'x'"),
     # data
-    "an empty file": (file("e.jsonl", b""), "DIR/e.jsonl"),
+    "an index of files elsewhere": (
+        both(split_into_shards, edit_json(INDEX, lambda index: index["weight_map"].update(x="a/../../private"))),
+        f"DIR/model/{INDEX}",
+        "'a/../../private'",
+    ),
+    # flags that only transformers, accelerate or torch reject
+    "lengths that no row has, in training": (flags(group_by_length="true"), "lengths", "input_ids"),
+    "a seed that is too large": (flags(seed=2**40), "2**32"),
+    "a name that the Hub rejects, in training": (flags(push_to_hub="true", hub_model_id="a/b/c"), "a/b/c"),
+    "an optimizer that is not installed, in training": (flags(optim="galore_adamw"), "galore_torch"),
+    "an empty file": (file("e.jsonl", b""), "DIR/e.jsonl is empty"),
     "an empty table": (file("e.csv", b"chosen,rejected\n"), "DIR/e.csv", "no data"),
     "no such file": (flags(dataset_name="{folder}/no.jsonl"), "DIR/no.jsonl"),
     "an empty folder of data": (empty_folder("dataset_name"), "DIR/empty", ".jsonl"),

@@ -36,6 +36,8 @@ from transformers import AutoConfig, AutoModelForSequenceClassification
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from trl_tpu import ModelConfig, RewardConfig, RewardTrainer, ScriptArguments, cli
+from trl_tpu.compat import arguments
+from trl_tpu.errors import UserError, UserTypeError
 from trl_tpu.experimental.prm import PRMConfig
 from trl_tpu.modeling.packability import PROVEN_TYPES
 from trl_tpu.parallel.mesh import Rules
@@ -350,19 +352,41 @@ def test_guide_of_model_families_equals_a_new_trial(tmp_path: Path) -> None:
     assert (tmp_path / "page.md").read_text(encoding="utf-8") == model_families.PAGE.read_text(encoding="utf-8")
 
 
-def test_every_easydel_field_has_one_row_with_names_that_exist() -> None:
+def test_every_easydel_field_has_one_row_and_is_accepted_or_gets_a_suggestion(tmp_path: Path) -> None:
     rows = re.findall(r"^\| (`.+?) \| (.*?) ?\| .*\|$", prose(GUIDES / "from_easydel.md"), re.MULTILINE)
-    assert sum(len(quoted(names)) for names, _ in rows) == 133  # fields of EasyDeL 0.3.0
-    table = {name: own for names, own in rows for name in quoted(names)}
-    assert len(table) == 133
+    theirs = [name for names, _ in rows for name in quoted(names)]
+    assert len(theirs) == len(set(theirs)) == 133  # fields of EasyDeL 0.3.0
     fields = {each.name for kind in (RewardConfig, ModelConfig, ScriptArguments) for each in dataclasses.fields(kind)}
     known = fields | {*inspect.signature(RewardTrainer).parameters}
     ours = {name for names, own in rows for name in quoted(names if own == "the same" else own)}
     assert ours <= known | {f"trl-tpu {name}" for name in cli.COMMANDS}
+    assert not [name for name in fields for pattern in arguments.OLD_NAMES if re.fullmatch(pattern, name)]
+    for today in arguments.OLD_NAMES.values():
+        assert today.startswith(("leave it out", "set ", "trl-tpu ")) or re.match(r"\w+", today)[0] in known, today
+    for name in {*theirs} - fields:
+        with pytest.raises(UserError, match=rf"\b{name}\b"):
+            RewardConfig(str(tmp_path), report_to="none", **{name: None})
     (text,) = (each.text for each in blocks(GUIDES / "from_easydel.md") if "learning_rate=5e-5" in each.text)
     for today, comment in re.findall(r"^    (\w+)=.+?,  # (.+)$", text, re.MULTILINE):
         for old in re.findall(r"(\w+)=", comment):
-            assert old == today or today in quoted(table[old]), old
+            assert old == today or re.search(rf": use {today}\b", arguments.advice_on_old_names([old])), old
+
+
+def test_easydel_tutorial_flags_get_a_suggestion() -> None:
+    (text,) = (each.text for each in blocks(GUIDES / "from_easydel.md") if "easydel.scripts.finetune" in each.text)
+    words = shlex.split(text.replace("\\\n", " "), comments=True)[3:]
+    flags = {"repo_id": "model_name_or_path", "dataset_split": "dataset_train_split", "use_wandb": "report_to"}
+    flags |= {"max_sequence_length": "max_length", "attn_mechanism": "attn_implementation"}
+    with pytest.raises(UserError) as raised:
+        reward.make_parser().parse_args_and_config([*words, "--output_dir", "out"])
+    assert [flag for flag, today in flags.items() if f"--{flag}: use --{today}" not in str(raised.value)] == []
+    assert "--do_last_save: leave it out" in str(raised.value)
+    keys = dict.fromkeys(flags, "x") | {"output_dir": "out"}
+    with pytest.raises(UserError) as raised:
+        reward.make_parser().parse_args_and_config([], config=keys)
+    assert [key for key, today in flags.items() if f"{key}: use --{today}" not in str(raised.value)] == []
+    with pytest.raises(UserTypeError, match="arguments: use args"):
+        RewardTrainer("model", arguments=None)
 
 
 def test_example_sharding_plan_fits_a_llama(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Models and tokenizers are loaded and aligned as by TRL 1.16's trainer, and the user's tokenizer is kept."""
 
 import json
+import logging
 import re
 import shutil
 from pathlib import Path
@@ -378,3 +379,15 @@ def test_cloning_a_chat_template_equals_trls(source_tokenizer: str, multiple: in
     shapes = {name: ("meta", parameter.shape) for name, parameter in model.named_parameters()}
     assert {name: (each.device.type, each.shape) for name, each in bare.named_parameters()} == shapes
     assert bare.config.vocab_size == model.config.vocab_size
+
+
+@pytest.mark.parametrize("in_files", [False, True])
+def test_report_omits_the_new_head_alone(in_files: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = Qwen2ForCausalLM(tiny_config())
+    load.load_model(save_with(tmp_path, model, {}), in_files=in_files)
+    plain, changes = caplog.text, {"model.layers.0.extra.weight": torch.zeros(3)}
+    load.load_model(save_with(tmp_path, model, changes), in_files=in_files)
+    assert "MISSING" not in caplog.text and "layers.0.extra.weight | UNEXPECTED" in caplog.text.removeprefix(plain)
+    with pytest.raises(UserError, match=r"lacks 1 weights .* model\.norm\.weight"):
+        load.load_model(save_with(tmp_path, model, {"model.norm.weight": None}), in_files=in_files)
+    assert not logging.getLogger("transformers.modeling_utils").filters

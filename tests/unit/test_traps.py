@@ -12,6 +12,7 @@ from tokenizers.processors import TemplateProcessing
 
 from trl_tpu.data.formats import apply_template
 from trl_tpu.data.kinds import Pairs
+from trl_tpu.errors import UserError
 from trl_tpu.modeling.head_spec import HeadSpec
 from trl_tpu.scoring.stream import Form, flatten_items
 from trl_tpu.scripts.synthetic import load_dataset
@@ -114,6 +115,8 @@ def test_pairs_made_equal_by_the_template_are_named(caplog: pytest.LogCaptureFix
     assert "1 of 3" in caplog.text and "row 1), chosen and rejected" in caplog.text and "'Bot'" in caplog.text
     list(prepare([CHAT, dropped], tokenizer, streaming=True))
     assert "same tokens" in caplog.records[-1].getMessage()
+    with pytest.raises(UserError, match="2 of 3 rows.*row 0"):
+        prepare([dropped] * 2 + [CHAT], tokenizer)
 
 
 # names of parts, and two conversations that differ in this part only
@@ -142,6 +145,9 @@ def test_parts_that_the_template_does_not_write_are_named(part: str, caplog: pyt
             (message,) = [each.getMessage() for each in caplog.records]
             assert part in message and ("2 of 4" in message or streaming or len(rows) == 1)
             assert "row 1" in message or len(rows) == 1
+    if answers:
+        with pytest.raises(UserError, match=f"2 of 3 rows.*{part}"):
+            prepare([dict(zip(GOOD, answers, strict=True))] * 2 + [good], tokenizer)
 
 
 def sharegpt_message(role: str, text: str) -> dict[str, str]:

@@ -1,1 +1,1 @@
-"""Compatibility with earlier versions of transformers and TRL."""
+"""Compatibility with earlier versions of transformers and TRL, and with EasyDeL."""

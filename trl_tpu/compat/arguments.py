@@ -1,14 +1,20 @@
-"""Arguments that transformers has renamed or removed, each with its replacement or other advice."""
+"""Arguments that transformers, TRL or EasyDeL have renamed or removed, each with its replacement or other advice."""
 
 import argparse
+import functools
+import inspect
 import os
+import re
 import warnings
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, make_dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import transformers
 
-from ..errors import UserError
+from ..errors import UserError, UserTypeError
+
+T = TypeVar("T")
 
 _NO_EFFECT = "leave it out, it changes nothing"  # the argument never affected results, or is automatic now
 _FEATURE_REMOVED = "gone"  # no replacement exists; sharding of weights is now set by `mesh` and `sharding_plan`
@@ -61,10 +67,120 @@ REMOVED: dict[str, tuple[Any, ...]] = {
     "split_batches": (bool | None, None, "accelerator_config", _split_batches),
     "include_tokens_per_second": (bool, False, "include_num_input_tokens_seen", "non_padding"),
 }
+_JAX_ONLY = "leave it out, since it is for JAX"
+#: Patterns of argument names of EasyDeL and older TRL versions, each with the current name or other advice.
+OLD_NAMES = {
+    "arguments": "args",
+    "max_sequence_length|seq_length": "max_length",
+    "save_directory": "output_dir",
+    "repo_id": "model_name_or_path",
+    "model_name": "run_name for the run, model_name_or_path for the model",
+    "trainer_prefix|wandb_name": "run_name",
+    "processor_repo_id|tokenizer_name": "leave it out, since the model's own tokenizer is loaded",
+    "dataset_split|train_subset": "dataset_train_split",
+    "eval_split|eval_subset": "dataset_test_split",
+    "dataset_text_field|ids_to_pop_from_dataset": "leave it out, since unknown columns are ignored",
+    "use_wandb": "report_to=wandb",
+    "log_with|report_metrics": "report_to",
+    "wandb_entity": "set WANDB_ENTITY in the environment",
+    "log_steps|report_steps": "logging_steps",
+    "progress_bar_type": "progress",
+    "metrics_to_show_in_rich_pbar": "disable_tqdm",
+    "verbose": "log_level",
+    "batch_size": "per_device_train_batch_size",
+    "eval_batch_size": "per_device_eval_batch_size",
+    "scheduler|learning_rate_fn": "lr_scheduler_type",
+    "custom_scheduler": "lr_scheduler_kwargs",
+    "optimizer": "optim",
+    "extra_optimizer_kwargs": "optimizer_cls_and_kwargs of the trainer",
+    "tx_mu_dtype": "optim_state_dtype",
+    "clip_grad": "max_grad_norm",
+    "loss_config": "nonfinite_limit",
+    "max_training_steps|per_epoch_training_steps": "max_steps",
+    "max_evaluation_steps|per_epoch_evaluation_steps": "max_eval_steps",
+    "evaluation_steps": "eval_steps",
+    "eval_first_step": "eval_on_start",
+    "do_last_save": "leave it out, since the command saves at its end; a script calls trainer.save_model()",
+    "save_optimizer_state": "save_only_model (the opposite)",
+    "save_tpu_preemption_checkpoints": "leave it out, since a SIGTERM always saves a checkpoint",
+    "merge_lora_before.*save": "trl-tpu export --merge",
+    "resume_if_possible": "resume_from_checkpoint=auto",
+    "(force_)?step_start_point": "resume_from_checkpoint",
+    "remove_ckpt_after_load": "leave it out, since the checkpoint that a run started from is kept",
+    "shuffle_train_dataset": "train_sampling_strategy",
+    "shuffle_seed_train": "data_seed",
+    "(step_)?partition_spec|auto_shard_states|sharding_axis": "mesh",
+    "attn_mechanism": "attn_implementation",
+    "param_dtype": "dtype",
+    "attn_(softmax_)?dtype": "leave it out, since bf16 decides the type of attention",
+    "backend": "use_cpu, or PJRT_DEVICE and USE_TORCH_XLA in the environment",
+    "use_data_collac?tor": "data_collator of the trainer",
+    "watchers|weight_distribution_.*": "callbacks of the trainer",
+    "track_memory": "trl-tpu plan",
+    "log_all_workers|process_zero_is_admin": "leave it out, since process 0 logs and writes",
+    "performance_mode": "leave it out, since values are read from devices only for logs",
+    "use_grain|grain_.*|offload_d.*": "leave it out, since data stays on disk, and each host reads its part",
+    "benchmark.*": "trl-tpu score and trl-tpu report",
+    "(log_training_)?generation.*|(use_)?esurge_.*": "leave it out, since a reward model generates no text",
+    "lmhead_chunksize|train_on_inputs|aux_loss_enabled": "leave it out, since it is for language models",
+    "quantization_.*|.*straight_through.*": "leave it out, or set load_in_4bit for a frozen base model on a GPU",
+    "pruning_module|spars.*_module.*": "leave it out, since weights are not pruned",
+    "jax_distributed_config|init_tx|low_mem_usage|is_fine_tuning|use_cjit": _JAX_ONLY,
+    "model_parameters|state_apply_fn_kwarguments_to_model|_can_log.*|_im_a_hidden.*": _JAX_ONLY,
+}
+
+
+def advice_on_old_names(names: Iterable[str]) -> str:
+    """Return advice on each argument that matches `OLD_NAMES`: its current name, or another remedy.
+
+    Args:
+        names: Names of arguments, or flags such as ``--old_name=value``.
+
+    Returns:
+        The advice, separated by semicolons. Empty if no name matches.
+    """
+    advice = []
+    for name in (text.partition("=")[0] for text in names):
+        bare = name.lstrip("-").replace("-", "_")
+        current = next((current for old, current in OLD_NAMES.items() if re.fullmatch(old, bare)), None)
+        if current is not None:
+            is_setting = re.fullmatch(r"[a-z_]+(=\w+)?", current)
+            dashes = "--" if name.startswith("--") and is_setting else ""
+            advice.append(f"{name}: {'' if current.startswith(('leave', 'set')) else 'use '}{dashes}{current}")
+    return "; ".join(advice)
+
+
+def suggests_new_names(function: Callable[..., T]) -> Callable[..., T]:
+    """Let a function or class reject unknown keyword arguments with advice from `OLD_NAMES`."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> T:
+        reject_old_names(function, kwargs)
+        return function(*args, **kwargs)
+
+    return call
+
+
+def reject_old_names(function: Callable[..., Any], names: Iterable[str]) -> None:
+    """Raise UserTypeError with the advice of `OLD_NAMES` on names that are no parameters of a function or class."""
+    parameters = inspect.signature(function).parameters
+    unknown = [name for name in names if name not in parameters]
+    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    if unknown and not takes_all and (advice := advice_on_old_names(unknown)):
+        raise UserTypeError(f"{function.__name__} got unknown arguments. {advice}.")
+
+
+class SuggestsNewNames:
+    """Base class that rejects unknown constructor arguments with advice from `OLD_NAMES`."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        reject_old_names(cls, kwargs)
+        return super().__new__(cls)
+
 
 if TYPE_CHECKING:
 
-    class RemovedArguments:
+    class RemovedArguments(SuggestsNewNames):
         """The fields of `REMOVED`, for subclasses of `transformers.TrainingArguments`."""
 
         evaluation_strategy: str | None
@@ -72,6 +188,7 @@ else:
     RemovedArguments = make_dataclass(
         "RemovedArguments",
         [(name, row[0], field(default=row[1], metadata={"help": argparse.SUPPRESS})) for name, row in REMOVED.items()],
+        bases=(SuggestsNewNames,),
     )
 
 

@@ -276,13 +276,24 @@ def _strings(value: Any) -> Iterator[str]:
 
 
 def warn_of_traps(dataset: Dataset, name: str) -> Dataset:
-    """Log each trap with its number of rows, and return the dataset without the column `TRAPS`."""
+    """Log each trap with its number of rows, and return the dataset without the column `TRAPS`.
+
+    Raises:
+        UserError: The answers of more than half of the rows have the same tokens.
+    """
     if TRAPS not in dataset.column_names:
         return dataset
     rows_of = defaultdict[str, list[int]](list)
     for index, traps in enumerate(dataset.with_format(None)[TRAPS]):
         for trap in traps.splitlines():
             rows_of[trap].append(index)
+    same, unwritten = rows_of.get("same answers", []), [trap[9:] for trap in rows_of if trap.startswith("template ")]
+    if len(same) > len(dataset) / 2:
+        reason = f"the chat template does not write {', '.join(unwritten)}" if unwritten else "see the first"
+        raise UserError(
+            f"{name} dataset: in {len(same)} of {len(dataset)} rows (the first is row {same[0]}), chosen and rejected "
+            f"have the same tokens, so hardly anything can be learned: {reason}. Correct the rows or the template."
+        )
     for trap, rows in rows_of.items():
         _warn(trap, f"{name} dataset: in {len(rows)} of {len(dataset)} rows (the first is row {rows[0]})")
     return dataset.remove_columns(TRAPS)

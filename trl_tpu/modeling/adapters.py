@@ -130,7 +130,9 @@ def add_adapters(
         given = peft_config.exclude_modules or []
         given = [given] if isinstance(given, str) else [rf"(.*\.)?{re.escape(name)}" for name in given]
         peft_config.exclude_modules = "|".join([*given, *(rf"{re.escape(name)}(\..*)?" for name in excluded)])
-    adapted: Any = get_peft_model(model, peft_config)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "`is_gradient_checkpointing`")  # peft reads transformers' former name
+        adapted: Any = get_peft_model(model, peft_config)
     for name, parameter in [*adapted.named_parameters()]:
         if "modules_to_save" in name and isinstance(shard := parameter.detach(), DTensor):
             module, _, leaf = name.rpartition(".")  # FSDP2 does not manage peft's copy of a module: unshard it
@@ -181,6 +183,7 @@ def load_adapted_model(folder: str, outputs: HeadSpec = ONE_REWARD, **kwargs: An
                 base.resize_token_embeddings(tokens)
         with warnings.catch_warnings():
             warnings.filterwarnings("error", "Found missing adapter keys")
+            warnings.filterwarnings("ignore", "`is_gradient_checkpointing`")
             adapted: Any = peft.PeftModel.from_pretrained(base, folder, is_trainable=is_trainable, **kwargs)
     trained = () if is_trainable else tuple(adapter_weights(adapted))
     random = sorted(key for key in info["missing_keys"] if not any(name.endswith(f".{key}") for name in trained))

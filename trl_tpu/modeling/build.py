@@ -95,11 +95,12 @@ def build_reward_model(
         in_files = runtime.current().is_spmd and not adapters.reads_base_weights(peft_config)
         # Process 0 sends the others their shards, so that a host holds one copy. With a `tensor` axis all load: torch
         # splits the rows of a weight over two axes only from a whole weight.
-        receives = args.shards_over_processes and args.process_index > 0 and args.mesh_shape.tensor == 1
-        is_plain = not kwargs.keys() & {"distributed_config", "quantization_config"}
-        if receives and is_plain and not adapters.reads_base_weights(peft_config):
+        is_sharded = args.shards_over_processes and not kwargs.keys() & {"distributed_config", "quantization_config"}
+        receives = is_sharded and args.process_index > 0 and args.mesh_shape.tensor == 1
+        if receives and not adapters.reads_base_weights(peft_config):
             kwargs["device_map"] = "meta"
-        model = load.load_model(name, outputs, in_files=in_files, **kwargs)
+        mesh = args.mesh_shape if is_sharded else None
+        model = load.load_model(name, outputs, in_files=in_files, mesh=mesh, **kwargs)
         if adapters.is_peft_model(model):  # `name` is a folder of saved adapters, possibly with a tokenizer
             in_files = False
             if processing_class is None and find_file(name, "tokenizer_config.json", **hub_settings(kwargs)):

@@ -6,9 +6,13 @@ and many others. These classes are registered with transformers' auto class: all
 finds them.
 """
 
+import copy
+import json
 import logging
 import re
-from collections.abc import Mapping, Set
+from collections.abc import Iterator, Mapping, Set
+from contextlib import contextmanager
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +23,11 @@ from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 from transformers.modeling_layers import GenericForSequenceClassification, GenericForTokenClassification
 from transformers.modeling_utils import load_state_dict
 from transformers.utils import CONFIG_NAME
+from transformers.utils.loading_report import LoadStateDictInfo, log_state_dict_report
 
 from ..errors import UserError, explaining
-from ..parallel.shard import fill
+from ..parallel.mesh import MeshShape
+from ..parallel.shard import distribute, fill
 from .head_spec import HeadSpec, find_file, find_heads, hub_settings
 
 logger = logging.getLogger(__name__)
@@ -50,8 +56,9 @@ _HEAD_FILES = ("value_head.safetensors", "value_head.bin")  # LLaMA-Factory's
 _HEAD_NAME = re.compile(r"v_head|value|score|reward|rm_head|regress|classifi|critic|^head$")
 _HEAD_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth")
 _MODEL_FILE = re.compile(r"(pytorch_)?model.*\.(safetensors|bin)")
-# heads of pretraining, and layers such as those for multi-token prediction
-_NO_HEAD = re.compile(r"(lm_head|cls|sop_classifier|discriminator_predictions)\.|(.*\.)?layers\.")
+_PRETRAINING_HEAD = r"(lm_head|cls|sop_classifier|discriminator_predictions)\."
+# the second kind are layers such as those for multi-token prediction
+_NO_HEAD = re.compile(rf"{_PRETRAINING_HEAD}|(.*\.)?layers\.")
 
 
 def auto_class_of(config: PretrainedConfig, outputs: HeadSpec) -> Any:
@@ -138,7 +145,7 @@ def model_without_weights(
 
 
 def load_classifier(
-    name: str, outputs: HeadSpec, *, in_files: bool = False, **kwargs: Any
+    name: str, outputs: HeadSpec, *, in_files: bool = False, mesh: MeshShape | None = None, **kwargs: Any
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
     """Load a model with ``outputs``, and return it with transformers' loading info: missing and unexpected weights.
 
@@ -150,15 +157,24 @@ def load_classifier(
         in_files: Leave the backbone's weights, except the input embeddings, in the checkpoint's files. `place_model`
             then reads module by module; call `remove_offload_hooks` after it. Weights that transformers converts while
             loading (such as experts stored one by one) are loaded to the host anyway.
+        mesh: The mesh over whose processes the model will be split; a model that cannot be is rejected before loading.
         **kwargs: Arguments of ``from_pretrained``.
 
     Raises:
         UserError: The checkpoint does not exist, a file is broken, or weights are missing or have another shape.
     """
-    with explaining(f"{name} cannot be loaded as a reward model"):
+    source = logging.getLogger(PreTrainedModel.__module__)
+    with explaining(f"{name} cannot be loaded as a reward model"), _without_messages(source, "LOAD REPORT"):
+        for index in Path(name).glob("*.index.json"):
+            for file in json.loads(index.read_text(encoding="utf-8"))["weight_map"].values():
+                if Path(file).name != file:  # transformers would read it
+                    raise UserError(f"{index} lists {file!r}, a file outside its folder. Correct the index.")
         trusts_code = kwargs.get("trust_remote_code", False)
         config = AutoConfig.from_pretrained(name, trust_remote_code=trusts_code, **hub_settings(kwargs))
         kinds, auto_class = str(config.architectures), auto_class_of(config, outputs)
+        if mesh is not None:
+            with torch.random.fork_rng(devices=[]):  # modeling code may draw numbers, also on the meta device
+                distribute(model_without_weights(copy.deepcopy(config), None, trusts_code, outputs), mesh)
         if mapping := getattr(auto_class._model_mapping.get(type(config), None), "names_in_checkpoint", None):
             kwargs.setdefault("key_mapping", mapping)
         random_state, loaded = torch.get_rng_state(), None
@@ -171,7 +187,27 @@ def load_classifier(
         _check_weights(name, model, info, kinds, kwargs)
         if not info["missing_keys"] and not info["mismatched_keys"]:
             torch.set_rng_state(random_state)  # a head was drawn before it was read
+    # every new reward model has a new head in the place of the language model's
+    unexpected = {key for key in info["unexpected_keys"] if not re.match(_PRETRAINING_HEAD, key)}
+    missing = {key for key in info["missing_keys"] if ".pooler." in key}
+    every = dict.fromkeys((each.name for each in fields(LoadStateDictInfo)), set[str]()) | info
+    report = every | {"unexpected_keys": unexpected, "missing_keys": missing}
+    log_state_dict_report(model, name, True, LoadStateDictInfo(**report), source)
     return model, info
+
+
+@contextmanager
+def _without_messages(source: logging.Logger, text: str) -> Iterator[None]:
+    """Drop a logger's messages that contain ``text``, while the context is open."""
+
+    def is_other(record: logging.LogRecord) -> bool:
+        return text not in record.getMessage()
+
+    source.addFilter(is_other)
+    try:
+        yield
+    finally:
+        source.removeFilter(is_other)
 
 
 def _check_weights(

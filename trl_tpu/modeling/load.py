@@ -16,6 +16,7 @@ from transformers.utils import find_adapter_config_file
 from .. import runtime
 from ..config.reward_config import RewardConfig
 from ..errors import UserError, explaining
+from ..parallel.mesh import MeshShape
 from ..parallel.shard import parameter_pattern, trial_mode
 from .adapters import load_adapted_model
 from .head_spec import ONE_REWARD, HeadSpec, hub_settings
@@ -163,6 +164,7 @@ def load_model(
     outputs: HeadSpec = ONE_REWARD,
     *,
     in_files: bool = False,
+    mesh: MeshShape | None = None,
     is_trainable: bool = True,
     **kwargs: Any,
 ) -> PreTrainedModel:
@@ -174,7 +176,7 @@ def load_model(
     Args:
         name: A Hub id or folder.
         outputs: The head specification of the model.
-        in_files: See `load_classifier`.
+        in_files, mesh: See `load_classifier`.
         is_trainable: Whether to load for training. Otherwise the head must be in the checkpoint.
         **kwargs: Arguments of ``from_pretrained``. ``dtype`` defaults to float32.
 
@@ -194,7 +196,7 @@ def load_model(
         if kwargs.get("device_map") == "meta":  # peft reads weights: all processes load
             kwargs.pop("device_map")
         return load_adapted_model(name, outputs, is_trainable=is_trainable, **kwargs)
-    model, info = load_classifier(name, outputs, in_files=in_files, **kwargs)
+    model, info = load_classifier(name, outputs, in_files=in_files, mesh=mesh, **kwargs)
     if info["missing_keys"] and not is_trainable:
         lost = sorted(info["missing_keys"])
         raise UserError(f"{name} lacks {lost}: rewards would be random. Score with the folder that training saved.")

@@ -6,11 +6,13 @@ import dataclasses
 import json
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from difflib import get_close_matches
 from types import NoneType
 from typing import Any, NoReturn, TypeVar, get_args, get_origin
 
 from transformers.hf_argparser import HfArgumentParser, string_to_bool
 
+from trl_tpu.compat.arguments import advice_on_old_names
 from trl_tpu.config.checks import SETTINGS
 from trl_tpu.errors import UserError, explaining
 from trl_tpu.scripts.config_file import take_config
@@ -84,7 +86,12 @@ class TrlParser(HfArgumentParser):
             left = [unknown_keys, unknown_words] if separate_remaining_strings else [unknown_keys + unknown_words]
             return (*parsed, *left)
         if unknown := unknown_words + (unknown_keys if fail_with_unknown_args else []):
-            raise UserError(f"Unknown arguments: {' '.join(unknown)}. Correct them.")
+            names = [word.partition("=")[0] for word in unknown if word.startswith("--")]
+            flags = [f"--{action.dest}" for action in self._actions]
+            similar = {match: name for name in names for match in get_close_matches(name, flags, n=1, cutoff=0.8)}
+            guesses = "; ".join(f"{name}: did you mean {match}" for match, name in similar.items())
+            fix = advice_on_old_names(names) or guesses or "Correct them"
+            raise UserError(f"Unknown arguments: {' '.join(unknown)}. {fix}.")
         return tuple(parsed)
 
     def set_defaults_with_config(self, **kwargs: Any) -> list[str]:

@@ -196,6 +196,8 @@ def load(path: str, *, split: str | None = None, streaming: bool = False, **kwar
         kwargs |= {"data_files": {"train": source}}
         if ".tsv" in local.suffixes[-2:]:
             kwargs["sep"] = "\t"
+    if local.is_file() and not local.stat().st_size:
+        raise UserError(f"{path} is empty: it has no rows.")
     with explaining(f"{path} cannot be loaded as a dataset", f"Correct it; files end in {', '.join(BUILDERS)}."):
         if builder is not None or local.is_dir() or path in BUILDERS.values():
             kwargs["data_files"] = _files(local if local.is_dir() else Path(), **kwargs)

@@ -14,6 +14,7 @@ from transformers import DataCollator, EvalPrediction, PreTrainedModel, PreTrain
 from transformers.utils import ModelOutput
 
 from .. import runtime
+from ..compat.arguments import SuggestsNewNames
 from ..compat.old_trl import _tokenize, has_old_columns, has_old_order, upgrade_args, upgrade_processing_class
 from ..config import checks
 from ..config.launchers import without_fsdp
@@ -43,7 +44,7 @@ EvalDataset: TypeAlias = (
 )
 
 
-class RewardTrainer(EvaluatingTrainer):
+class RewardTrainer(SuggestsNewNames, EvaluatingTrainer):
     """Trainer of reward models on preference pairs, rankings or single answers.
 
     The arguments have the names and the order of `trl.RewardTrainer`. `model_init` and deprecated names come last.

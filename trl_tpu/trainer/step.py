@@ -18,6 +18,7 @@ from datasets import Dataset, IterableDataset
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, Trainer
 
+from ..compat.arguments import SuggestsNewNames, suggests_new_names
 from ..config.checks import check_limits
 from ..config.reward_config import RewardConfig
 from ..data.loader import begin_epoch
@@ -28,7 +29,7 @@ from ..training.statistics import StepStatistics
 from .reward_trainer import EvalDataset, RewardTrainer
 
 
-class TrainState:
+class TrainState(SuggestsNewNames):
     """A model, its optimizer and learning rate schedule, on the devices and ready for the first step.
 
     `training_step` updates the state in place. If several processes train together, each of them makes a state and
@@ -138,6 +139,7 @@ class TrainState:
             self._trainer.save_model(folder)
 
 
+@suggests_new_names
 def training_step(state: TrainState, batch: Any) -> dict[str, torch.Tensor]:
     """Update the model: forward and backward of each batch, gradient clipping, optimizer step and schedule step.
 
@@ -165,6 +167,7 @@ def training_step(state: TrainState, batch: Any) -> dict[str, torch.Tensor]:
     return logs
 
 
+@suggests_new_names
 def evaluation_step(state: TrainState, batch: Any) -> dict[str, torch.Tensor]:
     """Compute the loss and the rewards of a batch without dropout and gradients.
 

@@ -63,7 +63,7 @@ from ..parallel.mesh import BATCH_AXES
 from ..runtime import choice, current, flush_denormals
 from .batch_plan import BatchPlan
 from .optimizer import create_schedule, gradient_norms, unwrap
-from .progress import JsonLines, Progress
+from .progress import BusyCores, JsonLines, Progress
 from .saving import Components, SavingTrainer, saves_state
 from .statistics import StepCounts
 from .stopping import SIGTERM, EvaluationInterrupted
@@ -116,6 +116,8 @@ class DeviceTrainer(SavingTrainer):
         self.trl_tpu = Components(self.args, self.model, self.accelerator, plan, announce)
         if progress is not None:
             self.add_callback(progress)
+        if self.args.device.type == "cpu" and torch.get_num_threads() > 1:
+            self.add_callback(BusyCores())
         self.batch_plan = plan
         offload: Any = current().activations_on_host if self.args.activation_offloading else contextlib.nullcontext
         self.maybe_activation_offload_context = offload()  # TRL's name

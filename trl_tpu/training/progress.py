@@ -1,12 +1,15 @@
-"""Progress bar, JSON logs, announcements of compilations, and a warning about late compilations."""
+"""Progress bar, JSON logs, announcements of compilations, and warnings about late compilations and busy cores."""
 
 import json
 import logging
 import sys
+import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
+import torch
 from tqdm.auto import tqdm
 from transformers import ProgressCallback, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import has_length
@@ -188,3 +191,42 @@ class SubclassMetrics(defaultdict[str, list[float]]):
     def __missing__(self, name: str) -> list[float]:
         last = self._read_last() if name in ("num_tokens", *REWARD_METRICS) else {}
         return [last[name]] if name in last else super().__missing__(name)
+
+
+def seconds_without_core() -> float:
+    """Return how long this thread was ready to run, but had no CPU core. 0 if the system does not count it."""
+    counters = Path("/proc/thread-self/schedstat")
+    return int(counters.read_text(encoding="ascii").split()[1]) / 1e9 if counters.is_file() else 0.0
+
+
+_MEASURED_SECONDS, _BUSY_SHARE = 5, 0.2
+
+
+class BusyCores(TrainerCallback):
+    """Warn once if other work uses the CPU cores: the threads of each operation then wait for each other.
+
+    The first log after `_MEASURED_SECONDS` of training decides.
+    """
+
+    _start: tuple[float, float] | None = None  # an evaluation may log before training
+
+    def on_train_begin(self, args: Any, state: TrainerState, control: Any, **_: Any) -> None:
+        self._start = (time.monotonic(), seconds_without_core())
+
+    def on_log(self, args: Any, state: TrainerState, control: Any, **_: Any) -> None:
+        if self._start is None or (seconds := time.monotonic() - self._start[0]) < _MEASURED_SECONDS:
+            return
+        share, self._start = (seconds_without_core() - self._start[1]) / seconds, None
+        if share > _BUSY_SHARE and state.is_local_process_zero:
+            logger.warning(
+                f"Training has waited for a CPU core {share:.0%} of the time, since other work uses the cores. Its "
+                f"{torch.get_num_threads()} threads then wait for each other. OMP_NUM_THREADS=1 may be much faster."
+            )
+
+
+_BAR_METRICS = ("loss", "accuracy", "num_tokens")
+
+_TRACKER_ONLY = {
+    *("grad_norm", "learning_rate", "num_input_tokens_seen", "tokens_per_second", "seconds_per_step", "mfu"),
+    *("model_tflops_per_second", "compiled_programs", "memory_gib", *METRICS, *LENGTH_METRICS),
+} - {*_BAR_METRICS}

@@ -268,7 +268,8 @@ class SavingTrainer(Trainer):
         ours.agreement.start(self.state.global_step)
         if ours.checkpoints.place is not None:
             step, last = self.state.global_step, self.state.max_steps
-            logger.warning("Resuming from %s, at step %s of %s.", ours.checkpoints.place, step, last)
+            outcome = ": the run is finished already, and no step is taken" if step >= last else ""
+            logger.warning("Resuming from %s, at step %s of %s%s.", ours.checkpoints.place, step, last, outcome)
         # transformers looks for the best checkpoint only where it was saved
         if (best := ours.checkpoints.best_so_far(ours.run_folder)) is not None:
             self.state.best_model_checkpoint = best
