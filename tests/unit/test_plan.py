@@ -98,6 +98,7 @@ def trace_requests(monkeypatch: pytest.MonkeyPatch) -> list[StepRequest]:
         return TracedProgram(b"", (), (), 1)
 
     monkeypatch.setattr(synthetic, "TRAIN_NUMBER_PAIRS", 64)  # saves tokenization time
+    monkeypatch.setattr(plan, "check_libraries", lambda: None)
     monkeypatch.setattr(layouts, "trace_step", trace)
     monkeypatch.setattr(layouts, "compile_for", lambda traced, topology, whole: CompiledProgram(1, 1, 1, 1))
     return requests

@@ -117,8 +117,10 @@ def build_reward_model(
             )
     base = adapters.without_adapters(model)
     check_num_labels(base, outputs)
-    if adapters.is_peft_model(model) and (attribute_weights := adapters.read_attribute_weights(model)):
-        write_head_spec(base.config, HeadSpec(attribute_weights))
+    if adapters.is_peft_model(model):  # adapters of earlier versions have the weights in their base's config only
+        saved = HeadSpec.saved(name).attributes if isinstance(name, str) else {}
+        if attribute_weights := adapters.read_attribute_weights(model) or saved:
+            write_head_spec(base.config, HeadSpec(attribute_weights))
     if not outputs == HeadSpec.of(base.config) == ONE_REWARD:
         write_head_spec(base.config, outputs, keeps_weights=args.attribute_weights is None)
     tokenizer = load.load_processing_class(model, processing_class, **files)

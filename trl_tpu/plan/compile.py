@@ -5,6 +5,7 @@ Tracing and compiling run in child processes, because torch_xla sets the device 
 abort a process while it compiles. Importing this module does not import torch.
 """
 
+import importlib.util
 import os
 import pickle
 import re
@@ -81,6 +82,13 @@ class CompiledProgram:
     def peak(self) -> int:
         """Peak memory of a chip in bytes."""
         return self.arguments + self.results + self.temporary + self.generated_code
+
+
+def check_libraries() -> None:
+    """Raise UserError if a library required for compiling is not installed: tracing takes minutes."""
+    for library in ("torch_xla", "jax", "libtpu"):
+        if importlib.util.find_spec(library) is None:
+            raise UserError(f'{library} is not installed. In a checkout, on Linux on x86-64: pip install -e ".[tpu]"')
 
 
 def pretend_devices(values: Mapping[str, Any], words: list[str]) -> None:

@@ -27,7 +27,7 @@ from trl_tpu.modeling.heads import model_without_weights
 from trl_tpu.modeling.load import freeze, load_tokenizer, set_special_tokens
 from trl_tpu.parallel.mesh import MeshShape, parse_mesh, parse_topology
 from trl_tpu.plan import layouts
-from trl_tpu.plan.compile import CompiledProgram
+from trl_tpu.plan.compile import CompiledProgram, check_libraries
 from trl_tpu.plan.layouts import Attempt, Layout
 from trl_tpu.runtime import Remat
 from trl_tpu.scripts import reward
@@ -95,6 +95,8 @@ def run(argv: list[str], config: Mapping[str, Any] | None = None, compile_one: l
     topology, mesh = parse_topology(plan_args.topology), args.mesh_shape
     if mesh.slices > 1:
         raise UserError(f"mesh '{mesh}': {topology} is one slice. Plan for one slice; the axis `data` spans several.")
+    if compile_one is None:
+        check_libraries()
     with tempfile.TemporaryDirectory() as folder:
         model, tokens = read_inputs(script, args, model_args, data, folder)
     lengths = layouts.typical_row(args) if tokens is None else length_stats(tokens).lengths
