@@ -217,6 +217,11 @@ def test_labels_removed_by_truncation_are_counted(make: Make, caplog: pytest.Log
     assert "labels" not in caplog.text
     make(rows, max_length=length)
     assert "in 1 of 3 rows (the first is row 1), truncation removed labels" in caplog.text
+    unlabeled = Dataset.from_list([{"input_ids": [5, 6], "labels": [-100, -100]}])
+    with pytest.raises(UserError, match="max_length"):
+        make(unlabeled)
+    make(rows, unlabeled)
+    assert "eval dataset" in caplog.text
     caplog.clear()
     make(rows, Dataset.from_list(rows), train_on_last_step_only=True)
     assert "labels" not in caplog.text

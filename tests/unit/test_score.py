@@ -200,6 +200,7 @@ def test_nonfinite_rewards_are_null_and_logged(tmp_path: Path, caplog: pytest.Lo
     for text, written in zip("ab", read_jsonl(tmp_path / "out.jsonl"), strict=True):
         assert {key: written[key] for key in ("text", *expected)} == {"text": text, **expected}
     assert "2 of 2 rows" in caplog.text and "Row 0 of the scored dataset: `text`" in caplog.text
+    assert "dataset's: reward" in caplog.text, "overwritten column"
 
 
 # ---- many rows: rewards equal those of single conversations; resumed by chunks; in constant memory

@@ -103,6 +103,7 @@ def prepare_preference_dataset(
         )
     if kind.has_own_tokens:
         RAW_BY_PREPARED[prepared] = raw
+    kind.check_prepared(prepared, name)
     return prepared
 
 

@@ -189,10 +189,8 @@ class Scorer:
         keep_heads_in_float32(self.model)
         if is_static:
             use_static_shapes(self.model)
-        crossover, plans_lengths = (
-            attention_crossover_length(config.hidden_size),
-            is_static and not self._group_of(math.inf),
-        )
+        crossover = attention_crossover_length(config.hidden_size)
+        plans_lengths = is_static and not self._group_of(math.inf)
         shards, chunk = self.mesh.batch_shards, shared_chunk(self.model)
         makers = Batches(self.pad_token_id, tokens_per_pass, crossover, shards, plans_lengths, chunk=chunk)
         self.padded = makers.padded

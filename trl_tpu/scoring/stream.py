@@ -103,7 +103,7 @@ class Form:
 
     @classmethod
     def of(cls, columns: Iterable[str], best_only: bool, spec: HeadSpec) -> "Form":
-        """Find the form of rows with these columns.
+        """Find the form of rows with these columns, and warn about columns that the output overwrites.
 
         Raises:
             UserError: The columns have no form that can be scored, or two forms; `best_only` is set without
@@ -122,7 +122,11 @@ class Form:
                 "Rows to score need chosen and rejected, completions, completion, messages or text; for best-of-N, "
                 f"completions; for a model that scores steps, prompt and completions. These rows have {present}."
             )
-        return cls(outputs, best_only, spec)
+        form = cls(outputs, best_only, spec)
+        # writing an empty row gives the names of all new columns
+        if replaced := form.written({}, {column: Item({}, "") for column in outputs}).keys() & set(present):
+            logger.warning(f"Columns of the output overwrite the dataset's: {', '.join(sorted(replaced))}.")
+        return form
 
     def read(self, row: Row | UserError, where: str, tokenizer: Any) -> Items:
         """Read the items of a row; an invalid item gets a fault.

@@ -182,6 +182,9 @@ class RowKind:
     def check_labels(self, row: Row, where: str) -> None:
         """Raise UserError if a prepared row has labels that cannot be learned."""
 
+    def check_prepared(self, prepared: Any, name: str) -> None:
+        """Check a whole prepared dataset."""
+
     # ---- comparisons
 
     def rewards_of(self, scores_SA: torch.Tensor) -> torch.Tensor:

@@ -1,5 +1,6 @@
 """Solutions with labeled steps, the rows of process reward models."""
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self, cast
@@ -14,6 +15,8 @@ from ...errors import UserError
 from .. import checks
 from ..checks import TRAPS, Row, find_traps
 from .base import LABELS_AS, RowKind, ScoredItem, numbers_in
+
+logger = logging.getLogger(__name__)
 
 #: Label of tokens that do not end a labeled step; the same value as `ignore_index` in torch's losses.
 NO_LABEL = -100
@@ -180,6 +183,14 @@ class Solutions(RowKind):
         labels = np.asarray(row["labels"])
         if labels.shape != (len(row["input_ids"]),) or not all((labels == NO_LABEL) | ((labels >= 0) & (labels <= 1))):
             raise UserError(f"{where}: `labels` must be as long as `input_ids`, each from 0 to 1, or {NO_LABEL}.")
+
+    def check_prepared(self, prepared: Any, name: str) -> None:
+        if any((np.asarray(labels) != NO_LABEL).any() for labels in prepared["labels"]):
+            return
+        problem = f"The {name} dataset has no label left, so nothing can be learned or measured. Raise `max_length`."
+        if not self.is_eval:
+            raise UserError(problem)
+        logger.warning(problem)
 
     # ---- comparisons
 
