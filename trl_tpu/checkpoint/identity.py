@@ -12,7 +12,8 @@ from torch import nn
 from transformers.utils import ADAPTER_CONFIG_NAME
 
 from ..config.reward_config import RewardConfig
-from ..modeling.adapters import adapter_names, is_peft_model, without_adapters
+from ..modeling.adapters import adapter_names
+from ..modeling.head_spec import is_peft_model, without_adapters
 from ..parallel.shard import full_tensor
 
 #: Fields of a model's config that say nothing about its outputs, or that training writes (`mean` and `std`).

@@ -27,7 +27,8 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 
 from ..errors import UserError
-from ..modeling.adapters import adapter_names, is_peft_model, names_in_file, without_adapters
+from ..modeling.adapters import adapter_names, names_in_file
+from ..modeling.head_spec import is_peft_model, without_adapters
 from ..modeling.layers import by_layer
 from ..parallel.shard import reshard, zeros_sharded_like
 from ..runtime import Runtime

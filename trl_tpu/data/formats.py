@@ -105,6 +105,11 @@ def _has_all_text(messages: Messages, rendered: str) -> bool:
 
 # ---- rows in other forms
 
+#: Columns, besides `prompt`, `chosen` and `rejected`, that `convert_row` converts.
+_OTHER_COLUMNS = frozenset(
+    ["chosen_messages", "rejected_messages", "completion", "completions", "messages", "conversations", "tools"]
+)
+_PLAIN_TURN = {"role": str, "content": str}
 #: Columns of answers. The first entry whose columns are all in a row applies.
 _ANSWER_COLUMNS = (("chosen", "rejected"), ("completions",), ("completion",), ("messages",))
 _TURNS = ("conversations", "messages")  # columns for the turns before the answers, as in ShareGPT and LLaMA-Factory
@@ -125,6 +130,10 @@ def convert_row(row: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
         The converted row, other columns included, and a description of each conversion. A row in TRL's format has
         none.
     """
+    read = [row[key] for key in ("prompt", "chosen", "rejected") if key in row]
+    # most rows need no conversion
+    if not _OTHER_COLUMNS & row.keys() and len({*map(type, read)}) < 2 and all(map(_is_in_form, read)):
+        return dict(row), []
     new, notes = {key: value for key, value in row.items() if key != "prompt" or value is not None}, set[str]()
     for column in _ANSWER_COLUMNS[0]:
         if new.get(column) is None and row.get(f"{column}_messages") is not None:
@@ -158,6 +167,13 @@ def convert_row(row: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     if isinstance(new.get("tools"), list):
         new["tools"] = remove_none_values(new["tools"])
     return new, sorted(notes)
+
+
+def _is_in_form(value: Any) -> bool:
+    """Check for plain text, or messages with only a role and a text."""
+    if isinstance(value, list):
+        return all(isinstance(turn, dict) and {key: type(turn[key]) for key in turn} == _PLAIN_TURN for turn in value)
+    return isinstance(value, str) and not _may_be_messages(value)
 
 
 def _repeats(prompt: str, conversation: Any) -> bool:

@@ -3,7 +3,6 @@
 import copy
 import logging
 import re
-import sys
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -18,7 +17,16 @@ from transformers import AutoTokenizer, BitsAndBytesConfig, PreTrainedModel
 
 from ..compat.transformers4 import add_transformers4_names
 from ..errors import UserError, explaining
-from .head_spec import BASE_CONFIG, ONE_REWARD, HeadSpec, find_file, find_heads, hub_settings
+from .head_spec import (
+    BASE_CONFIG,
+    ONE_REWARD,
+    HeadSpec,
+    find_file,
+    find_heads,
+    hub_settings,
+    is_peft_model,
+    without_adapters,
+)
 from .heads import CODE_FILE, load_classifier
 
 if TYPE_CHECKING:
@@ -84,17 +92,6 @@ def reads_base_weights(peft_config: "PeftConfig | None") -> bool:
     """Return whether initializing the adapters reads the base model's weights (PiSSA, OLoRA, LoftQ, DoRA, ...)."""
     starts_plain = getattr(peft_config, "init_lora_weights", True) in (True, False, "gaussian")
     return not starts_plain or getattr(peft_config, "use_dora", False)
-
-
-def is_peft_model(model: nn.Module) -> bool:
-    """Return whether the model has peft adapters, without importing peft: no such model exists before its import."""
-    peft = sys.modules.get("peft")
-    return peft is not None and isinstance(model, peft.PeftModel)
-
-
-def without_adapters(model: nn.Module) -> Any:
-    """Return the transformers model inside a peft model, or ``model`` itself without adapters."""
-    return model.get_base_model() if is_peft_model(model) else model  # type: ignore[operator]
 
 
 def add_adapters(

@@ -30,7 +30,9 @@ from .head_spec import (
     check_num_labels,
     find_file,
     hub_settings,
+    is_peft_model,
     set_inference_metadata,
+    without_adapters,
     write_head_spec,
 )
 from .heads import remove_offload_hooks
@@ -101,7 +103,7 @@ def build_reward_model(
             kwargs["device_map"] = "meta"
         mesh = args.mesh_shape if is_sharded else None
         model = load.load_model(name, outputs, in_files=in_files, mesh=mesh, **kwargs)
-        if adapters.is_peft_model(model):  # `name` is a folder of saved adapters, possibly with a tokenizer
+        if is_peft_model(model):  # `name` is a folder of saved adapters, possibly with a tokenizer
             in_files = False
             if processing_class is None and find_file(name, "tokenizer_config.json", **hub_settings(kwargs)):
                 processing_class = load.load_tokenizer(name, **files)
@@ -115,9 +117,9 @@ def build_reward_model(
                 "Checkpoints do not support adapters that transformers added to a model (`add_adapter`). Pass "
                 "`peft_config`, or the name of the folder of adapters as `model`."
             )
-    base = adapters.without_adapters(model)
+    base = without_adapters(model)
     check_num_labels(base, outputs)
-    if adapters.is_peft_model(model):  # adapters of earlier versions have the weights in their base's config only
+    if is_peft_model(model):  # adapters of earlier versions have the weights in their base's config only
         saved = HeadSpec.saved(name).attributes if isinstance(name, str) else {}
         if attribute_weights := adapters.read_attribute_weights(model) or saved:
             write_head_spec(base.config, HeadSpec(attribute_weights))
@@ -135,7 +137,7 @@ def build_reward_model(
         remove_offload_hooks(model)
     if peft_config is not None:
         model = adapters.add_adapters(model, peft_config, added_tokens, excluded=unread)
-    if adapters.is_peft_model(model):
+    if is_peft_model(model):
         adapters.prepare_adapters(model, gradient_checkpointing=bool(args.activation_checkpointing))
         adapters.write_attribute_weights(model, HeadSpec.of(base.config).attributes)
         adapters.warn_if_head_is_frozen(model)
@@ -152,7 +154,7 @@ def with_attribute_order(model: Any, args: RewardConfig) -> RewardConfig:
     """Return ``args`` with attributes in the order of the model's outputs."""
     if not (names := args.attributes):
         return args
-    order = [*HeadSpec.of(adapters.without_adapters(model).config).attributes]
+    order = [*HeadSpec.of(without_adapters(model).config).attributes]
     if order != names:
         args, places = copy.copy(args), [names.index(name) for name in order]
         for name in ("attributes", "attribute_weights", "attribute_loss_weights"):

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial, reduce
@@ -23,6 +24,17 @@ from ..errors import UserError
 def find_score_head(model: nn.Module) -> nn.Module | None:
     """Return the score head of ``model``; None if it has none."""
     return next((module for name, module in model.named_modules() if name.rpartition(".")[2] == "score"), None)
+
+
+def is_peft_model(model: nn.Module) -> bool:
+    """Return whether the model has peft adapters, without importing peft: no such model exists before its import."""
+    peft = sys.modules.get("peft")
+    return peft is not None and isinstance(model, peft.PeftModel)
+
+
+def without_adapters(model: nn.Module) -> Any:
+    """Return the transformers model inside a peft model, or ``model`` itself without adapters."""
+    return model.get_base_model() if is_peft_model(model) else model  # type: ignore[operator]
 
 
 def find_heads(model: nn.Module) -> dict[str, nn.Module]:

@@ -21,10 +21,9 @@ from ..packing.read_order import CONTEXT
 from ..packing.shapes import CHUNK, BatchShape, ShapePlan
 from ..parallel.shard import has_no_weights, trial_mode
 from . import forward, recurrent_layers
-from .adapters import without_adapters
 from .attention import use_tree_masks
 from .forward import MaskRule, PackingImpossible, read_scores, reading, record_scores, rewards_of, run_packed
-from .head_spec import find_score_head
+from .head_spec import find_score_head, without_adapters
 
 # largest relative difference between float32 sums of the same numbers in two orders
 _ROUNDING = 2e-5

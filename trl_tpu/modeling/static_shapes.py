@@ -19,9 +19,8 @@ from ..packing.batch import Batch, Expansion
 from ..parallel.mesh import BATCH_AXES
 from ..runtime import PartitionSpec
 from ..runtime.native import einsum
-from .adapters import without_adapters
 from .forward import MaskRule, PackedAttention, register_attention, tree_masks
-from .head_spec import wrap_forward
+from .head_spec import without_adapters, wrap_forward
 from .recurrent_layers import carries_states
 
 

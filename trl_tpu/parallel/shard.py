@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from itertools import count
+from math import prod
 from typing import Any
 
 import torch
@@ -87,7 +88,7 @@ def shard_model(model: Any, mesh: MeshShape, runtime: Runtime, device: torch.dev
         UserError: The `tensor` axis would split an attention head, transformers has loaded wrong rows into the shards,
             or its plan for `tensor` changes the rewards.
     """
-    base, trial = _base_of(model), None
+    base, whole, trial = _base_of(model), dict[str, torch.Tensor](), None
     if mesh_of(base) is None:
         whole = _tensors_of(model)  # process 0's are the values of all
         if mesh.tensor > 1:
@@ -215,6 +216,38 @@ def _from_first(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 # torch takes the sharded embeddings of two models for one if their outputs have the same shape
 _lengths = count(16)
+
+
+def _check_values(model: nn.Module, whole: Mapping[str, torch.Tensor]) -> None:
+    """Compare all processes' shards with process 0's tensors, which it has loaded as a single process does.
+
+    The sum of a tensor's bits is exact in any order, so the shards' sums add up to that of each whole copy.
+
+    Raises:
+        UserError: The bits of a parameter or buffer differ.
+    """
+    tensors, sums, processes = _tensors_of(model), list[torch.Tensor](), dist.get_world_size()
+    for name, tensor in tensors.items():
+        local, copies = tensor, processes
+        if isinstance(tensor, DTensor):
+            sizes = zip(tensor.placements, tensor.device_mesh.shape, strict=True)
+            local, copies = tensor.to_local(), processes // prod(size for at, size in sizes if not at.is_replicate())
+        sums.append(_sum_of_bits(local))
+        if dist.get_rank() == 0:
+            sums[-1] -= copies * _sum_of_bits(whole[name].to(local.device))
+    differences = torch.stack(sums)
+    dist.all_reduce(differences)
+    if wrong := [name for name, each in zip(tensors, differences.tolist(), strict=True) if each]:
+        raise UserError(
+            f"{len(wrong)} of {len(sums)} tensors, such as {wrong[0]}, differ from those that process 0 has loaded. "
+            "Leave `mesh` out: each process then loads the whole model."
+        )
+
+
+def _sum_of_bits(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the sum of a tensor's numbers as 32-bit integers, modulo 2**32. Shorter numbers count as float32."""
+    numbers = tensor.detach() if tensor.element_size() >= 4 else tensor.detach().float()
+    return numbers.contiguous().flatten().view(torch.int32).sum(dtype=torch.int32)
 
 
 class _Trial:

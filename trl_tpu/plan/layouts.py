@@ -13,7 +13,7 @@ from datasets import Dataset
 
 from ..config.reward_config import RewardConfig
 from ..data.length_stats import kind_of_dataset, length_stats
-from ..modeling.adapters import without_adapters
+from ..modeling.head_spec import without_adapters
 from ..modeling.model_shape import ModelShape, model_shape_of, training_flops
 from ..modeling.recurrent_layers import shared_chunk
 from ..packing.shapes import BatchShape, RowLengths, ShapePlan, bucket_lengths, round_up

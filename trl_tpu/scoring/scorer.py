@@ -16,10 +16,16 @@ from .. import runtime
 from ..data.collate import BatchCollator, ComparisonRule, PackSequences, Part
 from ..data.kinds import Answers
 from ..errors import UserError
-from ..modeling.adapters import is_peft_model, without_adapters
 from ..modeling.attention import tree_layout
 from ..modeling.forward import PackingImpossible, rewards_of
-from ..modeling.head_spec import HeadSpec, RewardScale, keep_heads_in_float32, saved_scale
+from ..modeling.head_spec import (
+    HeadSpec,
+    RewardScale,
+    is_peft_model,
+    keep_heads_in_float32,
+    saved_scale,
+    without_adapters,
+)
 from ..modeling.load import load_model, load_tokenizer
 from ..modeling.model_shape import learned_positions, position_groups
 from ..modeling.packability import make_packable

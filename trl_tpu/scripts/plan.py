@@ -20,9 +20,9 @@ from trl_tpu.config.reward_config import RewardConfig, help_from_docstring
 from trl_tpu.data.length_stats import length_stats
 from trl_tpu.errors import UserError, explaining
 from trl_tpu.experimental.prm import PRMConfig
-from trl_tpu.modeling.adapters import add_adapters, get_peft_config, without_adapters
+from trl_tpu.modeling.adapters import add_adapters, get_peft_config
 from trl_tpu.modeling.build import build_dataset
-from trl_tpu.modeling.head_spec import HeadSpec, write_head_spec
+from trl_tpu.modeling.head_spec import HeadSpec, without_adapters, write_head_spec
 from trl_tpu.modeling.heads import model_without_weights
 from trl_tpu.modeling.load import freeze, load_tokenizer, set_special_tokens
 from trl_tpu.parallel.mesh import MeshShape, parse_mesh, parse_topology

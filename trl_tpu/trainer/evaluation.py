@@ -23,9 +23,9 @@ from ..data.kinds import RowKind
 from ..data.length_stats import kind_of_dataset
 from ..data.trl_dict import TABLE, batch_of_pairs
 from ..evaluation.evaluate import RewardSums, evaluate_rewards, sums_of, sums_on_host
-from ..modeling.adapters import complete_config, is_peft_model
+from ..modeling.adapters import complete_config
 from ..modeling.forward import read_scores
-from ..modeling.head_spec import BASE_CONFIG, HeadSpec, may_be_on_the_hub, set_reward_normalization
+from ..modeling.head_spec import BASE_CONFIG, HeadSpec, is_peft_model, may_be_on_the_hub, set_reward_normalization
 from ..modeling.losses import StepResult
 from ..packing.batch import Batch, micro_batches_of, tensors_in
 from ..report.pages import CURVE_FILE, is_generated, make_model_card, write_training_curve, write_verdicts

@@ -26,7 +26,7 @@ from ..data.trl_dict import DataCollatorForPreference, batches_in
 from ..errors import UserTypeError
 from ..evaluation.evaluate import check_best_metric, check_eval_by
 from ..modeling import build as building
-from ..modeling.adapters import without_adapters
+from ..modeling.head_spec import without_adapters
 from ..modeling.losses import Loss, StepResult, batch_loss
 from ..packing.batch import Batch
 from ..packing.shapes import ShapePlan
@@ -186,7 +186,7 @@ class RewardTrainer(SuggestsNewNames, EvaluatingTrainer):
         self.trl_tpu.build = build
         self.trl_tpu.own_optimizer = optimizer is not None or optimizer_cls_and_kwargs is not None
         self.trl_tpu.date = date_written(built_tokenizer, building.first_chat(train_dataset))
-        sets: Any = eval_rows if isinstance(eval_rows, Mapping) else {"": eval_rows}
+        sets: Any = eval_rows if isinstance(eval_rows, Mapping) else {"": eval_rows} if eval_rows is not None else {}
         self.trl_tpu.seen = {id(rows): prompts_in_training(train_rows, rows, name) for name, rows in sets.items()}
         self.verdicts = self.trl_tpu.verdicts
         self.tokenizer = built_tokenizer  # TRL's name up to 0.23

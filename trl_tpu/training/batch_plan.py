@@ -22,10 +22,9 @@ from ..data.length_stats import is_prepared, kind_of_dataset, length_stats, leng
 from ..data.loader import sizes_by_prompt
 from ..data.trl_dict import DataCollatorForPreference, DictCollator
 from ..errors import UserError
-from ..modeling.adapters import without_adapters
 from ..modeling.attention import tree_layout
 from ..modeling.forward import PackingImpossible
-from ..modeling.head_spec import keep_heads_in_float32
+from ..modeling.head_spec import keep_heads_in_float32, without_adapters
 from ..modeling.layers import find_layers
 from ..modeling.model_shape import outgrows_positions
 from ..modeling.packability import make_packable, reads_padding, user_code_in

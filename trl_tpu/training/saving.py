@@ -38,8 +38,8 @@ from ..config.reward_config import RewardConfig, is_url, private_folder
 from ..data.kinds import Pairs
 from ..errors import UserAttributeError, UserError
 from ..evaluation.verdict import AnyVerdict
-from ..modeling.adapters import complete_config, save_adapter_config, without_adapters
-from ..modeling.head_spec import HeadSpec, saved_scale, set_reward_normalization
+from ..modeling.adapters import complete_config, save_adapter_config
+from ..modeling.head_spec import HeadSpec, saved_scale, set_reward_normalization, without_adapters
 from ..modeling.heads import CODE_FILE
 from ..modeling.losses import StepResult
 from ..parallel.shard import mesh_of, save_given_weights_only
