@@ -16,7 +16,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
-import torch
 from safetensors import SafetensorError
 
 from trl_tpu.checkpoint.folders import RemoteRun, RunFolder
@@ -26,6 +25,7 @@ from trl_tpu.data.kinds import answers_of, labels_of
 from trl_tpu.errors import BEST_LOST, NOT_SAVED, UNFINISHED
 from trl_tpu.experimental.prm import PRMConfig, PRMTrainer
 from trl_tpu.modeling.adapters import get_peft_config, get_quantization_config
+from trl_tpu.runtime import flush_denormals
 from trl_tpu.scripts.parser import CommandParser, TrlParser
 from trl_tpu.scripts.synthetic import resolve_model
 from trl_tpu.scripts.utils import DatasetMixtureConfig, ScriptArguments, load_splits, pick_split
@@ -235,10 +235,10 @@ def run(argv: list[str], config: Mapping[str, Any] | None = None, parser: TrlPar
         config: Values of the YAML file, if `argv` no longer names it.
         parser: Parser of the command; by default the parser of ``trl-tpu reward``.
     """
-    torch.set_flush_denormal(True)  # before torch starts threads: see `runtime.flush_denormals`
     parser = parser or make_parser("trl-tpu reward")
     script_args, training_args, model_args, dataset_args = parser.parse_args_and_config(argv, config=config)
-    main(script_args, training_args, model_args, dataset_args, dry_run=script_args.dry_run)
+    with flush_denormals():  # before torch starts threads, which do the same
+        main(script_args, training_args, model_args, dataset_args, dry_run=script_args.dry_run)
     return 0
 
 

@@ -1,5 +1,6 @@
 """Functions that scripts import from ``trl.trainer.utils``."""
 
+import logging
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -24,11 +25,13 @@ from ..modeling.load import disable_dropout_in_model as disable_dropout_in_model
 from ..modeling.load import get_config_model_id as get_config_model_id
 from ..runtime import current
 
+logger = logging.getLogger(__name__)
+
 
 def compute_accuracy(eval_pred: EvalPrediction) -> dict[str, float]:
     """Compute the share of correct predictions.
 
-    Pairs with two equal predictions are ignored. So are labels of -100.
+    Pairs with two equal predictions are ignored, with a warning. So are labels of -100.
 
     Args:
         eval_pred: For pairs, `predictions` [pairs, 2] and the index of the better answer as label (0 for chosen). For
@@ -41,6 +44,11 @@ def compute_accuracy(eval_pred: EvalPrediction) -> dict[str, float]:
     counts = labels != NO_LABEL
     if predictions.ndim == 2:
         counts = predictions[:, 0] != predictions[:, 1]
+        if ties := int((~counts).sum()):
+            logger.warning(
+                f"There are {ties} out of {len(predictions)} instances where the predictions for both options are "
+                "equal. These instances are ignored in the accuracy computation."
+            )
     correct = (predictions.argmax(axis=-1) == labels)[counts]
     return {"accuracy": float(correct.mean()) if len(correct) else 0.0}
 
