@@ -113,6 +113,8 @@ def shard_model(model: Any, mesh: MeshShape, runtime: Runtime, device: torch.dev
     reshard(model)  # a trial of packed rows may have left gathered weights
     # tensors that are in no plan
     _replace_tensors(model, lambda _, tensor: tensor if isinstance(tensor, DTensor) else tensor.to(device))
+    if whole:
+        _check_values(model, whole)
     if trial is not None:
         trial.check(model, mesh)
     runtime.set_mesh(mesh.sizes, mesh.slices)
@@ -214,10 +216,6 @@ def _from_first(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     return value
 
 
-# torch takes the sharded embeddings of two models for one if their outputs have the same shape
-_lengths = count(16)
-
-
 def _check_values(model: nn.Module, whole: Mapping[str, torch.Tensor]) -> None:
     """Compare all processes' shards with process 0's tensors, which it has loaded as a single process does.
 
@@ -248,6 +246,10 @@ def _sum_of_bits(tensor: torch.Tensor) -> torch.Tensor:
     """Return the sum of a tensor's numbers as 32-bit integers, modulo 2**32. Shorter numbers count as float32."""
     numbers = tensor.detach() if tensor.element_size() >= 4 else tensor.detach().float()
     return numbers.contiguous().flatten().view(torch.int32).sum(dtype=torch.int32)
+
+
+# torch takes the sharded embeddings of two models for one if their outputs have the same shape
+_lengths = count(16)
 
 
 class _Trial:
