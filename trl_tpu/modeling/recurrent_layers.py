@@ -224,7 +224,7 @@ class _Arrangement:
     Attributes:
         select: Arranges values of tokens, [R, L, ...].
         restore: Arranges the layer's outputs as the token rows.
-        update_conv_state: Returns a convolution's inputs with what comes before them.
+        update_conv_state: Returns a convolution's inputs, preceded by the inputs of earlier tokens.
     """
 
     select: Callable[[torch.Tensor], torch.Tensor]

@@ -17,6 +17,8 @@ from trl_tpu.report.verdicts import Rows, lines_of, read_json
 from trl_tpu.scripts import synthetic
 from trl_tpu.scripts.parser import TrlParser as TrlParser  # at TRL's path
 
+logger = logging.getLogger(__name__)
+
 SPLIT_SEED = 42  # fixed, since TRL's new test split on every run mixes training and test rows on a resume
 
 # suffix -> the builder of `datasets` that reads it; files may be compressed
@@ -128,6 +130,8 @@ def load_splits(script_args: ScriptArguments, mixture: DatasetMixtureConfig) -> 
         return {train: splits["train"], test: splits["test"]}, name
     if not mixture.datasets:
         return load_named_dataset(script_args), str(name)
+    if name:
+        logger.warning(f"Both are given: the mixture `datasets` is used, and `dataset_name={name}` is not.")
     return get_dataset(mixture), "the mixture"
 
 

@@ -253,7 +253,9 @@ class EvaluatingTrainer(DeviceTrainer):
         components.recompiles.settle()
         columns = evaluated.fetch()
         prediction = prediction_of(columns, with_losses, components.evaluated_kind)
-        if compute_metrics is not None and prediction is not None:
+        if compute_metrics is not None and prediction is None and columns:
+            logger.warning("compute_metrics is not called: the evaluation returned no predictions or no labels.")
+        elif compute_metrics is not None and prediction is not None:
             metrics = metrics_of_last_batch(is_last=True) if has_batch_metrics else compute_metrics(prediction)
         defaults = self._default_metrics(columns, metric_key_prefix, getattr(dataloader, "evaluated_dataset", None))
         if description == "Evaluation" and args.max_eval_steps is not None:

@@ -395,8 +395,12 @@ class DeviceTrainer(SavingTrainer):
         return self.trl_tpu.runtime.loader(batches, BATCH_AXES)
 
     def _load_random_state(self, checkpoint: str) -> None:
-        with contextlib.suppress(KeyError):  # checkpoints of TRL may have no random state of this device
+        try:
             self._load_rng_state(checkpoint)
+        except KeyError as error:  # checkpoints of TRL may have no random state of this device
+            if error.args != (self.args.device.type,):
+                raise
+            logger.warning("%s has no random state for this device: random numbers will differ.", checkpoint)
 
     # ---- the step
 
@@ -528,7 +532,8 @@ class DeviceTrainer(SavingTrainer):
             except EvaluationInterrupted:
                 preemption.stop(SIGTERM, self.args, self.state, self.control)
                 must_save = True
-            preemption.interrupts_evaluations = False
+            finally:
+                preemption.interrupts_evaluations = False
             # transformers did not save: a SIGTERM ended the evaluation, or save_strategy="best" cleared the request
             if must_save and preemption.saved_step != self.state.global_step:
                 self._save_checkpoint(self.model_wrapped, run.trial)
@@ -600,8 +605,10 @@ class DeviceTrainer(SavingTrainer):
         # with a limit of 1 transformers would delete all `checkpoint-*` folders but the best, including the checkpoint
         # to resume from after a stop
         limit, self.args.save_total_limit = self.args.save_total_limit, None
-        result = self._finalize_training(trial, samples, start_time)
-        self.args.save_total_limit = limit
+        try:
+            result = self._finalize_training(trial, samples, start_time)
+        finally:
+            self.args.save_total_limit = limit
         best = None if ours.best_model_lost else self.state.best_model_checkpoint
         if stopped_by is None and best is not None and limit == 1 and self.args.should_save:
             ours.run_folder.rotate(1, {Path(best).name})

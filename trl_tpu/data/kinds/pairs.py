@@ -1,5 +1,7 @@
 """Pairs: rows with a chosen and a rejected answer."""
 
+import difflib
+import logging
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Self
@@ -12,6 +14,9 @@ from .. import checks
 from ..checks import RAW_COLUMNS, Row
 from .base import RowKind, ScoredItem, numbers_in
 
+logger = logging.getLogger(__name__)
+
+_OPTIONAL_COLUMNS = ("prompt", "margin", "chosen_probability", "tools", "chat_template_kwargs")
 _ACCEPTED = (
     "Pairs have `chosen` and `rejected` (text, or lists of messages) or, already tokenized, `chosen_ids` and "
     "`rejected_ids`. Rankings have `completions` (a list of answers) and their `scores` or `ranks`; single answers "
@@ -35,9 +40,14 @@ class Pairs(RowKind):
         return set(RAW_COLUMNS) <= row.keys() and not rejects_several(row)
 
     def check_dataset(self, columns: Collection[str], name: str) -> Self:
-        """Raise UserKeyError if a required column is missing."""
+        """Raise UserKeyError if a required column is missing; warn if an optional column looks misspelled."""
         if not any(set(needed) <= set(columns) for needed in (RAW_COLUMNS, self.columns)):
             raise UserKeyError(f"{_ACCEPTED} The {name} dataset has the columns {sorted(columns)}.")
+        for unused in {*columns} - {*RAW_COLUMNS, *self.columns, *_OPTIONAL_COLUMNS}:
+            for similar in difflib.get_close_matches(unused, {*_OPTIONAL_COLUMNS} - {*columns}, n=1, cutoff=0.85):
+                logger.warning(
+                    f"The {name} dataset's column `{unused}` is not used; if `{similar}` is meant, rename it."
+                )
         return self
 
     def raw_answers(self, row: Row, where: str) -> dict[str, Any]:
