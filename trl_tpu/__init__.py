@@ -7,6 +7,7 @@ import importlib.util
 import logging
 import os
 import sys
+from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.metadata import PackageNotFoundError, version
 from types import ModuleType
@@ -85,20 +86,14 @@ _OLD_PATHS = [
 ]
 
 
-class _OldPaths:
+class _OldPaths(MetaPathFinder, Loader):
     """Finder and loader for the modules at `_OLD_PATHS`."""
 
-    @classmethod
-    def find_spec(cls, name: str, *_: Any) -> ModuleSpec | None:
-        return ModuleSpec(name, cls, is_package=True) if name in _OLD_PATHS else None  # type: ignore[arg-type]
+    def find_spec(self, name: str, *_: Any) -> ModuleSpec | None:
+        return ModuleSpec(name, self, is_package=True) if name in _OLD_PATHS else None
 
-    @staticmethod
-    def create_module(spec: ModuleSpec) -> None:
-        """Use the import system's default module."""
-
-    @staticmethod
-    def exec_module(module: ModuleType) -> None:
+    def exec_module(self, module: ModuleType) -> None:
         module.__getattr__ = _get_public  # type: ignore[method-assign]
 
 
-sys.meta_path.append(_OldPaths)  # type: ignore[arg-type]
+sys.meta_path.append(_OldPaths())

@@ -35,17 +35,16 @@ def _split_batches(args: Any) -> dict[str, Any]:
 #: needs another value, a fourth item follows: the value, or a function of the config.
 REMOVED: dict[str, tuple[Any, ...]] = {
     "evaluation_strategy": (str | None, None, "eval_strategy"),
-    "overwrite_output_dir": (bool, False, _NO_EFFECT),
+    **dict.fromkeys(("overwrite_output_dir", "use_legacy_prediction_loop"), (bool, False, _NO_EFFECT)),
+    **dict.fromkeys(("use_mps_device", "use_ipex", "jit_mode_eval"), (bool, False, _NO_EFFECT)),
     "per_gpu_train_batch_size": (int | None, None, "per_device_train_batch_size"),
     "per_gpu_eval_batch_size": (int | None, None, "per_device_eval_batch_size"),
     "warmup_ratio": (float | None, None, "warmup_steps", lambda args: args.warmup_steps or args.warmup_ratio),
     "logging_dir": (str | None, None, "TENSORBOARD_LOGGING_DIR"),
     "save_safetensors": (bool, True, "leave it out, since models are saved as safetensors"),
     "no_cuda": (bool, False, "use_cpu"),
-    "use_mps_device": (bool, False, _NO_EFFECT),
-    "jit_mode_eval": (bool, False, _NO_EFFECT),
     "fp16_opt_level": (str, "O1", _FEATURE_REMOVED),
-    "half_precision_backend": (str, "auto", _FEATURE_REMOVED),
+    **dict.fromkeys(("half_precision_backend", "fp16_backend"), (str, "auto", _FEATURE_REMOVED)),
     "tpu_num_cores": (int | None, None, _NO_EFFECT),
     "tpu_metrics_debug": (bool, False, "debug", "tpu_metrics_debug"),
     "past_index": (int, -1, _FEATURE_REMOVED),
@@ -53,16 +52,13 @@ REMOVED: dict[str, tuple[Any, ...]] = {
     "fsdp_transformer_layer_cls_to_wrap": (str | None, None, _FEATURE_REMOVED),
     "adafactor": (bool, False, "optim", "adafactor"),
     "group_by_length": (bool, False, "train_sampling_strategy", "group_by_length"),
-    "use_legacy_prediction_loop": (bool, False, _NO_EFFECT),
     "include_inputs_for_metrics": (bool, False, "include_for_metrics", ["inputs"]),
-    "fp16_backend": (str, "auto", _FEATURE_REMOVED),
     "push_to_hub_model_id": (str | None, None, "hub_model_id", _repository),
     "push_to_hub_organization": (str | None, None, "hub_model_id", _repository),
     "push_to_hub_token": (str | None, None, "hub_token"),
     "mp_parameters": (str, "", _FEATURE_REMOVED),
     "torchdynamo": (str | None, None, "torch_compile_backend"),
     "ray_scope": (str, "last", _NO_EFFECT),
-    "use_ipex": (bool, False, _NO_EFFECT),
     "dispatch_batches": (bool | None, None, _NO_EFFECT),
     "split_batches": (bool | None, None, "accelerator_config", _split_batches),
     "include_tokens_per_second": (bool, False, "include_num_input_tokens_seen", "non_padding"),
@@ -208,7 +204,6 @@ def apply_removed_arguments(args: Any) -> None:
         value = value(args) if callable(value) else value
         if getattr(args, current, None) == value:  # a copy of a config whose value is already applied
             continue
-        advice = f"use `{current}={value!r}`"
         if current.startswith("leave it out"):
             advice = current
         elif current == "TENSORBOARD_LOGGING_DIR":
@@ -216,7 +211,7 @@ def apply_removed_arguments(args: Any) -> None:
             advice = f"set {current} in the environment"
         else:
             setattr(args, current, value)
-        advice = "use `hub_token`" if current == "hub_token" else advice  # the token must not be logged
+            advice = "use `hub_token`" if current == "hub_token" else f"use `{current}={value!r}`"  # a token is secret
         warnings.warn(f"`{name}` is deprecated: {advice}.", FutureWarning, stacklevel=4)
     args.push_to_hub_token = None  # saved files leave out `hub_token`, but would keep this copy
 

@@ -201,17 +201,13 @@ class RewardDataCollatorWithPadding:
     return_tensors: str = "pt"
 
     def __call__(self, features: list[dict[str, Any]]) -> dict[str, Any]:
-        batch: dict[str, Any] = {}
-        for half in ("chosen", "rejected"):
-            padded = self.tokenizer.pad(
-                [{key: feature[f"{key}_{half}"] for key in ("input_ids", "attention_mask")} for feature in features],
-                padding=self.padding,
-                max_length=self.max_length,
-                pad_to_multiple_of=self.pad_to_multiple_of,
-                return_tensors=self.return_tensors,
-            )
+        batch: dict[str, Any] = {"return_loss": True}
+        names = ("padding", "max_length", "pad_to_multiple_of", "return_tensors")
+        settings = {name: getattr(self, name) for name in names}
+        for half in RAW_COLUMNS:
+            rows = [{key: feature[f"{key}_{half}"] for key in ("input_ids", "attention_mask")} for feature in features]
+            padded = self.tokenizer.pad(rows, **settings)
             batch |= {f"{key}_{half}": padded[key] for key in ("input_ids", "attention_mask")}
-        batch["return_loss"] = True
         if "margin" in features[0]:
             margins = torch.tensor([feature["margin"] for feature in features], dtype=torch.float)
             batch["margin"] = margins.view(len(features))  # [P, 1] would broadcast to [P, P] in the loss
@@ -264,7 +260,6 @@ def setup_chat_format(
     model.resize_token_embeddings(len(tokenizer), pad_to_multiple_of=resize_to_multiple_of)
     for config in (model.config, getattr(model, "generation_config", None)):
         if config is not None:
-            config.bos_token_id = tokenizer.bos_token_id
-            config.eos_token_id = tokenizer.eos_token_id
-            config.pad_token_id = tokenizer.pad_token_id
+            for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+                setattr(config, name, getattr(tokenizer, name))
     return model, tokenizer

@@ -82,6 +82,10 @@ def _at_least(minimum: int) -> tuple[str, Callable[[Any], bool]]:
     return f"at least {minimum}, or be left out", lambda value: value is None or value >= minimum
 
 
+def _is_duration(value: Any) -> bool:
+    return value is None or DURATION.fullmatch(str(value)) is not None
+
+
 def _one_of(*values: str | None) -> tuple[str, Callable[[Any], bool]]:
     return f"one of {', '.join(map(repr, values))}", lambda value: value in values
 
@@ -174,10 +178,7 @@ _add(
     No("ranks", f"{_adam}: it can update each process's shards", "bit|bnb|ademamix|layerwise|lomo"),
     No("optim_state_dtype", f"{_adam}, or leave optim_state_dtype out", "^(?!adamw_torch(_fused)?$)"),
 )
-_add(
-    "optim_args",
-    needs="optim=^(?!adamw_torch|ada(factor|lomo)|lomo)",
-)
+_add("optim_args", needs="optim=^(?!adamw_torch|ada(factor|lomo)|lomo)")
 _add("adam_beta1 adam_beta2 adam_epsilon", needs="optim=^(?!sgd|ada(grad|factor|lomo)|rmsprop|lomo)")
 _add("optim_target_modules", needs="optim=galore|apollo")
 _add("optim_state_dtype", valid=_one_of("bfloat16", None))
@@ -229,11 +230,7 @@ _add("save_interval_minutes", _NO_LOOP, valid=_at_least(0))
 _add("save_only_model", No("resume_from_checkpoint=^auto$"))
 _add("enable_jit_checkpoint", No("xla", "leave it out: a SIGTERM to any host already saves and stops"), _NO_LOOP)
 _add("load_best_model_at_end resume_from_checkpoint", _NO_LOOP)
-_is_duration = (
-    "a duration such as '2h30m', '1d' or '90m'",
-    lambda value: value is None or DURATION.fullmatch(str(value)),
-)
-_add("training_time_limit", _NO_LOOP, valid=_is_duration)
+_add("training_time_limit", _NO_LOOP, valid=("a duration such as '2h30m', '1d' or '90m'", _is_duration))
 _add("metric_for_best_model", needs="eval_strategy=steps|epoch")
 _add("greater_is_better", needs="metric_for_best_model=^(?!None)")
 

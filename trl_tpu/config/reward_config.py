@@ -39,16 +39,14 @@ def help_from_docstring(cls: type[T]) -> type[T]:
 
 
 REWARD_METRICS = ("min_reward", "mean_reward", "max_reward", "accuracy", "margin", "tie_rate")
-#: Metrics of a verdict.
-VERDICT_METRICS = ("accuracy_low", "accuracy_high", "ece", "brier")
 #: Metrics of a verdict that need pairs with longer chosen answers and pairs with shorter ones.
 LENGTH_METRICS = ("length_only_accuracy", "length_controlled_accuracy")
 #: Metrics that improve as they decrease.
 ERRORS = ("ece", "brier", "squared_error")
-#: Metrics of every evaluation. transformers computes the last three.
+#: Metrics of every evaluation. The second line has those of a verdict, and transformers computes the last three.
 METRICS = (
-    *("loss", "num_tokens", *REWARD_METRICS, *VERDICT_METRICS),
-    *("runtime", "samples_per_second", "steps_per_second"),
+    *("loss", "num_tokens", *REWARD_METRICS),
+    *("accuracy_low", "accuracy_high", "ece", "brier", "runtime", "samples_per_second", "steps_per_second"),
 )
 
 
@@ -417,6 +415,7 @@ class RewardConfig(RemovedArguments, TrainingArguments):
         self.mesh_shape = parse_mesh(self.mesh or default, devices, slices)
         is_unscanned = chosen.is_spmd and not self.scan_layers
         circumstances = ["ranks"] * self.shards_over_processes + ["unscanned"] * is_unscanned
+        circumstances += ["solutions"] * (type(self).step_separator is not None)
         checks.check_limits(self, runtime.choice().name, *circumstances)
         if self.total_batch_size is not None:
             self._divide_total_batch(self.total_batch_size, is_batch_given)

@@ -2,6 +2,7 @@
 
 import copy
 import re
+import sys
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
@@ -139,7 +140,7 @@ def typical_row(args: RewardConfig) -> RowLengths:
 def compile_layout(
     layout: Layout, arguments: Mapping[str, Any], peft_config: Any, depths: Sequence[int]
 ) -> CompiledProgram:
-    """Trace the trainer's step of ``layout`` and compile it.
+    """Trace the trainer's step of ``layout`` and compile it; name the layout on the standard error first.
 
     Args:
         layout: The layout.
@@ -150,6 +151,7 @@ def compile_layout(
     Raises:
         RuntimeError: The trainer or the compiler rejects the layout.
     """
+    print(f"Compiling for {layout.topology}: {layout} ...", file=sys.stderr, flush=True)
     config, shape = without_adapters(layout.module).config, layout.shape
     request = StepRequest(
         config,
@@ -217,16 +219,17 @@ _OUT_OF_MEMORY = re.compile(
 
 @dataclass(frozen=True)
 class Attempt:
-    """A layout with its compiled program, or with an empty program and the compiler's out-of-memory message.
+    """A layout with its compiled programs, or with empty programs and the compiler's out-of-memory message.
 
     Attributes:
-        usual: The program of most batches; None if it is the same.
+        program: The program of the largest batches. Its memory decides whether the layout fits.
+        usual: The program of most batches, often the same. Its time is that of the layout.
     """
 
     layout: Layout
     program: CompiledProgram = CompiledProgram(0, 0, 0, 0)
+    usual: CompiledProgram = CompiledProgram(0, 0, 0, 0)
     error: str = ""
-    usual: CompiledProgram | None = None
 
     @property
     def fits(self) -> bool:
@@ -235,12 +238,7 @@ class Attempt:
     @property
     def flops(self) -> float:
         """Lower bound on the operations per chip and micro-batch: the compiler undercounts kernels and loops."""
-        return max(self.timed.flops, self.layout.training_flops / self.layout.topology.chips)
-
-    @property
-    def timed(self) -> CompiledProgram:
-        """The program whose time is that of most batches."""
-        return self.usual or self.program
+        return max(self.usual.flops, self.layout.training_flops / self.layout.topology.chips)
 
     @property
     def seconds(self) -> dict[str, float]:
@@ -248,8 +246,8 @@ class Attempt:
         chip = self.layout.topology.chip
         return {
             "arithmetic": self.flops / chip.peak_flops,
-            "links": self.timed.received / chip.link_bandwidth,
-            "memory": self.timed.moved / chip.memory_bandwidth,
+            "links": self.usual.received / chip.link_bandwidth,
+            "memory": self.usual.moved / chip.memory_bandwidth,
         }
 
     @property
@@ -265,10 +263,10 @@ def attempt(layout: Layout, compile_one: Compile) -> Attempt:
         RuntimeError: The compiler fails for another reason than memory.
     """
     try:
-        program, usual = compile_one(layout), None
+        program = usual = compile_one(layout)
         if layout.given_shape is None and layout.usual != layout.shape:
             usual = compile_one(replace(layout, given_shape=layout.usual))
-        return Attempt(layout, program, usual=usual)
+        return Attempt(layout, program, usual)
     except RuntimeError as error:
         if (match := _OUT_OF_MEMORY.search(str(error))) is None:
             raise
@@ -288,19 +286,18 @@ def report(tried: Attempt, rows_to_train: float | None = None) -> str:
         rows_to_train: Number of data rows over all epochs; None omits the estimate of hours.
     """
     layout, program, chip = tried.layout, tried.program, tried.layout.topology.chip
-    model, chips, usual, largest = layout.model, layout.topology.chips, layout.usual, layout.shape
+    model, chips, usual = layout.model, layout.topology.chips, tried.usual
     needed = tried.error or f"{sized(program.peak)} are needed"
     head = (
         f"{scaled(model.parameters)}parameters, {scaled(model.trained_parameters)}trained, on {layout.topology}: "
         f"{chips} chip(s) as mesh {layout.mesh}, remat {layout.remat}\n"
-        f"A micro-batch: {layout.batch_size:,} rows of the data, mostly in {usual.rows:,} token rows of "
-        f"{usual.length:,}, at most in {largest.rows:,} of {largest.length:,}, over all chips. Programs to compile: "
-        f"{len(layout.plan.shapes)}\n\n"
+        f"A micro-batch: {layout.batch_size:,} rows of the data, mostly in {layout.usual.rows:,} token rows of "
+        f"{layout.usual.length:,}, at most in {layout.shape.rows:,} of {layout.shape.length:,}, over all chips. "
+        f"Programs to compile: {len(layout.plan.shapes)}\n\n"
         f"{'IT FITS' if tried.fits else 'IT DOES NOT FIT'}: {needed}, each chip has {sized(chip.memory)}."
     )
     if tried.error:
         return head
-    timed = tried.timed
     memory = [
         ("arguments", sized(program.arguments), "weights, optimizer state, accumulated gradients, the batch"),
         ("temporary", sized(program.temporary), "gradients, activations, gathered weights, a layer's own results"),
@@ -309,15 +306,14 @@ def report(tried: Attempt, rows_to_train: float | None = None) -> str:
         ("in all", sized(program.peak), "as compiled"),
     ]
     seconds, rate, best = tried.seconds, tried.most_rows_per_second, max(tried.seconds.values())
-    operations = f"{scaled(tried.flops)}FLOP at {scaled(chip.peak_flops)}FLOP/s in bfloat16"
-    links = f"{scaled(timed.received)}B received at {scaled(chip.link_bandwidth)}B/s, over all links"
-    moved = f"{scaled(timed.moved)}B at {scaled(chip.memory_bandwidth)}B/s, each result of an instruction once"
-    counted = bool(timed.flops)
-    times = [
-        ("arithmetic", f"{seconds['arithmetic']:.4g} s", operations),
-        ("links", f"{seconds['links']:.4g} s", links if counted else "unknown: the compiler counts a loop once"),
-        ("memory", f"{seconds['memory']:.4g} s", moved if counted else "unknown"),
-    ]
+    sources = {
+        "arithmetic": f"{scaled(tried.flops)}FLOP at {scaled(chip.peak_flops)}FLOP/s in bfloat16",
+        "links": f"{scaled(usual.received)}B received at {scaled(chip.link_bandwidth)}B/s, over all links",
+        "memory": f"{scaled(usual.moved)}B at {scaled(chip.memory_bandwidth)}B/s, each result of an instruction once",
+    }
+    if not usual.flops:
+        sources |= {"links": "unknown: the compiler counts a loop once", "memory": "unknown"}
+    times = [(name, f"{duration:.4g} s", sources[name]) for name, duration in seconds.items()]
     mfu = layout.training_flops / chips / chip.peak_flops / best
     notes = [
         f"The model needs {scaled(layout.training_flops / chips)}FLOP per chip. At best {best:.4g} s, limited by "

@@ -5,7 +5,6 @@ traced and compiled with the TPU's compiler; see `trl_tpu.plan`.
 """
 
 import dataclasses
-import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -27,11 +26,10 @@ from trl_tpu.modeling.heads import model_without_weights
 from trl_tpu.modeling.load import freeze, load_tokenizer, set_special_tokens
 from trl_tpu.parallel.mesh import MeshShape, parse_mesh, parse_topology
 from trl_tpu.plan import layouts
-from trl_tpu.plan.compile import CompiledProgram, check_libraries
+from trl_tpu.plan.compile import check_libraries
 from trl_tpu.plan.layouts import Attempt, Layout
 from trl_tpu.runtime import Remat
 from trl_tpu.scripts import reward
-from trl_tpu.scripts.config_file import take_config
 from trl_tpu.scripts.parser import TrlParser
 from trl_tpu.scripts.synthetic import resolve_model
 from trl_tpu.scripts.utils import ScriptArguments, load_splits, pick_split
@@ -87,10 +85,7 @@ def run(argv: list[str], config: Mapping[str, Any] | None = None, compile_one: l
             training or the compiler rejects, for another reason than memory.
     """
     is_prm = argv[:1] == ["prm"]
-    parser = make_parser(PRMConfig if is_prm else RewardConfig)
-    if config is None:
-        config, argv = take_config(argv)
-    argv = argv[is_prm:]
+    parser, argv = make_parser(PRMConfig if is_prm else RewardConfig), argv[is_prm:]
     plan_args, script, args, model_args, data = parser.parse_args_and_config(argv, config=config)
     topology, mesh = parse_topology(plan_args.topology), args.mesh_shape
     if mesh.slices > 1:
@@ -113,14 +108,10 @@ def run(argv: list[str], config: Mapping[str, Any] | None = None, compile_one: l
         depths=depths,
     )
 
-    def report_and_compile(layout: Layout) -> CompiledProgram:
-        print(f"Compiling for {layout.topology}: {layout} ...", file=sys.stderr, flush=True)
-        return compile_one(layout)
-
     def try_each(meshes: Iterable[MeshShape], sizes: Iterable[int], policies: Iterable[Remat]) -> Iterator[Attempt]:
         for mesh, size, remat in islice(product(meshes, sizes, policies), plan_args.compiles):
             candidate = dataclasses.replace(planned, mesh=mesh, device_batch_size=size, remat=remat)
-            yield layouts.attempt(candidate, report_and_compile)
+            yield layouts.attempt(candidate, compile_one)
 
     size = planned.device_batch_size
     if plan_args.search or plan_args.meshes or plan_args.batch_sizes:
@@ -131,7 +122,7 @@ def run(argv: list[str], config: Mapping[str, Any] | None = None, compile_one: l
         attempts = list(try_each(meshes, sizes, policies))
         parts = [layouts.found(attempts)]
     else:
-        attempts = [layouts.attempt(planned, report_and_compile)]
+        attempts = [layouts.attempt(planned, compile_one)]
         parts = [layouts.report(attempts[0], rows_to_train(planned, plan_args))]
         if not attempts[0].fits:  # try full remat and weights sharded over all chips, with ever smaller batches
             smallest = [MeshShape(fsdp=mesh.batch_shards, tensor=mesh.tensor)]

@@ -60,8 +60,8 @@ def write_report(
             cannot be written.
     """
     short = [source.resolve().name for source in sources]
-    names = [name if short.count(name) == 1 else str(source) for name, source in zip(short, sources, strict=True)]
-    named, first = dict(zip(names, sources, strict=True)), sources[0]
+    pairs, first = zip(short, sources, strict=True), sources[0]
+    named = {name if short.count(name) == 1 else str(source): source for name, source in pairs}
     runs = [read_run(source, name) for name, source in named.items() if source.is_dir()]
     scored = {name: read_scored(source, eval_by) for name, source in named.items() if not source.is_dir()}
     name = "-".join(["report", *(source.stem for source in sources[1:])])[:200]
