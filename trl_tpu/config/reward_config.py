@@ -6,11 +6,10 @@ import inspect
 import re
 import tempfile
 import warnings
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, ClassVar, TypeVar, cast
+from typing import Any, ClassVar, TypeVar, cast, dataclass_transform
 
 from transformers import TrainingArguments
 from transformers.trainer_pt_utils import AcceleratorConfig
@@ -27,10 +26,11 @@ from .launchers import apply_fsdp, launched_mesh, without_fsdp
 T = TypeVar("T")
 
 
-def help_from_docstring(cls: type[T]) -> type[T]:
-    """Set the ``help`` of each field that a dataclass declares to the field's entry in the class docstring."""
+@dataclass_transform(field_specifiers=(dataclasses.field,))
+def dataclass_with_help(cls: type[T]) -> type[T]:
+    """Make a dataclass, and set the ``help`` of each field it declares to the field's entry in the class docstring."""
     docstring = inspect.cleandoc(cls.__doc__ or "")
-    for field in dataclasses.fields(cls):  # type: ignore[arg-type]  # a dataclass
+    for field in dataclasses.fields(dataclasses.dataclass(cls)):  # type: ignore[arg-type]  # a dataclass
         entry = re.search(rf"^ {{4}}{field.name}(?: \(.*\))?:(.*(?:\n {{8}}.*)*)", docstring, re.MULTILINE)
         if entry and field.name in cls.__annotations__:
             text = " ".join(entry[1].split()).replace("%", "%%")  # argparse applies % formatting
@@ -80,8 +80,7 @@ _SCHEDULES_WITH_FINAL_RATE = {
 _BOOLEAN_WORDS = {"yes": "true", "on": "true", "no": "false", "off": "false"}
 
 
-@help_from_docstring
-@dataclass
+@dataclass_with_help
 class RewardConfig(RemovedArguments, TrainingArguments):
     r"""Settings of a [`RewardTrainer`]: TRL's `RewardConfig`, plus settings for devices, batch layout and checkpoints.
 

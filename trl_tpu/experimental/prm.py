@@ -1,10 +1,9 @@
 """Process reward models: one reward per step of a solution, with the API of TRL up to version 1.13."""
 
 import sys
-from dataclasses import dataclass
 from typing import Any
 
-from ..config.reward_config import RewardConfig, help_from_docstring
+from ..config.reward_config import RewardConfig, dataclass_with_help
 from ..data.kinds.solutions import tokenize_solution
 from ..modeling.build import build_dataset
 from ..trainer.reward_trainer import RewardTrainer
@@ -14,8 +13,7 @@ from ..trainer.utils import compute_accuracy as compute_accuracy
 sys.modules |= dict.fromkeys((f"{__name__}.prm_config", f"{__name__}.prm_trainer"), sys.modules[__name__])
 
 
-@help_from_docstring
-@dataclass
+@dataclass_with_help
 class PRMConfig(RewardConfig):
     r"""Settings of a [`PRMTrainer`]: TRL's `PRMConfig`, plus the settings of [`RewardConfig`].
 

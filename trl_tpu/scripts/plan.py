@@ -7,7 +7,6 @@ traced and compiled with the TPU's compiler; see `trl_tpu.plan`.
 import dataclasses
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from functools import partial
 from itertools import islice, product
 from typing import Any
@@ -15,7 +14,7 @@ from typing import Any
 from datasets import Dataset
 from transformers import AutoConfig
 
-from trl_tpu.config.reward_config import RewardConfig, help_from_docstring
+from trl_tpu.config.reward_config import RewardConfig, dataclass_with_help
 from trl_tpu.data.length_stats import length_stats
 from trl_tpu.errors import UserError, explaining
 from trl_tpu.experimental.prm import PRMConfig
@@ -38,8 +37,7 @@ from trl_tpu.trainer.model_config import ModelConfig
 _SET_BY_REMAT = {"gradient_checkpointing", "activation_checkpointing"}
 
 
-@help_from_docstring
-@dataclass
+@dataclass_with_help
 class PlanArguments:
     """Arguments of the plan, in addition to the arguments of the training.
 

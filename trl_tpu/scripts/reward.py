@@ -11,7 +11,6 @@ import copy
 import logging
 import signal
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -19,7 +18,7 @@ from typing import Any, cast
 from safetensors import SafetensorError
 
 from trl_tpu.checkpoint.folders import RemoteRun, RunFolder
-from trl_tpu.config.reward_config import RewardConfig, help_from_docstring
+from trl_tpu.config.reward_config import RewardConfig, dataclass_with_help
 from trl_tpu.data.checks import RAW_COLUMNS
 from trl_tpu.data.kinds import answers_of, labels_of
 from trl_tpu.errors import BEST_LOST, NOT_SAVED, UNFINISHED
@@ -42,8 +41,7 @@ _MAIN_FLAGS = (
 )
 
 
-@help_from_docstring
-@dataclass
+@dataclass_with_help
 class RewardScriptArguments(ScriptArguments):
     """The dataset of a training, and whether to train.
 

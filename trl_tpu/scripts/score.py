@@ -10,7 +10,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import field
 from itertools import islice
 from pathlib import Path
 from typing import Any, cast
@@ -20,7 +20,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from tqdm import tqdm
 
-from trl_tpu.config.reward_config import help_from_docstring
+from trl_tpu.config.reward_config import dataclass_with_help
 from trl_tpu.data.tokenize import CODE
 from trl_tpu.errors import UserError, explaining
 from trl_tpu.report.verdicts import LabeledRewards, Rows, Table, as_markdown, printable, read_rows
@@ -35,8 +35,7 @@ logger = logging.getLogger(__name__)
 _PARQUET = ".parquet"
 
 
-@help_from_docstring
-@dataclass
+@dataclass_with_help
 class ScoreArguments:
     """Arguments of the command: the model, the rows to score and how to score them.
 

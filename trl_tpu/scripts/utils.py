@@ -11,7 +11,7 @@ import datasets
 from datasets import DatasetDict, IterableDatasetDict
 from datasets.data_files import get_data_patterns, sanitize_patterns
 
-from trl_tpu.config.reward_config import help_from_docstring
+from trl_tpu.config.reward_config import dataclass_with_help
 from trl_tpu.errors import UserError, UserKeyError, explaining
 from trl_tpu.report.verdicts import Rows, lines_of, read_json
 from trl_tpu.scripts import synthetic
@@ -53,8 +53,7 @@ class DatasetConfig:
     fraction: float | None = None
 
 
-@help_from_docstring
-@dataclass
+@dataclass_with_help
 class DatasetMixtureConfig:
     """Several datasets, concatenated: the ``datasets:`` section of a YAML file.
 
@@ -73,8 +72,7 @@ class DatasetMixtureConfig:
         self.datasets = [DatasetConfig(**item) if isinstance(item, dict) else item for item in self.datasets]
 
 
-@help_from_docstring
-@dataclass
+@dataclass_with_help
 class ScriptArguments:
     """The dataset of a script. The ``datasets:`` of a mixture override all fields except `ignore_bias_buffers`.
 

@@ -1,14 +1,13 @@
 """`ModelConfig`: model, adapters and quantization of a script."""
 
-from dataclasses import dataclass, field
+from dataclasses import field
 
 from ..config.checks import warn_of_unmet_needs
-from ..config.reward_config import help_from_docstring
+from ..config.reward_config import dataclass_with_help
 from ..errors import UserError
 
 
-@help_from_docstring
-@dataclass
+@dataclass_with_help
 class ModelConfig:
     """Command-line flags for a model, its adapters and its quantization.
 
