@@ -24,7 +24,7 @@ from trl_tpu.data.kinds import Pairs
 from trl_tpu.data.loader import host_batches
 from trl_tpu.data.trl_dict import DataCollatorForPreference, DictCollator, batches_in, old_columns, read_dict
 from trl_tpu.errors import UserError
-from trl_tpu.runtime import Runtime
+from trl_tpu.runtime.native import DeviceLoader, Runtime
 
 PAD = 0
 ids = st.lists(st.integers(1, 99), min_size=1, max_size=20)
@@ -159,7 +159,7 @@ def test_loader_workers_of_all_hosts_use_the_same_seed(tmp_path: Path, monkeypat
 def test_plain_torch_loader_moves_batches_to_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Runtime, "device", torch.device("meta"))
     host: Any = [{"input_ids": torch.ones(2), "text": "as it is"}]
-    (batch,) = Runtime().loader(DataLoader(host, batch_size=None), ())
+    (batch,) = DeviceLoader(Runtime(), DataLoader(host, batch_size=None), ())
     assert batch["input_ids"].is_meta and batch["text"] == "as it is"
 
 

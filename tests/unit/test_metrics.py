@@ -36,7 +36,7 @@ from trl_tpu.evaluation.evaluate import RewardSums, sums_on_host
 from trl_tpu.modeling.heads import model_without_weights
 from trl_tpu.modeling.model_shape import flops_per_row, model_shape_of, training_flops
 from trl_tpu.packing.shapes import RowLengths
-from trl_tpu.parallel.mesh import peak_flops_of
+from trl_tpu.parallel.mesh import CHIPS
 from trl_tpu.runtime import current
 from trl_tpu.runtime.native import Runtime, peak_resident_bytes
 from trl_tpu.training import statistics
@@ -233,9 +233,8 @@ def model_of(model_type: str, **more: Any) -> Any:
 def test_rates_exclude_pauses_and_steps_before_a_resume(monkeypatch: pytest.MonkeyPatch) -> None:
     clock, runtime = SimpleNamespace(now=100.0), Runtime()
     monkeypatch.setattr(time, "monotonic", lambda: clock.now)
-    monkeypatch.setattr(runtime, "chip", lambda: "v5litepod")
-    peak = peak_flops_of("v5litepod")
-    assert peak is not None
+    monkeypatch.setattr(runtime, "chip", lambda: "v5e")
+    peak = CHIPS["v5e"].peak_flops
     statistics = StepStatistics(runtime, torch.device("cpu"))
     statistics.flops_per_row = peak / 4
 

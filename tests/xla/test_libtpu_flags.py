@@ -10,7 +10,7 @@ import torch_xla
 import torch_xla.runtime as xr
 from torch_xla._internal import tpu
 
-from trl_tpu.parallel.mesh import peak_flops_of
+from trl_tpu.parallel.mesh import CHIPS
 from trl_tpu.runtime import current
 from trl_tpu.runtime import device_choice as libtpu
 from trl_tpu.runtime.device_choice import PCI_DEVICES, PCI_VENDOR
@@ -75,7 +75,7 @@ def test_peak_speed_is_that_of_the_slices_chips(slice_name: str, peak: float, mo
     monkeypatch.setattr(xr, "device_type", lambda: "TPU")
     monkeypatch.setenv("TPU_SKIP_MDS_QUERY", "1")
     monkeypatch.setenv("TPU_ACCELERATOR_TYPE", slice_name)
-    assert peak_flops_of(current().chip()) == peak
+    assert CHIPS[str(current().chip())].peak_flops == peak
     monkeypatch.delenv("TPU_ACCELERATOR_TYPE")
     assert current().chip() is None
     assert current().peak_memory(torch.device("xla")) is None  # torch_xla does not report it for SPMD devices

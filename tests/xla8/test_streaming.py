@@ -140,7 +140,7 @@ def test_batches_arrive_sharded_over_the_devices(config: Any, model_folder: str,
     """Also after skipped batches, as in a resumed run."""
     trainer = RewardTrainer(model_folder, config(packing=packing), train_dataset=tiny.made_up_pairs(40))
     loader = trainer.get_train_dataloader()
-    skipped = trainer.trl_tpu.runtime.loader(skip_batches(loader.batches, 2), BATCH_AXES)
+    skipped = type(loader)(trainer.trl_tpu.runtime, skip_batches(loader.batches, 2), BATCH_AXES)
     for batches in (loader, skipped):
         for batch in batches:
             for part in batch.parts:

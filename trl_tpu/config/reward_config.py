@@ -494,18 +494,19 @@ class RewardConfig(RemovedArguments, TrainingArguments):
 
         On XLA accelerate gives every host index 0, and all of them would write and push.
         """
-        return runtime.current().process_index(super().process_index)
+        chosen = runtime.current()
+        return chosen.topology().process_index if chosen.is_spmd else super().process_index
 
     @property
     def local_process_index(self) -> int:
         """Index of this process on its host; on XLA the same as `process_index`, to log on one host only."""
-        return runtime.current().process_index(super().local_process_index)
+        return self.process_index if runtime.current().is_spmd else super().local_process_index
 
     @property
     def should_save(self) -> bool:
         """True if this process writes files: only the first one, or with `save_on_each_node` one per host."""
         if self.save_on_each_node:
-            return runtime.current().is_first_of_host(super().local_process_index)
+            return runtime.current().is_spmd or super().local_process_index == 0
         return super().should_save
 
     @property

@@ -96,9 +96,8 @@ def parse_mesh(spec: str, devices: int, slices: int = 1) -> MeshShape:
     sizes = {"data": slices, "fsdp": 1, "tensor": 1} | sizes
     equation = " x ".join(f"{axis}={size}" for axis, size in sizes.items())
     fixed = prod(size for size in sizes.values() if size != -1)
-    shape = MeshShape(
-        **{axis: devices // fixed if size == -1 else size for axis, size in sizes.items()}, slices=slices
-    )
+    filled = {axis: devices // fixed if size == -1 else size for axis, size in sizes.items()}
+    shape = MeshShape(**filled, slices=slices)
     if shape.devices != devices:
         raise UserError(
             f"mesh {spec!r}: the axis sizes must multiply to the number of devices, {devices}, but are {equation}. "
@@ -156,7 +155,6 @@ class Rules:
         Raises:
             UserError: A pattern is not used, or no pattern matches a parameter.
         """
-        names = list(names)
         pattern_of = {name: self.find(name) for name in names}
         if unmatched := [name for name, pattern in pattern_of.items() if pattern is None]:
             raise UserError(
@@ -166,21 +164,21 @@ class Rules:
         if unused := [pattern for pattern in self.patterns if pattern not in pattern_of.values()]:
             raise UserError(
                 f"{self.source}: {_some(unused)} match(es) no parameter, or only parameters that an earlier pattern "
-                f"matches. Move it up, or remove it. The parameters are, for example, {_some(names)}."
+                f"matches. Move it up, or remove it. The parameters are, for example, {_some([*pattern_of])}."
             )
 
-    def fit(self, pattern: str, name: str, shape: tuple[int, ...], mesh: MeshShape) -> PartitionSpec | None:
-        """Return the axes of ``pattern`` for the parameter ``name``, without axes of size 1.
+    def place(self, name: str, shape: tuple[int, ...], mesh: MeshShape) -> Placement | None:
+        """Return the placement of a parameter, without axes of size 1.
 
         Returns:
-            Axes of each dimension; None for a pattern with ``"auto"``.
+            The placement; None without a matching pattern, or for a pattern with ``"auto"``.
 
         Raises:
             UserError: The shape has another number of dimensions, or a size that the axes do not divide, or an axis is
                 unknown.
         """
-        axes = self.patterns[pattern]
-        if axes == AUTO:
+        pattern = self.find(name)
+        if pattern is None or (axes := self.patterns[pattern]) == AUTO:
             return None
         parts = [prod(mesh.sizes.get(axis, inf) for axis in names_of(names)) for names in axes]
         if len(axes) != len(shape) or any(size % count for size, count in zip(shape, parts, strict=True)):
@@ -189,7 +187,8 @@ class Rules:
                 f"'{mesh}', which would split it into {parts} parts. Write an axis ({', '.join(AXES)}), a list of "
                 "axes or null for each dimension, of sizes that divide it."
             )
-        return tuple(as_axes([axis for axis in names_of(names) if mesh.sizes[axis] > 1]) for names in axes)
+        fitted = tuple(as_axes([axis for axis in names_of(names) if mesh.sizes[axis] > 1]) for names in axes)
+        return Placement(fitted, f"rule {pattern!r}")
 
 
 def _text(axes: PartitionSpec | str) -> str:
@@ -274,10 +273,8 @@ class Plan:
             UserError: A user-defined rule does not fit the shape.
         """
         bare = bare_name(name)
-        if self.rules is not None and (pattern := self.rules.find(bare)):
-            axes = self.rules.fit(pattern, bare, shape, self.mesh)
-            if axes is not None:
-                return Placement(axes, f"rule {pattern!r}")
+        if self.rules is not None and (placement := self.rules.place(bare, shape, self.mesh)):
+            return placement
         if bare in self.embeddings and (embedding := self._embedding(shape)):
             return embedding
         axes_of: list[str | None] = [None] * len(shape)
@@ -329,14 +326,13 @@ class Plan:
 
     def _fsdp_dim(self, name: str, shape: tuple[int, ...], taken: list[str | None]) -> tuple[int | None, str]:
         """Return the dimension to split over `fsdp`, or None, and the reason."""
-        free = [
-            dim for dim, size in enumerate(shape) if taken[dim] is None and size > 0 and size % self.mesh.fsdp == 0
-        ]
+        fsdp = self.mesh.fsdp
+        free = [dim for dim, size in enumerate(shape) if taken[dim] is None and size > 0 and size % fsdp == 0]
         if not free:
             which = "other dimension" if any(taken) else "dimension"
-            return None, f"no {which} of {list(shape)} is divisible by fsdp={self.mesh.fsdp}"
+            return None, f"no {which} of {list(shape)} is divisible by fsdp={fsdp}"
         for dim in free:
-            if dim < len(shape) - 1 and shape[dim] // self.mesh.fsdp % _TILE_ROWS == 0:
+            if dim < len(shape) - 1 and shape[dim] // fsdp % _TILE_ROWS == 0:
                 return dim, "rows in whole tiles"
         return max(free, key=lambda dim: (shape[dim], -dim)), "largest divisible dimension"
 
@@ -375,7 +371,6 @@ class Chip:
             published bidirectional bandwidth.
         memory_bandwidth: HBM bandwidth, in bytes per second.
         shapes: Shapes of slices that can be rented, from small to large.
-        accelerator_prefix: Prefix of the accelerator type: "v5litepod" for a v5litepod-8.
     """
 
     name: str
@@ -384,7 +379,6 @@ class Chip:
     link_bandwidth: float
     memory_bandwidth: float
     shapes: tuple[str, ...]
-    accelerator_prefix: str
 
     @property
     def source(self) -> str:
@@ -397,20 +391,12 @@ _3D_SHAPES = (
     *("2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4", "4x4x8", "4x8x8", "8x8x8"),
     *("8x8x16", "8x16x16", "16x16x16", "16x16x24"),
 )
+#: Known chips, by name.
 CHIPS = {
-    "v5e": Chip("v5e", 197e12, 16 * GiB - 258 * MiB, 400e9 / 2, 819e9, _2D_SHAPES, "v5litepod"),
-    "v5p": Chip("v5p", 459e12, 96 * GiB - 263 * MiB, 1200e9 / 2, 2765e9, _3D_SHAPES, "v5p"),
-    "v6e": Chip("v6e", 918e12, 63 * GiB // 2 - 260 * MiB, 800e9 / 2, 1640e9, _2D_SHAPES, "v6e"),
+    "v5e": Chip("v5e", 197e12, 16 * GiB - 258 * MiB, 400e9 / 2, 819e9, _2D_SHAPES),
+    "v5p": Chip("v5p", 459e12, 96 * GiB - 263 * MiB, 1200e9 / 2, 2765e9, _3D_SHAPES),
+    "v6e": Chip("v6e", 918e12, 63 * GiB // 2 - 260 * MiB, 800e9 / 2, 1640e9, _2D_SHAPES),
 }
-
-
-def peak_flops_of(accelerator_prefix: str | None) -> float | None:
-    """Return a chip's published peak rate in FLOP/s; None for an unknown chip.
-
-    Args:
-        accelerator_prefix: Prefix of the accelerator type; see `Chip`.
-    """
-    return next((chip.peak_flops for chip in CHIPS.values() if chip.accelerator_prefix == accelerator_prefix), None)
 
 
 @dataclass(frozen=True)

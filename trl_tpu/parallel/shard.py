@@ -440,7 +440,7 @@ def shard_activations(model: nn.Module, plan: Plan, placements: Mapping[str, Pla
         weight = placements.get(f"{name}.weight")
         if isinstance(module, nn.Embedding) and weight is not None and weight.axes[0] is None and weight.names:
             _look_up_features(module, weight.axes[1], plan.mesh, runtime)
-        elif isinstance(module, nn.Linear) and weight is not None:
+        if isinstance(module, nn.Linear) and weight is not None:
             gathered = plan.gathers_outputs(f"{bare_name(name)}.weight")
             out = "tensor" if "tensor" in names_of(weight.axes[0]) and not gathered else None
             _constrain(module, BATCH_AXES, out, runtime)
@@ -452,7 +452,8 @@ def _look_up_features(module: nn.Embedding, axes: Any, mesh: MeshShape, runtime:
     """Make each device look up only its own features, for all tokens of its part of `data`.
 
     Before the lookup only token ids are gathered, and they are small. After it, features are exchanged for rows over
-    `fsdp`, then gathered over `tensor`. The table and its gradient are never moved.
+    `fsdp`, then gathered over `tensor` by the constraint of all embeddings. The table and its gradient are never
+    moved.
 
     Args:
         module: The embedding.
@@ -469,7 +470,6 @@ def _look_up_features(module: nn.Embedding, axes: Any, mesh: MeshShape, runtime:
     _constrain(module, "data", axes, runtime)
     if mesh.tensor > 1:
         _constrain(module, BATCH_AXES, "tensor", runtime)
-    _constrain(module, BATCH_AXES, None, runtime)
 
 
 def _constrain(module: nn.Module, first: Any, last: Any, runtime: Runtime) -> None:

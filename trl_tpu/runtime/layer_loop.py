@@ -11,7 +11,7 @@ from torch._ops import OpOverload
 from torch.autograd.function import once_differentiable
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import checkpoint
 from torch_xla.experimental.scan import _scan_impl_flat
 from torch_xla.experimental.stablehlo_custom_call import place_to_device, place_to_host
@@ -131,23 +131,18 @@ def scan_layers(
         hidden: Input of the first layer.
         args, kwargs: Further arguments of each layer. Tensors in them get no gradient.
     """
-    leaves, structure = tree_flatten((args, kwargs))
-    dtypes = [leaf.dtype if isinstance(leaf, torch.Tensor) else None for leaf in leaves]
-    leaf_types = list(zip(leaves, dtypes, strict=True))
+    tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
     # the loop multiplies its inputs by 1, and that would change the type of booleans
-    fixed = [leaf.to(torch.uint8) if dtype == torch.bool else leaf for leaf, dtype in leaf_types if dtype is not None]
-    layouts = [axes.get(name) for name, _ in layer.named_parameters()]
-    weights = list(layer.parameters())
+    fixed = [tensor.to(torch.uint8) if tensor.dtype == torch.bool else tensor for tensor in tensors]
 
     def run(hidden: torch.Tensor, fixed: Tensors, weights: list[nn.Parameter]) -> torch.Tensor:
-        tensors = iter(fixed)
-        restored = [leaf if dtype is None else next(tensors).to(dtype) for leaf, dtype in leaf_types]
-        args, kwargs = tree_unflatten(restored, structure)
+        restored = iter([given.to(tensor.dtype) for given, tensor in zip(fixed, tensors, strict=True)])
+        layer_args, layer_kwargs = tree_map_only(torch.Tensor, lambda _: next(restored), (args, kwargs))
         with weights_of(layer, weights), _without_checkpointing(layer):
-            output = layer(hidden, *args, **kwargs)
+            output = layer(hidden, *layer_args, **layer_kwargs)
         return output[0] if isinstance(output, tuple) else output
 
-    trained = [layout for layout, weight in zip(layouts, weights, strict=True) if weight.requires_grad]
+    trained = [axes.get(name) for name, weight in layer.named_parameters() if weight.requires_grad]
 
     def shard_gradients(gradients: Tensors, *first: None) -> Tensors:
         """Shard gradients like their weights: for one layer, or for stacked layers with ``first`` as first axis."""
@@ -156,7 +151,7 @@ def scan_layers(
             for gradient, layout in zip(gradients, trained, strict=True)
         ]
 
-    return _Scan.apply(run, shard_gradients, kept_operations(policy), len(fixed), hidden, *fixed, *weights)
+    return _Scan.apply(run, shard_gradients, kept_operations(policy), len(fixed), hidden, *fixed, *layer.parameters())
 
 
 @contextmanager

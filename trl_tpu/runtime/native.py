@@ -62,18 +62,12 @@ class Topology:
     description: str
 
 
-@torch.library.custom_op("trl_tpu::einsum", mutates_args=())
-def einsum(equation: str, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+def _einsum(equation: str, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
     """Compute `torch.einsum` of two tensors. Each letter must occur in at least two of the factors and the result.
 
     A custom operation, because recomputation must be able to keep its result: torch_xla's einsum is invisible below
     autograd, and torch's einsum merges dimensions with different shardings.
     """
-    return torch.einsum(equation, first, second).contiguous()
-
-
-@einsum.register_fake
-def _(equation: str, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
     return torch.einsum(equation, first, second).contiguous()
 
 
@@ -93,6 +87,8 @@ def _einsum_backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
     )
 
 
+einsum = torch.library.custom_op("trl_tpu::einsum", _einsum, mutates_args=())
+einsum.register_fake(_einsum)
 einsum.register_autograd(_einsum_backward, setup_context=_save_factors)
 
 _aten = torch.ops.aten
@@ -191,7 +187,8 @@ def set_tpu_arguments(args: Any) -> None:
 class DeviceLoader:
     """Yields batches on the device. The recorded step ends before each batch, so one training step is one execution.
 
-    A device that runs asynchronously computes a step while the host makes and copies the next batch.
+    A device that runs asynchronously computes a step while the host makes and copies the next batch. Each process
+    passes batches with all token rows, but copies only its devices'. All others may hold arbitrary values.
 
     Args:
         runtime: The runtime that copies tensors to the device.
@@ -249,15 +246,18 @@ class Runtime:
         return self.is_spmd or self._ranks > 1
 
     @property
+    def _rank(self) -> int:
+        """Index of this process in the mesh."""
+        return dist.get_rank() if self._ranks > 1 else 0
+
+    @property
     def batch_part(self) -> tuple[int, int]:
         """Index of this process's part of a batch, and the number of parts; (0, 1) if it computes whole batches."""
-        if self._ranks == 1:
-            return 0, 1
-        return dist.get_rank() // self.copies, self._ranks // self.copies
+        return self._rank // self.copies, self._ranks // self.copies
 
     def counts_rows(self) -> bool:
         """Return whether this process counts its data rows: a `tensor` group shares them, so one process counts."""
-        return self.copies == 1 or dist.get_rank() % self.copies == 0
+        return self._rank % self.copies == 0
 
     # ---- devices and processes
 
@@ -269,10 +269,9 @@ class Runtime:
     def topology(self) -> Topology:
         """Return the current devices and processes of the mesh. Several processes shard one model."""
         name = self._device_name()
-        if self._ranks == 1:
-            return Topology(1, slices=1, process_index=0, process_count=1, description=name)
-        name = f"{self._ranks} processes, each on {name}"
-        return Topology(self._ranks, 1, process_index=dist.get_rank(), process_count=self._ranks, description=name)
+        if self._ranks > 1:
+            name = f"{self._ranks} processes, each on {name}"
+        return Topology(self._ranks, 1, process_index=self._rank, process_count=self._ranks, description=name)
 
     def _device_name(self) -> str:
         threads = f"CPU, {(count := torch.get_num_threads())} thread{'s' * (count > 1)}"
@@ -283,7 +282,7 @@ class Runtime:
         return nullcontext()
 
     def chip(self) -> str | None:
-        """Return the cloud name of the TPU generation, such as "v6e"; None if the devices are not TPUs."""
+        """Return the name of the TPU generation, such as "v6e" or "v5e"; None if the devices are not TPUs."""
         return None
 
     def peak_memory(self, device: torch.device) -> int | None:
@@ -307,14 +306,6 @@ class Runtime:
         gathered = [value] * count
         dist.all_gather_object(gathered, value, group=group if while_saving else None)
         return gathered
-
-    def process_index(self, index: int) -> int:
-        """Return this process's index among writing processes. ``index`` is accelerate's index."""
-        return index
-
-    def is_first_of_host(self, local_index: int) -> bool:
-        """Return whether this process writes for its host."""
-        return local_index == 0
 
     # ---- settings
 
@@ -425,14 +416,6 @@ class Runtime:
         """
         group = self._saving_group if self.topology().process_count > 1 else None
         return {"process_group": group, "no_dist": group is None}
-
-    def loader(self, batches: DataLoader, batch_axes: tuple[str, ...]) -> DeviceLoader:
-        """Return a loader that copies ``batches`` to the device, with the first dimension sharded over ``batch_axes``.
-
-        Each process passes batches with all token rows, but copies only its devices'. All others may hold arbitrary
-        values.
-        """
-        return DeviceLoader(self, batches, batch_axes)
 
     def upload(self, tensor: torch.Tensor, batch_axes: tuple[str, ...], device: torch.device) -> torch.Tensor:
         """Copy a tensor of a batch to the devices: token rows sharded over the batch axes, others replicated."""

@@ -63,8 +63,7 @@ class TorchTpuRuntime(Runtime):
         args.logging_nan_inf_filter = False  # it would read the loss at every step; see `nonfinite_limit`
 
     def chip(self) -> str | None:
-        name = torch.get_device_module("tpu").get_device_name().removeprefix("TPU").strip().lower()
-        return {"v5e": "v5litepod"}.get(name, name) or None
+        return torch.get_device_module("tpu").get_device_name().removeprefix("TPU").strip().lower() or None
 
     def peak_memory(self, device: torch.device) -> int | None:
         return torch.accelerator.max_memory_allocated(device) or None

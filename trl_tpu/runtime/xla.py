@@ -1,11 +1,11 @@
 """PyTorch/XLA with SPMD: one process per host, and one mesh over all devices."""
 
-import dataclasses
 import functools
 import importlib.util
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import replace
 from math import prod
 from typing import Any
 
@@ -47,23 +47,7 @@ def _solve_triangular(
     return torch.triangular_solve(values, matrix, upper=upper, unitriangular=unitriangular)[0]
 
 
-_LOWERINGS = torch.library.Library("aten", "IMPL", "XLA")  # registrations end with the lifetime of this object
-_LOWERINGS.impl("linalg_solve_triangular", _solve_triangular)
-
-
-class MeshSharding(xs.ShardingSpec):
-    """A ShardingSpec whose partition spec need not name all mesh axes.
-
-    If no dimension of a partition spec is None, torch_xla 2.9 assumes that the spec names every axis, and shards
-    wrongly if it does not (https://github.com/pytorch/xla/issues/8012). The mesh's own method handles this case.
-    """
-
-    def __post_init__(self) -> None:
-        # the mesh's method needs at least one dimension, and a scalar has none
-        spec = self.partition_spec or (None,)
-        tiles, groups, replication, kind = self.mesh._get_op_sharding_args(spec)
-        self._tile_assignment, self._group_assignment, self._replication_groups = tiles, groups, replication
-        self._sharding_type = xs.ShardingType(kind)
+torch.library.impl("aten::linalg_solve_triangular", "xla", _solve_triangular)
 
 
 def shard_count(mesh: xs.Mesh, over: str | tuple[str, ...] | None) -> int:
@@ -99,9 +83,7 @@ class HostShards(_CpuShards):
 
     def __getitem__(self, index: int) -> "HostShards":
         """Return the shards of ``tensor[index]``, without a copy. The first dimension must not be sharded."""
-        shards = [
-            dataclasses.replace(shard, data=shard.data[index], indices=shard.indices[1:]) for shard in self.shards
-        ]
+        shards = [replace(shard, data=shard.data[index], indices=shard.indices[1:]) for shard in self.shards]
         return HostShards(shards, self.global_shape[1:])
 
     def join(self) -> torch.Tensor:
@@ -120,15 +102,14 @@ class SavePlanner(SPMDSavePlanner):
     weights. This planner therefore removes duplicates within each plan first.
     """
 
-    def set_up_planner(  # type: ignore[override]  # torch passes `storage_meta`, torch_xla's method lacks it
-        self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False
-    ) -> None:
+    # torch passes `storage_meta`, torch_xla's method lacks it
+    def set_up_planner(self, state_dict: Any, storage_meta: Any, is_coordinator: bool) -> None:  # type: ignore[override]
         super().set_up_planner(state_dict, is_coordinator)
 
     def create_local_plan(self) -> SavePlan:
         plan = super().create_local_plan()
         unique = {item.index: item for item in reversed(plan.items)}  # copies of a shard have equal indices
-        return dataclasses.replace(plan, items=list(unique.values()))
+        return replace(plan, items=list(unique.values()))
 
 
 def _to_shards(tensor: torch.Tensor, mesh: xs.Mesh, axes: PartitionSpec) -> torch.Tensor:
@@ -178,25 +159,14 @@ class XlaRuntime(Runtime):
         return torch_xla.device()
 
     def topology(self) -> Topology:
-        devices = xr.global_runtime_device_count()
-        return Topology(
-            devices=devices,
-            slices=len(_reported_slices()) or 1,
-            process_index=xr.process_index(),
-            process_count=xr.process_count(),
-            description=f"{devices} {xr.device_type()} device(s) through PyTorch/XLA SPMD",
-        )
+        devices, slices = xr.global_runtime_device_count(), len(_reported_slices()) or 1
+        description = f"{devices} {xr.device_type()} device(s) through PyTorch/XLA SPMD"
+        return Topology(devices, slices, xr.process_index(), xr.process_count(), description)
 
     @contextmanager
     def accelerate_context(self) -> Iterator[None]:
         yield
         PartialState().local_process_index = 0  # accelerate sets -1 for the only process of a host
-
-    def process_index(self, index: int) -> int:
-        return xr.process_index()  # accelerate's index is 0 on every host, so all hosts would write and push
-
-    def is_first_of_host(self, local_index: int) -> bool:
-        return True
 
     set_device_arguments = staticmethod(set_tpu_arguments)
 
@@ -217,7 +187,7 @@ class XlaRuntime(Runtime):
 
     def chip(self) -> str | None:
         with suppress(OSError, LookupError, TypeError):  # the machine's metadata and environment may lack the type
-            return tpu.get_tpu_type() if xr.device_type() == "TPU" else None
+            return tpu.get_tpu_type().replace("v5litepod", "v5e") if xr.device_type() == "TPU" else None
         return None
 
     def peak_memory(self, device: torch.device) -> int | None:
@@ -256,7 +226,12 @@ class XlaRuntime(Runtime):
         if tensor.device.type == "xla":
             xs.mark_sharding(tensor, self._mesh, axes)
             return tensor
-        return xm.send_cpu_data_to_device([tensor.detach()], device, MeshSharding(self._mesh, axes))[0]  # type: ignore[index]
+        # If no dimension of a partition spec is None, torch_xla 2.9's ShardingSpec assumes that the spec names every
+        # axis, and shards wrongly if it does not (https://github.com/pytorch/xla/issues/8012). The mesh's own method
+        # handles this case. It needs at least one dimension, and a scalar has none.
+        sharding = self._mesh._get_op_sharding_args(axes or (None,))
+        spec = torch_xla._XLAC.XlaShardingSpec(tensor, *sharding, False)
+        return torch_xla._XLAC._xla_tensors_from_aten([tensor.detach()], [str(device)], [spec])[0]
 
     def constrain(self, tensor: torch.Tensor, axes: PartitionSpec) -> torch.Tensor:
         mesh = self.mesh_of(tensor)

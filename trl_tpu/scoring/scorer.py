@@ -239,17 +239,13 @@ class Scorer:
     def _compute(self, dialogues: Dialogues, batches: MakeBatches) -> Callable[[], np.ndarray]:
         """Start to compute the rewards of all A outputs; the returned function waits for them, [D, A]."""
         compute = self.runtime.compiled(_rewards_of)
+        upload = partial(self.runtime.upload, batch_axes=BATCH_AXES, device=self.device)
         computed = list[tuple[np.ndarray, np.ndarray, torch.Tensor]]()  # sequences, their places, and their rewards
-
-        # shards token rows over the batch axes, replicates 1-D tensors
-        def send(tensor: torch.Tensor) -> torch.Tensor:
-            axes = (None,) if tensor.ndim == 1 else (BATCH_AXES, *[None] * (tensor.ndim - 1))
-            return self.runtime.place(tensor, axes, self.device)
 
         for members_N, micro_batches in self._batches_by_positions(dialogues, batches):
             for batch in micro_batches:
                 place_N = np.flatnonzero(batch.present_P.numpy())  # members in this micro-batch
-                sent = batch.map_tensors(send)
+                sent = batch.map_tensors(upload)
                 with torch.no_grad(), torch.autocast(self.device.type, torch.bfloat16, enabled=self.bf16):
                     rewards_SA = compute(self.model, sent)
                 computed.append((members_N[place_N], place_N, self.runtime.constrain(rewards_SA, (None, None))))

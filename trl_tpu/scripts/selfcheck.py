@@ -183,9 +183,9 @@ class Selfcheck:
     def plan(self, name: str, *words: str) -> None:
         """Add what ``trl-tpu plan`` predicts for the chips of a run, to compare with its lines."""
         result = self.runs[name]
-        chips = [chip for chip in CHIPS.values() if chip.accelerator_prefix == result["chip"]]
-        slices = [TpuSlice(chip, shape) for chip in chips for shape in chip.shapes]
-        topology = next((f"{each.chip.name}:{each.shape}" for each in slices if each.chips == result["devices"]), None)
+        chip = CHIPS.get(result["chip"])
+        slices = [TpuSlice(chip, shape) for shape in chip.shapes] if chip is not None else []
+        topology = next((str(each) for each in slices if each.chips == result["devices"]), None)
         if topology is None:
             return
         command = [sys.executable, "-m", "trl_tpu.cli", "plan", "--report_to", "none", "--topology", topology, *words]

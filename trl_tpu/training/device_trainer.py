@@ -61,6 +61,7 @@ from ..packing.batch import Batch, micro_batches_of, tensors_in
 from ..parallel import shard
 from ..parallel.mesh import BATCH_AXES
 from ..runtime import choice, current, flush_denormals
+from ..runtime.native import DeviceLoader
 from .batch_plan import BatchPlan
 from .optimizer import create_schedule, gradient_norms, unwrap
 from .progress import BusyCores, JsonLines, Progress
@@ -271,7 +272,7 @@ class DeviceTrainer(SavingTrainer):
             dataset = self._remove_unused_columns(dataset, description=description)
         sampler = None if is_stream or sampler_fn is None else sampler_fn(dataset)
         batches = loaders.host_batches(dataset, collate, batch_size * parts, sampler, self.args)
-        return runtime.loader(batches, BATCH_AXES)
+        return DeviceLoader(runtime, batches, BATCH_AXES)
 
     # ---- a run
 
@@ -392,7 +393,7 @@ class DeviceTrainer(SavingTrainer):
             return skip_first_batches(loader, count)
         # accelerate would rebuild the loader without its sharding, and may have wrapped a user-defined loader
         batches = loaders.skip_batches(getattr(loader, "dataloader", loader), count)
-        return self.trl_tpu.runtime.loader(batches, BATCH_AXES)
+        return DeviceLoader(self.trl_tpu.runtime, batches, BATCH_AXES)
 
     def _load_random_state(self, checkpoint: str) -> None:
         try:

@@ -12,7 +12,7 @@ from accelerate import Accelerator
 from ..evaluation.evaluate import COUNTS, SUMS, RewardSums, sums_of
 from ..modeling.head_spec import RewardScale
 from ..packing.batch import Comparisons
-from ..parallel.mesh import GiB, peak_flops_of
+from ..parallel.mesh import CHIPS, GiB
 from ..runtime import Runtime
 from .optimizer import unwrap
 from .stopping import over_processes
@@ -295,10 +295,10 @@ class StepStatistics:
         if steps > 0:
             rates["seconds_per_step"] = seconds / steps
         if self.flops_per_row is not None:
-            flops, peak = self.flops_per_row * rows / seconds, peak_flops_of(self._runtime.chip())
+            flops, chip = self.flops_per_row * rows / seconds, CHIPS.get(self._runtime.chip() or "")
             rates["model_tflops_per_second"] = flops / 1e12
-            if peak is not None:
-                rates["mfu"] = flops / (peak * self._runtime.topology().devices)
+            if chip is not None:
+                rates["mfu"] = flops / (chip.peak_flops * self._runtime.topology().devices)
         return rates
 
     # ---- the scale of rewards
