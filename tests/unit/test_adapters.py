@@ -13,6 +13,7 @@ from trl.trainer import utils as reference
 
 from trl_tpu.errors import UserError
 from trl_tpu.modeling import adapters
+from trl_tpu.modeling.head_spec import ONE_REWARD
 from trl_tpu.trainer.model_config import ModelConfig
 
 IDS = torch.tensor([[5, 6, 7, 8], [9, 10, 11, 0]])
@@ -128,7 +129,7 @@ def test_saved_adapters_give_the_same_rewards_when_reloaded(config: peft.LoraCon
                 parameter.normal_(std=0.5)
     expected = model.eval()(IDS).logits
     model.save_pretrained(tmp_path / "adapters")
-    reloaded: Any = adapters.load_adapted_model(str(tmp_path / "adapters"), num_labels=1)
+    reloaded: Any = adapters.load_adapted_model(str(tmp_path / "adapters"), ONE_REWARD, num_labels=1)
     torch.testing.assert_close(reloaded.eval()(IDS).logits, expected)
 
 
@@ -136,7 +137,7 @@ def test_saved_adapters_give_the_same_rewards_when_reloaded(config: peft.LoraCon
 def test_broken_adapters_are_rejected_by_name(config: str, tmp_path: Path) -> None:
     (tmp_path / "adapter_config.json").write_text(config)
     with pytest.raises(UserError, match=str(tmp_path)) as refused:
-        adapters.load_adapted_model(str(tmp_path), num_labels=1)
+        adapters.load_adapted_model(str(tmp_path), ONE_REWARD, num_labels=1)
     assert "\n" not in str(refused.value)
 
 

@@ -239,7 +239,7 @@ def test_adapters_without_their_head_are_rejected(tmp_path: Path) -> None:
     base = save_with(tmp_path / "base", Qwen2ForCausalLM(tiny_config()), {})
     peft.get_peft_model(Qwen2ForCausalLM.from_pretrained(base), peft.LoraConfig()).save_pretrained(tmp_path / "plain")
     with pytest.raises(UserError, match=r"score\.weight"):
-        load_adapted_model(str(tmp_path / "plain"), num_labels=1)
+        load_adapted_model(str(tmp_path / "plain"), HeadSpec(), num_labels=1)
     assert load.load_model(str(tmp_path / "plain")).base_model.model.score.weight.shape[0] == 1  # trains a new head
 
 

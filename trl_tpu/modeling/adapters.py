@@ -17,16 +17,7 @@ from transformers import AutoTokenizer, BitsAndBytesConfig, PreTrainedModel
 
 from ..compat.transformers4 import add_transformers4_names
 from ..errors import UserError, explaining
-from .head_spec import (
-    BASE_CONFIG,
-    ONE_REWARD,
-    HeadSpec,
-    find_file,
-    find_heads,
-    hub_settings,
-    is_peft_model,
-    without_adapters,
-)
+from .head_spec import BASE_CONFIG, HeadSpec, find_file, find_heads, hub_settings, is_peft_model, without_adapters
 from .heads import CODE_FILE, load_classifier
 
 if TYPE_CHECKING:
@@ -153,7 +144,7 @@ def prepare_adapters(model: "PeftModel", *, gradient_checkpointing: bool) -> Non
                 parameter.data = parameter.data.to(torch.bfloat16)
 
 
-def load_adapted_model(folder: str, outputs: HeadSpec = ONE_REWARD, **kwargs: Any) -> Any:
+def load_adapted_model(folder: str, outputs: HeadSpec, **kwargs: Any) -> Any:
     """Load a classifier with the adapters saved in `folder`. Their config names the base model.
 
     Args:

@@ -23,18 +23,8 @@ from ..data.length_stats import is_prepared, length_stats
 from ..data.tokenize import prepare_preference_dataset
 from ..errors import UserError, UserTypeError
 from ..parallel.shard import of_first_process, place_model, plan_model
-from . import adapters, load
-from .head_spec import (
-    ONE_REWARD,
-    HeadSpec,
-    check_num_labels,
-    find_file,
-    hub_settings,
-    is_peft_model,
-    set_inference_metadata,
-    without_adapters,
-    write_head_spec,
-)
+from . import adapters, head_spec, load
+from .head_spec import HeadSpec, is_peft_model, without_adapters
 from .heads import remove_offload_hooks
 from .model_shape import learned_positions
 
@@ -88,7 +78,8 @@ def build_reward_model(
     if isinstance(name, str):
         init_kwargs: Any = args.model_init_kwargs or {}  # a dict: the config has parsed text
         kwargs = files | init_kwargs
-        files = hub_settings(kwargs) | {"trust_remote_code": kwargs["trust_remote_code"]}
+        where = head_spec.hub_settings(kwargs)
+        files = where | {"trust_remote_code": kwargs["trust_remote_code"]}
         if quantization_config is not None:
             if "quantization_config" in kwargs:
                 raise UserError("`quantization_config` is set twice, as an argument and in `model_init_kwargs`.")
@@ -105,7 +96,7 @@ def build_reward_model(
         model = load.load_model(name, outputs, in_files=in_files, mesh=mesh, **kwargs)
         if is_peft_model(model):  # `name` is a folder of saved adapters, possibly with a tokenizer
             in_files = False
-            if processing_class is None and find_file(name, "tokenizer_config.json", **hub_settings(kwargs)):
+            if processing_class is None and head_spec.find_file(name, "tokenizer_config.json", **where):
                 processing_class = load.load_tokenizer(name, **files)
     else:
         ignored = {"model_init_kwargs": args.model_init_kwargs, "quantization_config": quantization_config}
@@ -118,13 +109,13 @@ def build_reward_model(
                 "`peft_config`, or the name of the folder of adapters as `model`."
             )
     base = without_adapters(model)
-    check_num_labels(base, outputs)
+    head_spec.check_num_labels(base, outputs)
     if is_peft_model(model):  # adapters of earlier versions have the weights in their base's config only
         saved = HeadSpec.saved(name).attributes if isinstance(name, str) else {}
         if attribute_weights := adapters.read_attribute_weights(model) or saved:
-            write_head_spec(base.config, HeadSpec(attribute_weights))
-    if not outputs == HeadSpec.of(base.config) == ONE_REWARD:
-        write_head_spec(base.config, outputs, keeps_weights=args.attribute_weights is None)
+            head_spec.write_head_spec(base.config, HeadSpec(attribute_weights))
+    if not outputs == HeadSpec.of(base.config) == head_spec.ONE_REWARD:
+        head_spec.write_head_spec(base.config, outputs, keeps_weights=args.attribute_weights is None)
     tokenizer = load.load_processing_class(model, processing_class, **files)
     tokenizer, added_tokens = load.set_special_tokens(model, tokenizer, args)
     unread: list[str] = []
@@ -144,7 +135,7 @@ def build_reward_model(
     load.freeze(model, args.frozen_parameters)
     if args.disable_dropout:
         load.disable_dropout_in_model(model)
-    set_inference_metadata(base.config)
+    head_spec.set_inference_metadata(base.config)
     if args.shards_over_processes:  # only process 0 has drawn new weights
         torch.set_rng_state(of_first_process(torch.get_rng_state, base, shares=True))
     return model, tokenizer
@@ -152,9 +143,7 @@ def build_reward_model(
 
 def with_attribute_order(model: Any, args: RewardConfig) -> RewardConfig:
     """Return ``args`` with attributes in the order of the model's outputs."""
-    if not (names := args.attributes):
-        return args
-    order = [*HeadSpec.of(without_adapters(model).config).attributes]
+    names, order = args.attributes or [], [*HeadSpec.of(without_adapters(model).config).attributes]
     if order != names:
         args, places = copy.copy(args), [names.index(name) for name in order]
         for name in ("attributes", "attribute_weights", "attribute_loss_weights"):

@@ -50,8 +50,7 @@ def find_heads(model: nn.Module) -> dict[str, nn.Module]:
 
 def keep_heads_in_float32(model: nn.Module) -> None:
     """Compute rewards in float32 for any dtype of weights and autocast: bfloat16 would round rewards to 8 bits."""
-    base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
-    for head in find_heads(base).values():
+    for head in find_heads(without_adapters(model)).values():
         if any(True for _ in head.parameters()):
             wrap_forward(head, _compute_in_float32, head)
 
@@ -169,17 +168,16 @@ def write_head_spec(config: PretrainedConfig, spec: HeadSpec, *, keeps_weights: 
             f"The model's outputs are the attributes {[*before]}, but attributes={names} differ. Set "
             f"attributes={[*before]} to train them further, or start from a model without attributes."
         )
-    for name in ("attribute_weights", "step_separator", "labels_as"):
-        vars(config).pop(name, None)
+    vars(config).pop("attribute_weights", None)
     if names:
         weights = before if before and keeps_weights else spec.attributes
         names = [*before] or names
         config.attribute_weights = [weights[name] for name in names]
         config.id2label, config.label2id = dict(enumerate(names)), {name: place for place, name in enumerate(names)}
-    if spec.step_separator is not None:
-        config.step_separator = spec.step_separator
-    if spec.labels_as is not None:
-        config.labels_as = spec.labels_as
+    for name in ("step_separator", "labels_as"):
+        vars(config).pop(name, None)
+        if (value := getattr(spec, name)) is not None:
+            setattr(config, name, value)
 
 
 def check_num_labels(model: Any, outputs: HeadSpec = ONE_REWARD) -> None:
@@ -246,12 +244,11 @@ def set_inference_metadata(config: PretrainedConfig) -> None:
     """
     if getattr(config, "step_separator", None) is not None:
         return
-    if config.problem_type is None:
-        config.problem_type = "regression"
     settings: Any = getattr(config, "sentence_transformers", None) or {}
     config.sentence_transformers = {"activation_fn": IDENTITY} | settings
-    if getattr(config, "head_dtype", None) is None:
-        config.head_dtype = "float32"
+    for name, value in (("problem_type", "regression"), ("head_dtype", "float32")):
+        if getattr(config, name, None) is None:
+            setattr(config, name, value)
 
 
 def set_reward_normalization(config: PretrainedConfig, scale: RewardScale | None) -> None:

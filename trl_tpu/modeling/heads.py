@@ -36,13 +36,13 @@ _CAUSAL_AUTO_CLASSES = (transformers.AutoModelForCausalLM, transformers.AutoMode
 CODE_FILE = "reward_head.py"
 _CODE = '''"""The class of this model, for use without trl_tpu: pass `trust_remote_code=True` to `from_pretrained`."""
 
-from transformers.modeling_layers import {generic}
-from {config_module} import {config}
-from {module} import {family}
+from transformers.modeling_layers import {generic.__name__}
+from {config.__module__} import {config.__name__}
+from {family.__module__} import {family.__name__}
 
 
-class {name}({generic}, {family}):
-    config_class = {config}
+class {name}({generic.__name__}, {family.__name__}):
+    config_class = {config.__name__}
     base_model_prefix = "{prefix}"
     input_modalities = ("text",)
 
@@ -96,22 +96,21 @@ def classifier_of(config: PretrainedConfig, causal: Any, outputs: HeadSpec) -> t
     family = parents[parents.index(PreTrainedModel) - 1]
     stem = re.sub("(ForCausalLM|ForConditionalGeneration|LMHeadModel)$", "", causal.__name__)
     name = f"{stem}{generic.__name__.removeprefix('Generic')}"
-    prefix, module = family.base_model_prefix or "model", family.__module__
+    prefix = family.base_model_prefix or "model"
     text_kind = config.sub_configs.get("text_config")  # the causal class of a multimodal model may take this config
     kind = text_kind if text_kind is causal.config_class else type(config)
-    code = {"generic": generic.__name__, "module": module, "family": family.__name__, "name": name, "prefix": prefix}
     attributes = {
         "config_class": kind,
         "base_model_prefix": prefix,
         "input_modalities": ("text",),
         # transformers takes classes of other modules for custom code, and leaves their non-persistent buffers
         # uninitialized.
-        "__module__": module,
+        "__module__": family.__module__,
         "save_pretrained": _save_pretrained,
         # Llama 4's multimodal checkpoints store the language model under the prefix of the causal class.
         "names_in_checkpoint": {} if causal.base_model_prefix == prefix else {f"^{causal.base_model_prefix}\\.": ""},
         "auto_map": {outputs.auto_class.__name__: f"{Path(CODE_FILE).stem}.{name}"},
-        "code_of_head": _CODE.format(**code, config=kind.__name__, config_module=kind.__module__),
+        "code_of_head": _CODE.format(generic=generic, config=kind, family=family, name=name, prefix=prefix),
     }
     return type(name, (generic, family), attributes)
 

@@ -169,23 +169,20 @@ class LayerStack:
         """
         if self._optimizer is not None:
             return
-        groups = self._stacked_groups(optimizer)
+        stacked = self._stacked_by_parameter(optimizer)
         self._optimizer, self._groups = optimizer, [group["params"] for group in optimizer.param_groups]
         for weight in self._weights:
             weight.whole.data = self._stack_parts(list(weight.parts), weight.axes)
             states = [optimizer.state.pop(part, {}) for part in weight.parts]
-            if states[0]:
-                optimizer.state[weight.whole] = {
-                    name: self._stack_parts([state[name] for state in states], weight.axes)
-                    if _has_rows(value)
-                    else value
-                    for name, value in states[0].items()  # all layers have taken the same number of steps
-                }
+            for name, value in states[0].items():  # all layers have taken the same number of steps
+                values = [state[name] for state in states]
+                whole = self._stack_parts(values, weight.axes) if _has_rows(value) else value
+                optimizer.state[weight.whole][name] = whole
             for part in weight.parts:
                 part.data, part.grad = weight.empty, None
             self._assign(weight, [weight.whole, *[None] * (len(self._layers) - 1)])
-        for group, parameters in zip(optimizer.param_groups, groups, strict=True):
-            group["params"] = parameters
+        for group in optimizer.param_groups:
+            group["params"] = [whole for each in group["params"] for whole in stacked.get(each, [each])]
         self._owner._modules[self._attribute] = self._stacked
 
     def unstack(self) -> None:
@@ -217,12 +214,12 @@ class LayerStack:
         if optimizer is not None:
             self.stack(optimizer)
 
-    def _stacked_groups(self, optimizer: Optimizer) -> list[list[nn.Parameter]]:
-        """Return the parameters of the optimizer's groups, with each layer weight replaced by its stacked weight."""
+    def _stacked_by_parameter(self, optimizer: Optimizer) -> dict[nn.Parameter, list[nn.Parameter]]:
+        """Return what replaces each layer's weights in the optimizer's groups: the stacked weight, once per weight."""
         group_of = {
             parameter: number for number, group in enumerate(optimizer.param_groups) for parameter in group["params"]
         }
-        replaced: dict[nn.Parameter, list[nn.Parameter]] = {}
+        stacked: dict[nn.Parameter, list[nn.Parameter]] = {}
         for weight in self._weights:
             groups = {group_of.get(part) for part in weight.parts}
             if len(groups) > 1 or (groups != {None} and not isinstance(optimizer, _ELEMENTWISE)):
@@ -233,11 +230,8 @@ class LayerStack:
                     "weights of all layers into one group, or leave scan_layers out."
                 )
             first, *later = weight.parts
-            replaced |= {first: [weight.whole]} | dict.fromkeys(later, [])
-        return [
-            [stacked for parameter in group["params"] for stacked in replaced.get(parameter, [parameter])]
-            for group in optimizer.param_groups
-        ]
+            stacked |= {first: [weight.whole]} | dict.fromkeys(later, [])
+        return stacked
 
     def _assign(self, weight: _Weight, parameters: Iterable[nn.Parameter | None]) -> None:
         """Assign a parameter, or None, to each layer."""

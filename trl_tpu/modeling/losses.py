@@ -5,7 +5,7 @@ rankings, C comparisons. `trl_tpu.packing.batch` explains them.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -33,7 +33,7 @@ class Loss:
         ranking_top_k: The `top_k` of `plackett_luce_losses`.
         label_smoothing: Probability that a label is wrong (conservative DPO, see https://arxiv.org/abs/2305.18290).
         ties: "rao_kupper" or "davidson": comparisons with probability 0.5 are ties, see `tie_losses`. With any
-            other value, all comparisons have the loss of `comparison_losses`.
+            other value, all comparisons have the cross-entropy of their probability.
         tie_threshold: The `threshold` of `tie_losses`.
     """
 
@@ -71,10 +71,22 @@ class Loss:
         return losses_P + (losses_G * weight_G).masked_fill(weight_G == 0, 0.0).unflatten(0, (rows, -1)).sum(-1)
 
     def _comparison_losses(self, difference_C: torch.Tensor, probability_C: torch.Tensor) -> torch.Tensor:
+        """Compute the losses of comparisons, [C].
+
+        With a model of ties, see `tie_losses`. Otherwise it is the cross-entropy between each label's probability and
+        ``sigmoid(difference)``. For probability 1 this is the Bradley-Terry loss, ``-logsigmoid(difference)``. With
+        label smoothing s, a probability p becomes ``p (1 - s) + (1 - p) s``.
+
+        Args:
+            difference_C: Reward of the better answer, minus the reward of the worse answer, minus the target margin
+                (Llama 2, https://arxiv.org/abs/2307.09288, eq. 2).
+            probability_C: Probability that the answer labeled as better is really better.
+        """
         if self.ties in TIE_MODELS:
             won_C, tied_C = tie_losses(difference_C, self.ties, self.tie_threshold)
             return torch.where(probability_C == 0.5, tied_C, won_C)
-        return comparison_losses(difference_C, probability_C, self.label_smoothing)
+        wrong_C = (1 - probability_C) * (1 - 2 * self.label_smoothing) + self.label_smoothing
+        return wrong_C * difference_C - logsigmoid(difference_C)  # since -logsigmoid(-d) = d - logsigmoid(d)
 
     def _ranking_losses(self, reward_GK: torch.Tensor, grade_GK: torch.Tensor) -> torch.Tensor:
         graded_GK = ~grade_GK.isnan()
@@ -83,23 +95,6 @@ class Loss:
             return plackett_luce_losses(reward_GK, grade_GK, self.ranking_top_k)
         squares_GK = (reward_GK - torch.where(graded_GK, grade_GK, 0.0)) ** 2
         return squares_GK.sum(-1) / graded_GK.sum(-1).clamp(min=1)
-
-
-def comparison_losses(
-    difference_C: torch.Tensor, probability_C: torch.Tensor, label_smoothing: float = 0.0
-) -> torch.Tensor:
-    """Compute the cross-entropy between each label's probability and ``sigmoid(difference)``, [C].
-
-    For probability 1 this is the Bradley-Terry loss, ``-logsigmoid(difference)``.
-
-    Args:
-        difference_C: Reward of the better answer, minus the reward of the worse answer, minus the target margin
-            (Llama 2, https://arxiv.org/abs/2307.09288, eq. 2).
-        probability_C: Probability that the answer labeled as better is really better.
-        label_smoothing: Probability that a label is wrong: p becomes ``p (1 - s) + (1 - p) s``.
-    """
-    wrong_C = (1 - probability_C) * (1 - 2 * label_smoothing) + label_smoothing
-    return wrong_C * difference_C - logsigmoid(difference_C)  # since -logsigmoid(-d) = d - logsigmoid(d)
 
 
 def tie_losses(difference_C: torch.Tensor, ties: str | None, threshold: float) -> tuple[torch.Tensor, torch.Tensor]:
@@ -221,13 +216,12 @@ def _join(parts: Sequence[StepResult]) -> StepResult:
     Every result covers all data rows of the batch. For rows in other micro-batches, losses, weights and numbers of
     tokens are 0 in it, and rewards are set to 0 here.
     """
-    tables = [part.table for part in parts]
-    sums: dict[str, Any] = {name: torch.stack([getattr(table, name) for table in tables]).sum(0) for name in WEIGHTS}
-    rewards = [torch.where(part.tokens_S[:, None] > 0, part.rewards_SA, 0.0) for part in parts]
-    return StepResult(
-        torch.stack([part.loss for part in parts]).sum(),
-        torch.stack([part.losses_P for part in parts]).sum(0),
-        torch.stack(rewards).sum(0),
-        torch.stack([part.tokens_S for part in parts]).sum(0, dtype=torch.int32),
-        replace(tables[0], **sums),
-    )
+
+    def total(values: Iterable[torch.Tensor]) -> torch.Tensor:
+        stacked = torch.stack([*values])
+        return stacked.sum(0, dtype=stacked.dtype)
+
+    sums = {name: total(getattr(part, name) for part in parts) for name in ("loss", "losses_P", "tokens_S")}
+    rewards_SA = total(torch.where(part.tokens_S[:, None] > 0, part.rewards_SA, 0.0) for part in parts)
+    weights: Any = {name: total(getattr(part.table, name) for part in parts) for name in WEIGHTS}
+    return StepResult(**sums, rewards_SA=rewards_SA, table=replace(parts[0].table, **weights))

@@ -96,15 +96,9 @@ def model_shape_of(model: Any) -> ModelShape:
     dims = (getattr(config, name, None) or head_dim for name in ("qk_head_dim", "v_head_dim"))
     window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
     kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
-    return ModelShape(
-        sizes.total(),
-        sizes[True],
-        config.hidden_size,
-        sum(products.values()),
-        products[True],
-        config.num_attention_heads * sum(dims),
-        tuple(window if kind == "sliding_attention" else None for kind in kinds),
-    )
+    windows = tuple(window if kind == "sliding_attention" else None for kind in kinds)
+    attention, total = config.num_attention_heads * sum(dims), sum(products.values())
+    return ModelShape(sizes.total(), sizes[True], config.hidden_size, total, products[True], attention, windows)
 
 
 def training_flops(model: ModelShape, rows: RowLengths) -> float:

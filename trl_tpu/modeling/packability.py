@@ -190,12 +190,11 @@ def check_packing_is_exact(
             base.set_attn_implementation(attention)
             use_tree_masks(base)  # raises before anything is computed
             for layer in layers:
-                _check_layer(layer, hidden_size, layouts, parameter.device)
-            base.set_attn_implementation(attention)  # for padded rows: the model's code may check this name
+                _check_layer(layer, hidden_size, layouts, parameter.device, torch.float32)
             padded_batch, packed_batch = _batches(pairs, layouts, pad_token_id, parameter.device)
-            padded, _ = _read(model, padded_batch)
-            use_tree_masks(base)
             packed, rules = _read(model, packed_batch)
+            base.set_attn_implementation(attention)  # for padded rows: the model's code may check this name
+            padded, _ = _read(model, padded_batch)
             _reject_hidden_windows(base, rules)
             for quantity, values in packed.items():
                 if not _are_close(values, padded[quantity]):
@@ -237,11 +236,7 @@ def _tiny_pairs(pad_token_id: int) -> list[_Pair]:
 
 
 def _check_layer(
-    layer: nn.Module,
-    hidden_size: int,
-    layouts: tuple[PackSequences, ...],
-    device: torch.device,
-    dtype: torch.dtype = torch.float32,
+    layer: nn.Module, hidden_size: int, layouts: tuple[PackSequences, ...], device: torch.device, dtype: torch.dtype
 ) -> None:
     """Reject a recurrent layer if a shared prefix has another effect in packed rows than in padded rows.
 
