@@ -125,8 +125,7 @@ def use_tree_masks(model: PreTrainedModel) -> None:
     name = model.config._attn_implementation
     if name.startswith(OURS):
         return
-    masks = ALL_MASK_ATTENTION_FUNCTIONS.get(name)
-    if masks is None or name.startswith("flex"):
+    if (masks := ALL_MASK_ATTENTION_FUNCTIONS.get(name)) is None or name.startswith("flex"):
         raise PackingImpossible(
             f"packed rows need attention that takes a mask, but the model uses {name!r}. Load it with "
             "`attn_implementation=` 'sdpa' or 'eager'"

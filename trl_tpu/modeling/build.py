@@ -201,8 +201,7 @@ def warn_of_unscored_eos(tokenizer: PreTrainedTokenizerBase, rows: Any) -> None:
     eos = tokenizer.eos_token_id
     if tokenizer.pad_token_id != eos:
         return
-    firsts = islice(rows, _SAMPLED_ANSWERS) if is_prepared(rows) else ()
-    if not is_prepared(rows) or any(list(answers_of(row)[0][-1:]) == [eos] for row in firsts):
+    if not is_prepared(rows) or any(list(answers_of(row)[0][-1:]) == [eos] for row in islice(rows, _SAMPLED_ANSWERS)):
         logger.warning(
             f"The pad token is the eos token ({tokenizer.eos_token!r}), and sequences end in it: training scores the "
             "token before it, as TRL and transformers do. Servers that score the very last token (vLLM, SGLang) "
@@ -220,8 +219,7 @@ def first_chat(dataset: Any) -> Iterator[tuple[Any, Mapping[str, Any]]]:
 
 def _within_positions(dataset: Any, model: PreTrainedModel, name: str) -> Any:
     """Reject sequences longer than the model's learned positions. A stream is checked while it is read."""
-    limit = learned_positions(model)
-    if limit is None:
+    if (limit := learned_positions(model)) is None:
         return dataset
     if not isinstance(dataset, Dataset):
         return dataset.map(_check_length, with_indices=True, fn_kwargs={"limit": limit, "name": name})

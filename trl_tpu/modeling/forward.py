@@ -95,26 +95,6 @@ class TreeByTree(PackedAttention):
     trees: tuple[tuple[Tree, torch.Tensor | None], ...]
     tail_masks: dict[Tail, torch.Tensor]
 
-    @classmethod
-    def of(cls, plain: Masks, batch: Batch[Any], rule: MaskRule, *args: Any, **kwargs: Any) -> "TreeByTree":
-        """Build the masks of a batch's trees by a model's mask function ``plain`` from its ``rule``."""
-        in_trees = tree_rule(batch.subtree_end_RL, batch.position_ids_RL, rule)
-        masks, tail_masks = [], dict[Tail, torch.Tensor]()
-        for tree in batch.trees or ():
-            length = tree.stop - tree.start
-            alone = {"q_length": length, "kv_length": length, "q_offset": 0, "kv_offset": 0, "attention_mask": None}
-            mask = plain(*args, **kwargs | alone)
-            if mask is not None and len(tree.tails) > 1:
-                branched = {"mask_function": in_trees, "allow_is_causal_skip": False, "q_offset": tree.start}
-                mask = plain(*args, **kwargs | alone | branched | {"kv_offset": tree.start})
-            masks.append((tree, mask))
-            for tail in tree.tails[1:] if mask is None else ():
-                before, size = sum(stop - start for start, stop in tail.path), tail.stop - tail.start
-                # additive: sdpa would convert a boolean mask in each layer
-                hidden = batch.input_ids_RL.new_full((1, 1, size, before + size), -torch.inf, dtype=kwargs["dtype"])
-                tail_masks[tail] = hidden.triu(before + 1)
-        return cls(tuple(masks), tail_masks)
-
     def attend(self, plain: Attention, module: nn.Module, *states_BNLD: Any, **kwargs: Any) -> Outputs:
         outputs: list[torch.Tensor] = []
         # One split of the whole packed row: the backward of separate slices would write as many zeros per slice.
@@ -175,12 +155,25 @@ def masks_while_read(plain: Masks, build: Callable[..., Any], *args: Any, **kwar
 
 
 def tree_masks(plain: Masks, batch: Batch[Any], rule: MaskRule, *args: Any, **kwargs: Any) -> Any:
-    """Build the masks of packed rows from a model's rule, in the format of its attention function."""
+    """Build the masks of packed rows by a model's mask function ``plain`` from its ``rule``."""
+    in_trees = tree_rule(batch.subtree_end_RL, batch.position_ids_RL, rule)
+    tree_wise = {"mask_function": in_trees, "attention_mask": None, "allow_is_causal_skip": False}
     if batch.trees is None:
-        in_trees = tree_rule(batch.subtree_end_RL, batch.position_ids_RL, rule)
-        tree_wise = {"mask_function": in_trees, "attention_mask": None, "allow_is_causal_skip": False}
         return plain(*args, **kwargs | tree_wise)
-    return TreeByTree.of(plain, batch, rule, *args, **kwargs)
+    masks, tail_masks = [], dict[Tail, torch.Tensor]()
+    for tree in batch.trees:
+        length = tree.stop - tree.start
+        alone = {"q_length": length, "kv_length": length, "q_offset": 0, "kv_offset": 0, "attention_mask": None}
+        mask = plain(*args, **kwargs | alone)
+        if mask is not None and len(tree.tails) > 1:
+            mask = plain(*args, **kwargs | alone | tree_wise | {"q_offset": tree.start, "kv_offset": tree.start})
+        masks.append((tree, mask))
+        for tail in tree.tails[1:] if mask is None else ():
+            before, size = sum(stop - start for start, stop in tail.path), tail.stop - tail.start
+            # additive: sdpa would convert a boolean mask in each layer
+            hidden = batch.input_ids_RL.new_full((1, 1, size, before + size), -torch.inf, dtype=kwargs["dtype"])
+            tail_masks[tail] = hidden.triu(before + 1)
+    return TreeByTree(tuple(masks), tail_masks)
 
 
 def few_kernels(device: torch.device) -> bool:

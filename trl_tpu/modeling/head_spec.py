@@ -134,11 +134,6 @@ class HeadSpec:
         return (-1.0, 1.0) if self.step_separator is not None else tuple(self.attributes.values()) or (1.0,)
 
     @property
-    def pipeline_tag(self) -> str:
-        """The Hub's name of the task."""
-        return "text-classification" if self.step_separator is None else "token-classification"
-
-    @property
     def auto_class(self) -> Any:
         """transformers' auto class for models with these outputs."""
         if self.step_separator is None:

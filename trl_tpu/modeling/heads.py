@@ -71,8 +71,7 @@ def auto_class_of(config: PretrainedConfig, outputs: HeadSpec) -> Any:
     causal = next((auto._model_mapping[kind] for auto in _CAUSAL_AUTO_CLASSES if kind in auto._model_mapping), None)
     if kind not in auto_class._model_mapping and causal is not None:
         # `auto_class.register` would reject the text model's class for a multimodal config
-        classifier = classifier_of(config, causal, outputs)
-        auto_class._model_mapping.register(kind, classifier, exist_ok=True)
+        auto_class._model_mapping.register(kind, classifier_of(config, causal, outputs), exist_ok=True)
     return auto_class
 
 

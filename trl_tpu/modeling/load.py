@@ -144,10 +144,9 @@ def clone_chat_template(
         model.generation_config.eos_token_id = tokenizer.eos_token_id
 
     # `tokenizer.vocab_size` leaves out added tokens for some tokenizers; the vocabulary itself does not.
+    size = len(tokenizer.get_vocab())
     has_weights = model.device.type != "meta"  # `trl-tpu plan` has models on the meta device
-    model.resize_token_embeddings(
-        len(tokenizer.get_vocab()), pad_to_multiple_of=resize_to_multiple_of, mean_resizing=has_weights
-    )
+    model.resize_token_embeddings(size, pad_to_multiple_of=resize_to_multiple_of, mean_resizing=has_weights)
     embeddings: Any = model.get_input_embeddings()
     index = 0
     while len(tokenizer.get_vocab()) < embeddings.num_embeddings:
@@ -197,8 +196,7 @@ def load_model(
             kwargs.pop("device_map")
         return load_adapted_model(name, outputs, is_trainable=is_trainable, **kwargs)
     model, info = load_classifier(name, outputs, in_files=in_files, mesh=mesh, **kwargs)
-    if info["missing_keys"] and not is_trainable:
-        lost = sorted(info["missing_keys"])
+    if not is_trainable and (lost := sorted(info["missing_keys"])):
         raise UserError(f"{name} lacks {lost}: rewards would be random. Score with the folder that training saved.")
     return model
 
@@ -223,8 +221,7 @@ def load_processing_class(
     """
     if processing_class is not None:
         return processing_class.tokenizer if isinstance(processing_class, ProcessorMixin) else processing_class
-    name = get_config_model_id(model.config)
-    if not name:
+    if not (name := get_config_model_id(model.config)):
         raise UserError("The model was not loaded from a checkpoint: pass its tokenizer as `processing_class`.")
     return load_tokenizer(name, **kwargs)
 

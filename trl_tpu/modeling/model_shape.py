@@ -97,8 +97,9 @@ def model_shape_of(model: Any) -> ModelShape:
     window = getattr(config, "sliding_window", None) if getattr(config, "use_sliding_window", True) else None
     kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
     windows = tuple(window if kind == "sliding_attention" else None for kind in kinds)
-    attention, total = config.num_attention_heads * sum(dims), sum(products.values())
-    return ModelShape(sizes.total(), sizes[True], config.hidden_size, total, products[True], attention, windows)
+    attention = config.num_attention_heads * sum(dims)
+    weights = sum(products.values())
+    return ModelShape(sizes.total(), sizes[True], config.hidden_size, weights, products[True], attention, windows)
 
 
 def training_flops(model: ModelShape, rows: RowLengths) -> float:

@@ -67,8 +67,7 @@ def user_code_in(model: nn.Module) -> str | None:
         if not all(map(_is_library_code, hooks)):
             return f"{where} has a forward hook that is not library code: it may read or change padded rows"
     base = without_adapters(model)
-    head = find_score_head(base)
-    if head is None:
+    if (head := find_score_head(base)) is None:
         return f"{type(base).__name__} has no `score` head"
     while not isinstance(head, nn.Linear):
         inner = getattr(head, "base_layer", None) or getattr(head, "original_module", None)

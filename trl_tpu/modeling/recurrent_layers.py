@@ -123,14 +123,12 @@ def _forward_of(layer: nn.Module, scans: bool) -> Callable[..., Any]:
 
 @lru_cache
 def _with_other_functions(forward: FunctionType, scans: bool, has_kernels: bool) -> FunctionType:
-    functions = dict[str, Any]()
+    names = dict(forward.__globals__)
     for name, (called, written, states) in _functions_of(forward).items():
-        functions[name] = called if has_kernels else written
+        names[name] = called if has_kernels else written
         for state in states if scans else ():
-            functions[name] = partial(_scan, functions[name], state)
-    copy = FunctionType(
-        forward.__code__, forward.__globals__ | functions, forward.__name__, forward.__defaults__, forward.__closure__
-    )
+            names[name] = partial(_scan, names[name], state)
+    copy = FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__)
     copy.__kwdefaults__ = forward.__kwdefaults__
     return copy
 
@@ -200,8 +198,7 @@ def _read_packed(
     forward: Callable[..., Any], layer: nn.Module, signature: inspect.Signature, *args: Any, **kwargs: Any
 ) -> Any:
     """Read packed rows with a recurrent layer; read other batches by its ``forward``."""
-    batch = current_packed_batch()
-    if batch is None:
+    if (batch := current_packed_batch()) is None:
         return (forward if _WITHOUT_KERNELS.get() is None else _forward_of(layer, False))(*args, **kwargs)
     shape = batch.input_ids_RL.shape
     arranged = _by_chunks(batch) if batch.read_order is None else _in_order(batch.read_order, shape)

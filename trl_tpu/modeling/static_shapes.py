@@ -34,36 +34,29 @@ def static_sdpa_mask(*args: Any, **kwargs: Any) -> torch.Tensor | None:
 
 
 def static_sdpa_attention(
-    module: nn.Module,
-    query_BNQD: torch.Tensor,
-    key_BGKD: torch.Tensor,
-    value_BGKD: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    dropout: float = 0.0,
-    scaling: float | None = None,
-    softcap: float | None = None,
-    **kwargs: Any,
+    module: nn.Module, query_BNQD: Any, key_BGKD: Any, value_BGKD: Any, attention_mask: Any, **kwargs: Any
 ) -> tuple[torch.Tensor, None]:
     """Attend from N query heads to G key heads, [B, Q, N, D], and keep batch and heads as separate dimensions.
 
     torch's sdpa merges batch and heads. A merged dimension cannot be sharded over both, so each device would compute
     every head. Products use the dtype of the values, since rotary embeddings leave query and key in float32 under
-    autocast. The softmax is in float32 or wider.
+    autocast. The softmax is in float32 or wider. ``kwargs`` may hold `dropout`, `scaling` and `softcap`, as in
+    transformers.
     """
     query_BNQD, key_BGKD = query_BNQD.to(value_BGKD.dtype), key_BGKD.to(value_BGKD.dtype)
     if attention_mask is None or kwargs.get("position_bias") is not None:
-        plain = {"dropout": dropout, "scaling": scaling, **kwargs}
-        return sdpa_attention_forward(module, query_BNQD, key_BGKD, value_BGKD, attention_mask, **plain)
+        return sdpa_attention_forward(module, query_BNQD, key_BGKD, value_BGKD, attention_mask, **kwargs)
     groups = key_BGKD.shape[1]
     query = query_BNQD.unflatten(1, (groups, -1))
     mask = attention_mask.unflatten(1, (groups, -1)) if attention_mask.shape[1] > 1 else attention_mask.unsqueeze(1)
-    scale = _scale_of(query, scaling)
+    scale = _scale_of(query, kwargs.get("scaling"))
     scores = einsum("bghqd,bgkd->bghqk", query * scale, key_BGKD)
-    scores = scores if softcap is None else (scores / softcap).tanh() * softcap
+    if (softcap := kwargs.get("softcap")) is not None:
+        scores = (scores / softcap).tanh() * softcap
     wide = scores.to(torch.promote_types(scores.dtype, torch.float32))
     is_boolean = mask.dtype == torch.bool
     masked = wide.masked_fill(~mask, torch.finfo(wide.dtype).min) if is_boolean else wide + mask
-    weights = F.dropout(masked.softmax(-1), dropout).to(value_BGKD.dtype)
+    weights = F.dropout(masked.softmax(-1), kwargs.get("dropout", 0.0)).to(value_BGKD.dtype)
     outputs = einsum("bghqk,bgkd->bghqd", weights, value_BGKD)
     return outputs.flatten(1, 2).transpose(1, 2).contiguous(), None
 

@@ -359,7 +359,7 @@ def make_model_card(
         datasets=[dataset_name] if dataset_name else None,
         library_name="transformers",
         model_name=name,
-        pipeline_tag=outputs.pipeline_tag,
+        pipeline_tag="text-classification" if outputs.step_separator is None else "token-classification",
         tags=sorted({_TAG, *tags}),
     )
     adds_bos = tokenizer is not None and tokenizer("a")["input_ids"][:1] == [tokenizer.bos_token_id]
