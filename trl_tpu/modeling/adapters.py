@@ -144,21 +144,20 @@ def prepare_adapters(model: "PeftModel", *, gradient_checkpointing: bool) -> Non
                 parameter.data = parameter.data.to(torch.bfloat16)
 
 
-def load_adapted_model(folder: str, outputs: HeadSpec, **kwargs: Any) -> Any:
+def load_adapted_model(folder: str, outputs: HeadSpec, *, is_trainable: bool = False, **kwargs: Any) -> Any:
     """Load a classifier with the adapters saved in `folder`. Their config names the base model.
 
     Args:
         folder: Folder or Hub id of saved adapters.
         outputs: The outputs of the model; attributes are left to the caller.
-        **kwargs: Arguments of ``from_pretrained`` of peft and of the base model. With ``is_trainable``, the head may
-            be new.
+        is_trainable: Whether to load for training. The head may then be new.
+        **kwargs: Arguments of ``from_pretrained`` of peft and of the base model.
 
     Raises:
         UserError: A file is broken or names a missing file or model, or a weight is missing.
     """
     import peft
 
-    is_trainable = kwargs.pop("is_trainable", False)
     with explaining(f"{folder} cannot be loaded as a reward model"):
         where = hub_settings(kwargs)
         config = peft.PeftConfig.from_pretrained(folder, **where)
