@@ -231,17 +231,12 @@ class Placement:
     axes: PartitionSpec
     reason: str
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        """All mesh axes that split the parameter."""
-        return tuple(name for axes in self.axes for name in names_of(axes))
-
     def __str__(self) -> str:
         return f"{_text(self.axes)}  # {self.reason}"
 
     def parts(self, mesh: MeshShape) -> int:
         """Return the number of different shards on the mesh. Further devices hold copies."""
-        return prod(mesh.sizes[name] for name in self.names)
+        return prod(mesh.sizes[name] for axes in self.axes for name in names_of(axes))
 
 
 @dataclass(frozen=True)

@@ -50,9 +50,8 @@ class ShardReport:
         part, total = (f"{size / 2**20:.2f} MiB" for size in (self.bytes_per_device, sum(self.sizes.values())))
         lines = [f"mesh {self.mesh} on {self.mesh.devices} device(s): {part} of parameters per device, {total} in all"]
         if self.mesh.devices > 1:
-            lines += dict.fromkeys(
-                f"  {parameter_pattern(name)}: {placement}" for name, placement in self.placements.items()
-            )
+            placed = (f"  {parameter_pattern(name)}: {placement}" for name, placement in self.placements.items())
+            lines += dict.fromkeys(placed)
         return "\n".join(lines)
 
 
@@ -438,7 +437,7 @@ def shard_activations(model: nn.Module, plan: Plan, placements: Mapping[str, Pla
     """
     for name, module in model.named_modules():
         weight = placements.get(f"{name}.weight")
-        if isinstance(module, nn.Embedding) and weight is not None and weight.axes[0] is None and weight.names:
+        if isinstance(module, nn.Embedding) and weight is not None and weight.axes[0] is None and weight.axes[1]:
             _look_up_features(module, weight.axes[1], plan.mesh, runtime)
         if isinstance(module, nn.Linear) and weight is not None:
             gathered = plan.gathers_outputs(f"{bare_name(name)}.weight")

@@ -33,9 +33,8 @@ _TORCH_XLA_V5_FLAGS = {"xla_enable_async_all_gather": "true", "xla_enable_async_
 
 def flags_for(topology: str, given: str = "") -> str:
     """Return the libtpu flags for training on ``topology``, such as v5e:2x4, including the user's ``given`` flags."""
-    return with_flags(
-        given, {**_TORCH_XLA_FLAGS, **(_TORCH_XLA_V5_FLAGS if topology.startswith("v5") else {}), **FLAGS}
-    )
+    v5_flags = _TORCH_XLA_V5_FLAGS if topology.startswith("v5") else {}
+    return with_flags(given, {**_TORCH_XLA_FLAGS, **v5_flags, **FLAGS})
 
 
 def set_flags() -> None:

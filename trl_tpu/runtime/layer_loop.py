@@ -180,13 +180,7 @@ class OnHost(AbstractContextManager[None]):
 class _Scan(torch.autograd.Function):
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any,
-        run: Any,
-        shard_gradients: Any,
-        keep: Operations,
-        count: int,
-        hidden: torch.Tensor,
-        *tensors: torch.Tensor,
+        ctx: Any, run: Any, shard_gradients: Any, keep: Operations, count: int, hidden: torch.Tensor, *tensors: Any
     ) -> torch.Tensor:
         ctx.run, ctx.shard_gradients, ctx.keep, ctx.count = run, shard_gradients, keep, count
         ctx.autocast = autocast_now()

@@ -108,11 +108,9 @@ def attention_functions(
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel, splash_attention_mask
 
     _, heads, length, _ = shape
-    mask = (
-        splash_attention_mask.CausalMask((length, length))
-        if window is None
-        else splash_attention_mask.LocalMask((length, length), (window - 1, 0), 0)
-    )
+    mask: Any = splash_attention_mask.CausalMask((length, length))
+    if window is not None:
+        mask = splash_attention_mask.LocalMask((length, length), (window - 1, 0), 0)
     block = math.gcd(length, BLOCK)
     names = ("q", "kv", "kv_compute", "q_dkv", "kv_dkv", "kv_dkv_compute", "q_dq", "kv_dq")
 

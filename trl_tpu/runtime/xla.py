@@ -272,17 +272,13 @@ class XlaRuntime(Runtime):
         ]
         counts = {over: shard_count(mesh, over) for over, _ in dimensions}
         dividing = counts.keys() - {over for over, size in dimensions if counts[over] == 1 or size % counts[over]}
-        *input_axes, output_axes = (
-            tuple(over if over in dividing else None for over in spec) for spec in (*axes, result_axes)
-        )
 
-        def changes(spec: PartitionSpec) -> Iterator[ShardingChange]:
-            return (functools.partial(change, mesh=mesh, axes=spec) for change in (_to_shards, _to_global))
+        def changes(spec: PartitionSpec) -> list[ShardingChange]:
+            kept = tuple(over if over in dividing else None for over in spec)
+            return [functools.partial(change, mesh=mesh, axes=kept) for change in (_to_shards, _to_global)]
 
-        shards = [
-            ChangeSharding.apply(tensor, *changes(spec)) for tensor, spec in zip(tensors, input_axes, strict=True)
-        ]
-        to_shards, to_global = changes(output_axes)
+        shards = [ChangeSharding.apply(tensor, *changes(spec)) for tensor, spec in zip(tensors, axes, strict=True)]
+        to_shards, to_global = changes(result_axes)
         return ChangeSharding.apply(function(*shards), to_global, to_shards)
 
     def activations_on_host(self) -> AbstractContextManager[Any]:
