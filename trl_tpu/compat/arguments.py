@@ -174,17 +174,15 @@ class SuggestsNewNames:
         return super().__new__(cls)
 
 
-if TYPE_CHECKING:
+class RemovedArguments(SuggestsNewNames):
+    """The fields of `REMOVED`, for subclasses of `transformers.TrainingArguments`."""
 
-    class RemovedArguments(SuggestsNewNames):
-        """The fields of `REMOVED`, for subclasses of `transformers.TrainingArguments`."""
 
-        evaluation_strategy: str | None
-else:
+if not TYPE_CHECKING:  # mypy rejects dynamic base classes
     RemovedArguments = make_dataclass(
         "RemovedArguments",
         [(name, row[0], field(default=row[1], metadata={"help": argparse.SUPPRESS})) for name, row in REMOVED.items()],
-        bases=(SuggestsNewNames,),
+        bases=(RemovedArguments,),
     )
 
 

@@ -400,9 +400,7 @@ def check_one_gpu(count: int) -> None:
 
 def warn_of_high_learning_rate(args: Any, model: Any) -> None:
     """Warn if a full model is trained at TRL's default learning rate. That rate is meant for adapters."""
-    sizes = [(weight.numel(), weight.requires_grad) for weight in model.parameters()]
-    trained = sum(size for size, trains in sizes if trains)
-    if args.learning_rate == 1e-4 and trained > sum(size for size, _ in sizes) / 2:
+    if args.learning_rate == 1e-4 and model.num_parameters(only_trainable=True) > model.num_parameters() / 2:
         logger.warning(
             "learning_rate=1e-4, TRL's default, is for adapters (--use_peft) and much too high for a full model. "
             "Common rates: 1e-5 for 0.5B, 2e-6 for 1B, 2e-6 to 9e-6 for 8B parameters."

@@ -454,11 +454,6 @@ class RewardConfig(RemovedArguments, TrainingArguments):
         counts = cast(re.Match, checks.DURATION.fullmatch(self.training_time_limit)).groupdict("0")
         return timedelta(**{unit: int(count) for unit, count in counts.items()})
 
-    @property
-    def save_interval(self) -> timedelta | None:
-        """Duration after which training saves again; None if time does not trigger saves."""
-        return None if self.save_interval_minutes is None else timedelta(minutes=self.save_interval_minutes)
-
     def identifying_settings(self) -> dict[str, Any]:
         """Return the settings that change the run: all fields except `may_change_on_resume`, without Hub tokens."""
         names = {item.name for item in dataclasses.fields(self)} - self.may_change_on_resume

@@ -3,7 +3,7 @@
 import argparse
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import yaml
@@ -11,11 +11,11 @@ import yaml
 from trl_tpu.errors import explaining
 
 
-def take_config(args: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
+def take_config(args: Iterable[str] | None) -> tuple[dict[str, Any], list[str]]:
     """Take ``--config FILE`` out of a command line, export the file's ``env`` section and return its other values.
 
     Args:
-        args: Command-line arguments; ``--config FILE`` and ``--config=FILE`` both work.
+        args: Command-line arguments, by default ``sys.argv[1:]``; ``--config FILE`` and ``--config=FILE`` both work.
 
     Returns:
         The file's values without ``env`` (empty without ``--config``), and the arguments without ``--config``.
@@ -28,7 +28,7 @@ def take_config(args: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--config")
-    options, rest = parser.parse_known_args(args)
+    options, rest = parser.parse_known_args(None if args is None else list(args))
     if (path := options.config) is None:
         return {}, rest
     with explaining(f"Config file {path} is not a YAML mapping in UTF-8, with text in `env`", "Correct it."):

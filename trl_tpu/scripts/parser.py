@@ -4,11 +4,10 @@ import argparse
 import copy
 import dataclasses
 import json
-import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from types import NoneType
-from typing import Any, NoReturn, TypeVar, get_args, get_origin
+from typing import Any, NoReturn, get_args, get_origin
 
 from transformers.hf_argparser import HfArgumentParser, string_to_bool
 
@@ -16,8 +15,6 @@ from trl_tpu.compat.arguments import advice_on_old_names
 from trl_tpu.config.checks import SETTINGS
 from trl_tpu.errors import UserError, explaining
 from trl_tpu.scripts.config_file import take_config
-
-T = TypeVar("T")
 
 
 class TrlParser(HfArgumentParser):
@@ -76,12 +73,11 @@ class TrlParser(HfArgumentParser):
             UserError: Unknown flags or keys, a file that is not a YAML mapping, a value outside a flag's choices, or a
                 value that a dataclass rejects.
         """
-        words = sys.argv[1:] if args is None else list(args)
         if config is None:
-            config, words = take_config(words)
+            config, args = take_config(args)
         with explaining("The arguments cannot be used", "Correct them."):
             unknown_keys = self.set_defaults_with_config(**config)
-            *parsed, unknown_words = self.parse_args_into_dataclasses(args=words, return_remaining_strings=True)
+            *parsed, unknown_words = self.parse_args_into_dataclasses(args=args, return_remaining_strings=True)
         if return_remaining_strings:
             left = [unknown_keys, unknown_words] if separate_remaining_strings else [unknown_keys + unknown_words]
             return (*parsed, *left)
@@ -182,8 +178,8 @@ def _default(action: argparse.Action, value: Any) -> Any:
     return value
 
 
-def _or_none(convert: Callable[[str], T]) -> Callable[[str], T | None]:
-    def parse(word: str) -> T | None:
+def _or_none(convert: Callable[[str], Any]) -> Callable[[str], Any]:
+    def parse(word: str) -> Any:
         return None if word.lower() in ("none", "null") else convert(word)
 
     parse.__name__ = getattr(convert, "__name__", "value")  # argparse prints this name: "invalid int value: ..."

@@ -109,8 +109,7 @@ def _train(folder: Path, settings: dict[str, Any], kills: bool) -> dict[str, Any
         model = LlamaForSequenceClassification(LlamaConfig.from_dict({**sizes, **tokens}))
         rows = rows.map(lambda row: {"prompt": row["prompt"] * 200})
     start = time.monotonic()
-    inputs: Any = {"train_dataset": rows, "processing_class": tokenizer if is_long else None}
-    trainer: Any = RewardTrainer(model, args, callbacks=[Marks()], **inputs)
+    trainer: Any = RewardTrainer(model, args, train_dataset=rows, processing_class=tokenizer, callbacks=[Marks()])
     trainer.train()
     trainer.model.config.save_pretrained(folder / "config")  # for `trl-tpu plan`
     layout, topology = trainer.batch_plan.layout, runtime.topology()
@@ -129,9 +128,8 @@ def _train(folder: Path, settings: dict[str, Any], kills: bool) -> dict[str, Any
 class Selfcheck:
     """Runs groups of trainings in child processes, and collects their lines and results."""
 
-    def __init__(self, folder: Path, is_long: bool) -> None:
-        self._folder, self._is_long = folder, is_long
-        self.lines, self.runs = list[Line](), dict[str, Any]()
+    def __init__(self, folder: Path) -> None:
+        self._folder, self.lines, self.runs = folder, list[Line](), dict[str, Any]()
 
     def train(self, precision: str, runs: dict[str, Any], status: int = 0, environment: Any = ()) -> dict[str, Any]:
         """Train a group, and return the results that it wrote; a line reports an unexpected exit status.
@@ -197,8 +195,8 @@ class Selfcheck:
             if "FIT" in line or "At best" in line:
                 self.lines.append(Line(f"{name}: predicted by trl-tpu plan", line.strip(" ,")))
 
-    def run(self) -> None:
-        """Run all checks."""
+    def run(self, is_long: bool) -> None:
+        """Run all checks; with ``is_long``, also train the large model."""
         reference = self.train("float32", {"padded on the CPU": {"packing": False}}, environment=_CPU)
         if not reference:
             return
@@ -229,7 +227,7 @@ class Selfcheck:
         self.measure("packed")
         self.plan("packed", "--bf16", "false")
         long = {"long": {"bf16": True, "max_length": None, "gradient_checkpointing": True, "max_steps": 10}}
-        if self._is_long and self.train("bfloat16", long):
+        if is_long and self.train("bfloat16", long):
             self.measure("long")
             self.plan("long", "--gradient_checkpointing", "true")
 
@@ -251,8 +249,8 @@ def run(argv: list[str]) -> int:
     """Run the command ``trl-tpu selfcheck``; return the exit status, 1 if a check failed."""
     args = make_parser().parse_args(argv)
     with tempfile.TemporaryDirectory() as folder:
-        check = Selfcheck(Path(folder), args.long)
-        check.run()
+        check = Selfcheck(Path(folder))
+        check.run(args.long)
     versions = {"python": platform.python_version(), **package_versions()}
     device = next((result["device"] for name, result in check.runs.items() if name == "packed"), "unknown")
     report = {"versions": versions, "device": device, "lines": [*map(asdict, check.lines)], "runs": check.runs}

@@ -36,15 +36,13 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 
-Message = dict[str, Any]
 
-
-def question(word: str, *numbers: int) -> list[Message]:
+def question(word: str, *numbers: int) -> list[dict[str, Any]]:
     """Make a prompt: one user message."""
     return [{"role": "user", "content": f"Which is {word}, {' or '.join(map(str, numbers))}?"}]
 
 
-def answer(number: int) -> list[Message]:
+def answer(number: int) -> list[dict[str, Any]]:
     """Make a completion: one assistant message with only the number."""
     return [{"role": "assistant", "content": str(number)}]
 

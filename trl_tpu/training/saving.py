@@ -131,7 +131,7 @@ class Components:
 
     @cached_property
     def preemption(self) -> Preemption:
-        return Preemption(self._args.time_limit, self._args.save_interval)
+        return Preemption(self._args.time_limit, self._args.save_interval_minutes)
 
     @cached_property
     def statistics(self) -> StepStatistics:

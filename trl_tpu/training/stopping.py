@@ -191,7 +191,7 @@ class Preemption(ExportableState):
 
     Args:
         time_limit: Maximum duration of one `train()`; None for no limit.
-        save_interval: Time between saves; None for no extra saves.
+        save_interval: Minutes between saves; None for no extra saves.
 
     Attributes:
         stopped_by: Reason for an early stop: `SIGTERM` or `TIME_LIMIT`; None without an early stop.
@@ -203,9 +203,9 @@ class Preemption(ExportableState):
 
     stopped_by: str | None
 
-    def __init__(self, time_limit: timedelta | None, save_interval: timedelta | None) -> None:
+    def __init__(self, time_limit: timedelta | None, save_interval: float | None) -> None:
         self._time_limit = timedelta.max if time_limit is None else time_limit
-        self._save_interval = timedelta.max if save_interval is None else save_interval
+        self._save_interval = timedelta.max if save_interval is None else timedelta(minutes=save_interval)
         self.start()
 
     def start(self) -> None:
