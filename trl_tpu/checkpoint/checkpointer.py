@@ -18,7 +18,6 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -57,15 +56,12 @@ def on_all_ranks(action: Callable[[], Value], all_gather_object: Callable[[Any],
     Raises:
         Exception: The error of this rank; an OSError if only other ranks failed.
     """
-    failure: Exception | None = None
     try:
         result = action()
     except Exception as error:
-        failure = error
-    errors = all_gather_object(None if failure is None else f"{type(failure).__name__}: {failure}")
-    if failure is not None:
-        raise failure
-    if remote_errors := [error for error in errors if error is not None]:
+        all_gather_object(f"{type(error).__name__}: {error}")
+        raise
+    if remote_errors := [error for error in all_gather_object(None) if error is not None]:
         raise OSError(f"in another process: {remote_errors[0]}")
     return result
 
@@ -187,15 +183,13 @@ class Checkpointer:
         to_files = runtime.topology().process_count == 1 and not state_dict.tensors_in(contents.staging)
         to_state = optimizer is not None and not (to_files and state_dict.are_in_model_files(model))
         tensors = {} if optimizer is None else state_dict.optimizer_tensors(optimizer, model)
-        if to_files or to_state:
-            weights = state_dict.trained_weights(model)
-            tensors |= {f"{state_dict.WEIGHT_PREFIX}{name}": tensor for name, tensor in weights.items()}
-        shards = by_layer(model, runtime.local_shards(tensors))
-        state = {name: shard for name, shard in shards.items() if name.startswith(state_dict.OPTIMIZER_PREFIX)}
-        weights = {name: shard for name, shard in shards.items() if name not in state}
+        state = by_layer(model, runtime.local_shards(tensors))
+        weights = state_dict.trained_weights(model) if to_files or to_state else {}
+        shards = by_layer(model, runtime.local_shards(weights))
         if to_state:
-            state |= state_dict.unique_tensors(weights)
-        return {name.removeprefix(state_dict.WEIGHT_PREFIX): weights[name] for name in weights if to_files}, state
+            unique = state_dict.unique_tensors(shards)
+            state |= {f"{state_dict.WEIGHT_PREFIX}{name}": shard for name, shard in unique.items()}
+        return shards if to_files else {}, state
 
     # ---- alongside training, in a thread; all hosts call these methods together
 
@@ -320,7 +314,7 @@ class CheckpointLoader:
             return None
         if self._must_be_same:
             # gather names: if only some processes see a checkpoint, it is damaged, and none may start from scratch
-            names = newest_first({*chain(*self._processes.all_gather_object(run.checkpoints()))})
+            names = newest_first(set[str]().union(*self._processes.all_gather_object(run.checkpoints())))
             if not names and not run.began_from:
                 return None
             asked = run.place_of(names[0]) if names else True  # True makes `_newest_good` report the missing ones
@@ -416,9 +410,8 @@ class CheckpointLoader:
             return True
         if not Path(checkpoint, OPTIMIZER_NAME).is_file():
             logger.warning(
-                "The checkpoint %s has no optimizer state (was it saved with `save_only_model`?), so the optimizer's "
-                "moments and the learning rate schedule start from scratch.",
-                checkpoint,
+                f"The checkpoint {checkpoint} has no optimizer state (was it saved with `save_only_model`?), so the "
+                "optimizer's moments and the learning rate schedule start from scratch."
             )
         elif self._runtime.is_spmd:
             state_dict.read_torch_optimizer(optimizer, scheduler, checkpoint, self._runtime)

@@ -19,6 +19,7 @@ from huggingface_hub import ModelCard
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, PreTrainedModel
 from transformers.dynamic_module_utils import get_relative_imports
+from transformers.utils import ADAPTER_CONFIG_NAME, ADAPTER_SAFE_WEIGHTS_NAME
 
 from ..compat.transformers4 import add_transformers4_names
 from ..config.reward_config import is_url
@@ -32,8 +33,6 @@ from .folders import MANIFEST_FILE, STAGING_FOLDER, atomic_folder, find_faults, 
 from .state_dict import STATE_FOLDER, WEIGHT_PREFIX, read_weights, tensors_in
 
 MODEL_FILES = ("model.safetensors", "model.safetensors.index.json")
-ADAPTER_FILE = "adapter_model.safetensors"
-ADAPTER_CONFIG = "adapter_config.json"
 #: Files that are copied unchanged. The vocabulary files are those that transformers' tokenizers read.
 _COPIED_FILES = (
     *("config.json", head_spec.BASE_CONFIG, "generation_config.json", "*processor_config.json"),
@@ -81,24 +80,26 @@ def export_checkpoint(
     if os.path.lexists(out) and not (out.is_dir() and set(out.iterdir()) <= {out / STAGING_FOLDER}):
         raise UserError(f"{out} exists and is not overwritten. Pass a new folder, or delete this one first.")
     with local_copy(checkpoint) as folder:
-        has_adapters = (folder / ADAPTER_CONFIG).is_file()
+        config_file = folder / ADAPTER_CONFIG_NAME
+        has_adapters = config_file.is_file()
         if not has_adapters and (merge or base is not None):
-            raise UserError(f"{checkpoint} has no {ADAPTER_CONFIG}: `--merge` and `--base` apply only to adapters.")
+            raise UserError(f"{checkpoint} has no {config_file.name}: `--merge` and `--base` apply only to adapters.")
         if (folder / MANIFEST_FILE).exists() and (faults := find_faults(folder)):
             raise UserError(f"The checkpoint {checkpoint} is damaged: {'; '.join(faults)}. Export another one.")
-        names = _files_to_copy(folder)
+        base_name = (base or _read_config(config_file)["base_model_name_or_path"]) if has_adapters else ""
+        # only adapters need their base model's config
+        names = _files_to_copy(folder) - ({head_spec.BASE_CONFIG} if merge else set())
         with atomic_folder(out) as staging:
             for name in names:
-                if not (merge and name == head_spec.BASE_CONFIG):  # only adapters need their base model's config
-                    (staging / name).parent.mkdir(exist_ok=True)
-                    shutil.copyfile(folder / name, staging / name)
+                (staging / name).parent.mkdir(exist_ok=True)
+                shutil.copyfile(folder / name, staging / name)
             if merge:
-                _name_base_in_card(staging / "README.md", _base_name(folder, base))
+                _name_base_in_card(staging / "README.md", base_name)
             if has_adapters and not merge:
-                _write_adapters(folder, staging, base, dtype, trust_remote_code)
+                _write_adapters(folder, staging, base_name, dtype, trust_remote_code)
             else:
                 settings = dtype, trust_remote_code
-                model = _merged_model(folder, base, *settings) if merge else _full_model(folder, *settings)
+                model = _merged_model(folder, base_name, *settings) if merge else _full_model(folder, *settings)
                 head_spec.set_inference_metadata(model.config)  # servers read fields that other trainers' configs lack
                 model.save_pretrained(staging, max_shard_size=max_shard_size)
             add_transformers4_names(staging)
@@ -160,11 +161,9 @@ def _full_model(checkpoint: Path, dtype: torch.dtype | None, trust_remote_code: 
     return _to_dtype(model, dtype or stored)
 
 
-def _merged_model(
-    checkpoint: Path, base: str | None, dtype: torch.dtype | None, trust_remote_code: bool
-) -> PreTrainedModel:
+def _merged_model(checkpoint: Path, base: str, dtype: torch.dtype | None, trust_remote_code: bool) -> PreTrainedModel:
     """Merge the trained adapters into the base model in float32, round once to ``dtype``, and return the model."""
-    base, spec = _base_name(checkpoint, base), head_spec.HeadSpec.saved(checkpoint)
+    spec = head_spec.HeadSpec.saved(checkpoint)
     kwargs: Any = {"num_labels": len(spec.weights), "trust_remote_code": trust_remote_code}
     with tempfile.TemporaryDirectory() as adapters:  # peft loads adapters only from a folder
         _write_adapters(checkpoint, Path(adapters), base, None, trust_remote_code)
@@ -180,14 +179,14 @@ def _merged_model(
 
 
 def _write_adapters(
-    checkpoint: Path, folder: Path, base: str | None, dtype: torch.dtype | None, trust_remote_code: bool
+    checkpoint: Path, folder: Path, base: str, dtype: torch.dtype | None, trust_remote_code: bool
 ) -> None:
     """Write the trained adapters in peft's format to ``folder``."""
-    if (checkpoint / ADAPTER_FILE).is_file():
-        weights = load_file(checkpoint / ADAPTER_FILE)
+    if (checkpoint / ADAPTER_SAFE_WEIGHTS_NAME).is_file():
+        weights = load_file(checkpoint / ADAPTER_SAFE_WEIGHTS_NAME)
     else:
         stored = _stored_dtype(checkpoint / STATE_FOLDER, WEIGHT_PREFIX)
-        config = AutoConfig.from_pretrained(_base_name(checkpoint, base), trust_remote_code=trust_remote_code)
+        config = AutoConfig.from_pretrained(base, trust_remote_code=trust_remote_code)
         head_spec.write_head_spec(config, head_spec.HeadSpec.saved(checkpoint))
         model = model_without_weights(config, stored, trust_remote_code)
         adapted = empty_adapters(model, str(checkpoint), stored)
@@ -195,10 +194,10 @@ def _write_adapters(
         weights = adapter_weights(adapted)
     _check_range(weights.items(), dtype)
     weights = {name: tensor.to(dtype or tensor.dtype).contiguous() for name, tensor in weights.items()}
-    save_file(weights, folder / ADAPTER_FILE, {"format": "pt"})
-    config = _read_config(checkpoint / ADAPTER_CONFIG)
-    config |= {"inference_mode": True} | ({} if base is None else {"base_model_name_or_path": base})
-    (folder / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    save_file(weights, folder / ADAPTER_SAFE_WEIGHTS_NAME, {"format": "pt"})
+    config = _read_config(checkpoint / ADAPTER_CONFIG_NAME)
+    config |= {"inference_mode": True, "base_model_name_or_path": base}
+    (folder / ADAPTER_CONFIG_NAME).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def _stored_dtype(folder: Path, prefix: str = "") -> torch.dtype:
@@ -233,7 +232,3 @@ def _check_range(weights: Iterable[tuple[str, torch.Tensor]], dtype: torch.dtype
                 f"{name} has values that would become infinite in float16. Use `--dtype bfloat16`: it has the range "
                 "of float32."
             )
-
-
-def _base_name(checkpoint: Path, base: str | None) -> str:
-    return base or _read_config(checkpoint / ADAPTER_CONFIG)["base_model_name_or_path"]

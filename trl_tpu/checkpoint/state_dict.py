@@ -258,8 +258,7 @@ def optimizer_numbers(optimizer: Optimizer, model: nn.Module) -> dict[str, Any]:
     """Return the optimizer's class name, group settings and non-tensor state, for JSON."""
     groups = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
     numbers = {name: value for name, value in _optimizer_state(optimizer, model) if not torch.is_tensor(value)}
-    state = by_layer(model, numbers)
-    return {"class": type(optimizer).__name__, "groups": groups, "state": state}
+    return {"class": type(optimizer).__name__, "groups": groups, "state": by_layer(model, numbers)}
 
 
 def _optimizer_state(optimizer: Optimizer, model: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -324,7 +323,7 @@ def read_optimizer(
         )
     folder, parameters = Path(checkpoint, STATE_FOLDER), dict(_trained_parameters(optimizer, model))
     for name, tensor in tensors_in(folder, OPTIMIZER_PREFIX).items():
-        key, kind = _parameter_and_kind(name)
+        key, _, kind = name.removeprefix(OPTIMIZER_PREFIX).rpartition(".")
         state, parameter = optimizer.state[parameters[key]], parameters[key]
         if kind not in state and tensor.shape == parameter.shape:
             # torch's optimizers compute in the dtype of the weights, but the checkpoint has `optim_state_dtype`
@@ -339,7 +338,7 @@ def read_optimizer(
     if tensors := optimizer_tensors(optimizer, model):
         read_state(tensors, folder, runtime)
     for name, value in numbers["state"].items():
-        key, kind = _parameter_and_kind(name)
+        key, _, kind = name.removeprefix(OPTIMIZER_PREFIX).rpartition(".")
         optimizer.state[parameters[key]][kind] = value
     _update_groups(optimizer, numbers["groups"])
 
@@ -384,11 +383,6 @@ def read_scheduler(scheduler: Any, checkpoint: str | Path) -> None:
     scheduler.load_state_dict(saved | {"base_lrs": scheduler.base_lrs, "_last_lr": rates})
     for group, rate in zip(scheduler.optimizer.param_groups, rates, strict=True):
         group["lr"] = rate
-
-
-def _parameter_and_kind(name: str) -> tuple[str, str]:
-    parameter, _, kind = name.removeprefix(OPTIMIZER_PREFIX).rpartition(".")
-    return parameter, kind
 
 
 def _update_groups(optimizer: Optimizer, saved_groups: list[dict[str, Any]]) -> None:
