@@ -2,10 +2,9 @@
 
 import json
 import logging
-from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 
 import numpy as np
@@ -16,7 +15,7 @@ from ..data.collate import ComparisonRule, Labels, compare, pairs_of
 from ..data.length_stats import Prompt, group_prompts, is_prepared, kind_of_dataset, length_stats, prompts_of, rows_of
 from ..errors import UserError
 from ..packing.batch import Comparisons
-from .verdict import BestOfN, Calibration, Distribution, LengthBias, Proportion, ScoreFit, Verdict, correlation_of
+from .verdict import BestOfN, Calibration, Distribution, LengthBias, Proportion, ScoreFit, Verdict
 
 logger = logging.getLogger(__name__)
 
@@ -56,12 +55,10 @@ class RewardSums:
     highest: float = float("-inf")
 
     @classmethod
-    def read(
-        cls, counts: torch.Tensor, sums: torch.Tensor, lowest: torch.Tensor, highest: torch.Tensor
-    ) -> "RewardSums":
+    def read(cls, *sums: torch.Tensor) -> "RewardSums":
         """Create the sums from the results of `sums_of` on the host."""
-        named = zip((*COUNTS, *SUMS), [*counts.tolist(), *sums.tolist()], strict=True)
-        return cls(**dict(named), lowest=lowest.item(), highest=highest.item())
+        values = chain.from_iterable(part.tolist() for part in sums)
+        return cls(**dict(zip((*COUNTS, *SUMS, "lowest", "highest"), values, strict=True)))
 
     def __add__(self, other: "RewardSums") -> "RewardSums":
         """Return the sums over the rows of both."""
@@ -172,8 +169,7 @@ def _is_finite(rewards_NK: np.ndarray, grade_NK: np.ndarray) -> np.ndarray:
     """Mark rows that have graded answers, all with rewards in the range of float32: sums of larger ones overflow."""
     within_NK = np.abs(rewards_NK) <= np.finfo(np.float32).max
     present_NK = ~np.isnan(grade_NK)
-    finite_N: np.ndarray = (within_NK | ~present_NK).all(axis=1) & present_NK.any(axis=1)
-    return finite_N
+    return (within_NK | ~present_NK).all(axis=1) & present_NK.any(axis=1)
 
 
 def _top1_of(rewards_NK: np.ndarray, grade_NK: np.ndarray) -> np.ndarray:
@@ -184,8 +180,7 @@ def _top1_of(rewards_NK: np.ndarray, grade_NK: np.ndarray) -> np.ndarray:
     """
     values = [np.where(np.isnan(grade_NK), -np.inf, value_NK) for value_NK in (rewards_NK, grade_NK)]
     highest_NK, best_NK = (value_NK == value_NK.max(axis=1, keepdims=True) for value_NK in values)
-    credit_N: np.ndarray = (highest_NK & best_NK).sum(axis=1) / highest_NK.sum(axis=1)
-    return credit_N
+    return (highest_NK & best_NK).sum(axis=1) / highest_NK.sum(axis=1)
 
 
 class NoComparisons(UserError):
@@ -315,12 +310,13 @@ def _score_fit(
 ) -> ScoreFit:
     """Return the verdict on rewards that predict scores."""
     error_N = (reward_N - score_N) ** 2
+    is_constant = np.ptp(reward_N) == 0 or np.ptp(score_N) == 0
     return ScoreFit(
         answers=len(row_N),
         left_out=left_out,
         squared_error=float(error_N.mean()),
         variance=float(score_N.var()),
-        correlation=correlation_of(reward_N, score_N),
+        correlation=np.nan if is_constant else float(np.corrcoef(reward_N, score_N)[0, 1]),
         rewards=Distribution.of(reward_N, np.ones(len(row_N))),
         groups={name: float(error_N[places].mean()) for name, places in _places_by_group(groups, row_N).items()},
         worst=tuple(row_N[np.argsort(-error_N, kind="stable")[:_MAX_WORST_ROWS]].tolist()),
@@ -334,14 +330,12 @@ def label_of(value: Any) -> str:
 
 def _places_by_group(groups: Sequence[str | None], row_J: np.ndarray) -> dict[str, list[int]]:
     """Return the places in ``row_J`` of each group's rows; warn and return none if there are too many groups."""
-    places = defaultdict[str | None, list[int]](list)
+    places: dict[str | None, list[int]] = {}
     for place, row in enumerate(row_J.tolist()):
-        places[groups[row]].append(place)
+        places.setdefault(groups[row], []).append(place)
     names = sorted(name for name in places if name is not None)
     if len(names) > _MAX_GROUPS:
-        logger.warning(
-            "%d groups, such as %r, are not compared: the maximum is %d.", len(names), names[0], _MAX_GROUPS
-        )
+        logger.warning(f"{len(names)} groups, such as {names[0]!r}, are not compared: the maximum is {_MAX_GROUPS}.")
         return {}
     return {name: places[name] for name in names}
 

@@ -1,13 +1,12 @@
 """A verdict on a reward model: accuracy with its interval, calibration, length bias, best of N; its JSON file."""
 
-import dataclasses
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, is_dataclass
 from pathlib import Path
 from statistics import NormalDist
-from typing import Any, TypeAlias, get_args, get_origin, get_type_hints
+from typing import Any, Self, TypeAlias, get_args, get_origin, get_type_hints
 
 import numpy as np
 
@@ -94,7 +93,7 @@ class Distribution:
     counts: tuple[float, ...]
 
     @classmethod
-    def of(cls, values_N: np.ndarray, weights_N: np.ndarray) -> "Distribution":
+    def of(cls, values_N: np.ndarray, weights_N: np.ndarray) -> Self:
         """Return the weighted distribution of finite values, [N] with N > 0.
 
         All bins of the histogram have the same width, and 0 is an edge: no bin mixes positive and negative margins.
@@ -146,7 +145,7 @@ class Calibration:
     bins: tuple[ConfidenceBin, ...]
 
     @classmethod
-    def of(cls, margins_N: np.ndarray, weights_N: np.ndarray) -> "Calibration":
+    def of(cls, margins_N: np.ndarray, weights_N: np.ndarray) -> Self:
         """Return the weighted calibration of finite margins (chosen minus rejected reward), [N] with N > 0."""
         confidence_N, right_N = 1 / (1 + np.exp(-np.abs(margins_N))), (np.sign(margins_N) + 1) / 2
         edges = np.linspace(0.5, 1.0, _CONFIDENCE_BINS + 1)
@@ -202,9 +201,7 @@ class LengthBias:
         return self.chosen_is_longer is not None or self.rejected_is_longer is not None
 
     @classmethod
-    def of(
-        cls, right_N: np.ndarray, longer_N: np.ndarray, weights_N: np.ndarray, units_2N: np.ndarray
-    ) -> "LengthBias":
+    def of(cls, right_N: np.ndarray, longer_N: np.ndarray, weights_N: np.ndarray, units_2N: np.ndarray) -> Self:
         """Return the length bias of N > 0 pairs.
 
         Args:
@@ -218,9 +215,7 @@ class LengthBias:
             return Proportion.of(right_N[mask_N], weights_N[mask_N], units_2N[:, mask_N])
 
         bins = []
-        for side_N in (longer_N < 0, longer_N == 0, longer_N > 0):
-            if not side_N.any():
-                continue
+        for side_N in filter(np.any, (longer_N < 0, longer_N == 0, longer_N > 0)):
             # three bins per side, and one bin for pairs of equal lengths
             edges = np.quantile(longer_N[side_N], (1 / 3, 2 / 3), method="inverted_cdf", weights=weights_N[side_N])
             bin_N = np.searchsorted(edges, longer_N, side="left")  # equal differences go to the same bin
@@ -230,14 +225,8 @@ class LengthBias:
                 bins.append(LengthBin(low, middle, high, accuracy(inside_N)))
         longer_wins = float(np.average((np.sign(longer_N) + 1) / 2, weights=weights_N))
         chosen, rejected = (accuracy(side_N) if side_N.any() else None for side_N in (longer_N > 0, longer_N < 0))
-        return cls(
-            longer_wins=longer_wins,
-            length_only=max(longer_wins, 1 - longer_wins),
-            controlled=None if chosen is None or rejected is None else (chosen.value + rejected.value) / 2,
-            chosen_is_longer=chosen,
-            rejected_is_longer=rejected,
-            bins=tuple(bins),
-        )
+        controlled = None if chosen is None or rejected is None else (chosen.value + rejected.value) / 2
+        return cls(longer_wins, max(longer_wins, 1 - longer_wins), controlled, chosen, rejected, tuple(bins))
 
 
 @dataclass(frozen=True)
@@ -358,12 +347,6 @@ class ScoreFit:
         return {name: value for name, value in named.items() if value == value}  # without nan
 
 
-def correlation_of(first_N: np.ndarray, second_N: np.ndarray) -> float:
-    """Return Pearson's correlation of two arrays; nan if all values of one are equal."""
-    is_constant = np.ptp(first_N) == 0 or np.ptp(second_N) == 0
-    return float("nan") if is_constant else float(np.corrcoef(first_N, second_N)[0, 1])
-
-
 AnyVerdict: TypeAlias = Verdict | BestOfN | ScoreFit
 _TYPES: dict[str, type[AnyVerdict]] = {"pairs": Verdict, "best_of_n": BestOfN, "scores": ScoreFit}
 
@@ -371,7 +354,7 @@ _TYPES: dict[str, type[AnyVerdict]] = {"pairs": Verdict, "best_of_n": BestOfN, "
 def verdict_json(verdict: AnyVerdict) -> str:
     """Return a verdict as JSON, with null for numbers that are not finite."""
     kind = next(name for name, type_ in _TYPES.items() if isinstance(verdict, type_))
-    text = json.dumps({"kind": kind} | dataclasses.asdict(verdict))
+    text = json.dumps({"kind": kind} | asdict(verdict))
     content = json.loads(text, parse_constant=lambda _: None)
     return f"{json.dumps(content, indent=2, ensure_ascii=False, allow_nan=False)}\n"
 
@@ -386,15 +369,14 @@ def read_verdict(path: Path) -> AnyVerdict:
         content = json.loads(path.read_text(encoding="utf-8"))
         if "loss" in content:  # its name in earlier files
             content["pairwise_loss"] = content.pop("loss")
-        verdict: AnyVerdict = _from_json(_TYPES[content.pop("kind")], content)
-    return verdict
+        return _from_json(_TYPES[content.pop("kind")], content)
 
 
 def _from_json(kind: Any, value: Any) -> Any:
     """Convert a JSON value to the type ``kind``. A null becomes nan if the type is a float."""
     if value is None:
         return math.nan if kind is float else None
-    if dataclasses.is_dataclass(kind):
+    if is_dataclass(kind):
         fields = get_type_hints(kind)
         return kind(**{name: _from_json(fields[name], item) for name, item in value.items()})  # type: ignore[operator]
     parts = get_args(kind)

@@ -26,17 +26,15 @@ from .. import __version__
 from ..errors import UserError, explaining
 from ..evaluation.verdict import AnyVerdict, LengthBias, Proportion, ScoreFit, Verdict, read_verdict, verdict_json
 from ..modeling.head_spec import HeadSpec
-from .verdicts import ScoredRows, as_markdown, markdown_text, printable, sentences_of, tables_of
+from .verdicts import TEMPLATES, ScoredRows, as_markdown, markdown_text, printable, sentences_of, tables_of
 
 logger = logging.getLogger(__name__)
 
-PAGE = "index.html"
 VERDICT_FILE = "verdict.json"
 CURVE_FILE = "training.png"
 _GENERATOR = "trl-tpu report"
 _MAX_CHARACTERS = 700  # of a text from the data
 _NO_MATPLOTLIB = "Pictures are missing because matplotlib is not installed. Run `pip install matplotlib`."
-_TEMPLATE = Path(__file__).with_name("page.html.jinja")
 #: Training curves that are drawn first, in this order.
 _CURVES = ("loss", "accuracy", "margin", "learning_rate", "grad_norm")
 
@@ -255,9 +253,7 @@ def write_training_curve(state: TrainerState, folder: Path) -> str:
     return f"![Loss and accuracy over the steps of the training]({CURVE_FILE})"
 
 
-def write_page(
-    runs: Sequence[RunHistory], scored: Mapping[str, ScoredRows], folder: Path
-) -> tuple[Path, dict[str, AnyVerdict]]:
+def write_page(runs: Sequence[RunHistory], scored: Mapping[str, ScoredRows], folder: Path) -> tuple[Path, Verdicts]:
     """Write the page, its pictures as PNG files and each verdict as JSON; return the page's path and the verdicts.
 
     Args:
@@ -268,7 +264,7 @@ def write_page(
     Raises:
         UserError: A file with one of these names exists, and no report wrote it.
     """
-    page = folder / PAGE
+    page = folder / "index.html"
     earlier = page.read_text(encoding="utf-8", errors="replace") if page.is_file() else ""
     if page.is_file() and _GENERATOR not in earlier:
         raise UserError(f"{page} is not a report and is not overwritten. Pass another folder as --output.")
@@ -282,9 +278,9 @@ def write_page(
     for path in map(folder.joinpath, files):
         if path.exists() and _entry(path.name, path.read_bytes()) not in earlier:
             raise UserError(f"{path} was not written by a report and is not overwritten. Pass another --output.")
-    environment = Environment(autoescape=True)
+    environment = Environment(loader=TEMPLATES, autoescape=True)
     environment.filters |= {"sentences": sentences_of, "excerpt": _excerpt}
-    text = environment.from_string(_TEMPLATE.read_text(encoding="utf-8")).render(
+    text = environment.get_template("page.html.jinja").render(
         generator=_GENERATOR,
         files=" ".join(_entry(name, content) for name, content in files.items()),
         verdicts=verdicts,

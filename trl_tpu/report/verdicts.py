@@ -10,7 +10,7 @@ from typing import Any
 
 import fsspec
 import pyarrow.parquet as pq
-from jinja2 import Environment, StrictUndefined
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from ..data.collate import Labels
 from ..data.kinds import Pairs, RowKind, check_one_form, kind_counting, scored_kind
@@ -24,14 +24,14 @@ Row = Mapping[str, Any]
 Rows = Iterator[dict[str, Any] | UserError]
 Clean = Callable[[str], str]
 
-_SENTENCES = Path(__file__).with_name("verdict.txt.jinja")
+TEMPLATES = FileSystemLoader(Path(__file__).parent)
 
 
 def sentences_of(verdict: AnyVerdict) -> list[str]:
     """Return sentences that interpret a verdict for training a policy on the model."""
-    environment = Environment(trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined)
+    environment = Environment(loader=TEMPLATES, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined)
     environment.filters["printable"] = printable
-    template = environment.from_string(_SENTENCES.read_text(encoding="utf-8"))
+    template = environment.get_template("verdict.txt.jinja")
     kind = kind_counting(verdict.of) if isinstance(verdict, Verdict) else None
     return [*filter(None, template.render(verdict=verdict, type=type(verdict).__name__, kind=kind).splitlines())]
 
@@ -250,11 +250,9 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     if path.suffix.lower() == ".parquet":
         with explaining(f"{path} cannot be read as rows", "Correct the file."):
             return pq.ParquetFile(path).read().to_pylist()  # `read_table` also makes columns from folder names
-    rows = []
-    for row in read_json(lines_of(path), str(path)):
-        if isinstance(row, UserError):
-            raise row
-        rows.append(row)
+    rows: list[Any] = list(read_json(lines_of(path), str(path)))
+    if faults := [row for row in rows if isinstance(row, UserError)]:
+        raise faults[0]
     return rows
 
 

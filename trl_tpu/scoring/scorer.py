@@ -18,14 +18,7 @@ from ..data.kinds import Answers
 from ..errors import UserError
 from ..modeling.attention import tree_layout
 from ..modeling.forward import PackingImpossible, rewards_of
-from ..modeling.head_spec import (
-    HeadSpec,
-    RewardScale,
-    is_peft_model,
-    keep_heads_in_float32,
-    saved_scale,
-    without_adapters,
-)
+from ..modeling.head_spec import HeadSpec, is_peft_model, keep_heads_in_float32, saved_scale, without_adapters
 from ..modeling.load import load_model, load_tokenizer
 from ..modeling.model_shape import learned_positions, position_groups
 from ..modeling.packability import make_packable
@@ -230,8 +223,9 @@ class Scorer:
             rewards_DA = wait()
             nonfinite = np.flatnonzero(~np.isfinite(rewards_DA).all(axis=1)).tolist()
             rewards_DA[nonfinite] = self._compute([dialogues[index] for index in nonfinite], self.padded)()
-            scale = self.scale or RewardScale(0.0, 1.0)
-            rewards_D = (rewards_DA @ np.array(self.outputs.weights) - scale.mean) / scale.std
+            rewards_D = rewards_DA @ np.array(self.outputs.weights)
+            if self.scale is not None:
+                rewards_D = (rewards_D - self.scale.mean) / self.scale.std
             return np.column_stack([rewards_D, rewards_DA[:, : len(self.outputs.attributes)]])
 
         return rewards
@@ -241,7 +235,6 @@ class Scorer:
         compute = self.runtime.compiled(_rewards_of)
         upload = partial(self.runtime.upload, batch_axes=BATCH_AXES, device=self.device)
         computed = list[tuple[np.ndarray, np.ndarray, torch.Tensor]]()  # sequences, their places, and their rewards
-
         for members_N, micro_batches in self._batches_by_positions(dialogues, batches):
             for batch in micro_batches:
                 place_N = np.flatnonzero(batch.present_P.numpy())  # members in this micro-batch

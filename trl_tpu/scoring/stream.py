@@ -25,8 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from ..data import checks
-from ..data.checks import unread_columns, warn_of_new_traps
+from ..data.checks import Row, check_conversation, check_ids, row_of, unread_columns, warn_of_new_traps
 from ..data.formats import convert_row, date_written
 from ..data.kinds import Pairs, Rankings, Solutions, check_one_form
 from ..data.kinds.base import LABELS_AS, ids_of_texts, tokenize_conversation, with_eos
@@ -42,7 +41,6 @@ WINDOW = 1024
 #: Column with the reason why a row lacks rewards; null if it has all of them.
 REASON = "not_scored"
 
-Row = Mapping[str, Any]
 Dialogue = str | list[dict[str, Any]] | np.ndarray  # a text, messages, or token ids
 
 _WITHOUT_PROMPT = ("messages", "text")  # columns of whole conversations
@@ -59,6 +57,7 @@ class Item:
 
     Attributes:
         where: Beginning of error messages: row, column and index.
+        ids: Token ids of the item if it can be scored, int32; else None.
         by_attribute: Reward of each attribute of the model, by name.
         fault: Reason why the item has no reward.
     """
@@ -66,6 +65,7 @@ class Item:
     row: Row
     where: str
     dialogue: Dialogue | None = None
+    ids: Any = None
     tokens: int | None = None
     reward: float | None = None
     by_attribute: dict[str, float] | None = None
@@ -203,18 +203,16 @@ def _read(row: Row, prompt: Any, answer: Any, where: str, tokenizer: Any) -> Ite
     """Read an answer, after the prompt if there is one. A text gets an EOS token, as in training."""
     item = Item(row, where)
     with item.keeping_fault():
-        checks.check_conversation(answer, where)
+        check_conversation(answer, where)
         if prompt is not None:
             if type(prompt) is not type(answer):
                 raise UserError(f"{where} and `prompt` must both be texts, or both lists of messages.")
-            checks.check_conversation(prompt, f"{where}: its `prompt`")
+            check_conversation(prompt, f"{where}: its `prompt`")
         item.dialogue = (answer[:0] if prompt is None else prompt) + with_eos(answer, tokenizer)
     return item
 
 
-def tokenize(
-    items: list[Item], scorer: Scorer, max_length: int | None, warned: set[str]
-) -> list[tuple[Item, np.ndarray]]:
+def tokenize(items: list[Item], scorer: Scorer, max_length: int | None, warned: set[str]) -> list[Item]:
     """Tokenize items as in training, and return the ones that can be scored; the rest get a fault.
 
     Args:
@@ -223,24 +221,22 @@ def tokenize(
         max_length: Maximum number of tokens of an item; None for no limit.
         warned: Traps that are logged already; new ones are added.
     """
-    ids_of, ready = ids_of_texts((item.dialogue for item in items), scorer.tokenizer), []
+    ids_of = ids_of_texts((item.dialogue for item in items), scorer.tokenizer)
     most = scorer.positions if max_length is None else min(max_length, scorer.positions)
-    for item in items:
-        if item.dialogue is None:
-            continue
+    for item in [item for item in items if item.dialogue is not None]:
         with item.keeping_fault():
             ids: Any = item.dialogue
             if not isinstance(ids, np.ndarray):
                 ids, traps = tokenize_conversation(ids, scorer.tokenizer, item.row, item.where, ids_of)
                 warn_of_new_traps(traps, warned, item.where.replace("Row", "in row", 1))
-            checks.check_ids(ids, item.where, scorer.num_embeddings)
+            check_ids(ids, item.where, scorer.num_embeddings)
             item.tokens = len(ids)
             if len(ids) > most:
                 raise UserError(
                     f"{item.where} has {len(ids)} tokens; max_length or the model's positions allow {most}"
                 )
-            ready.append((item, np.asarray(ids, np.int32)))
-    return ready
+            item.ids = np.asarray(ids, np.int32)
+    return [item for item in items if item.ids is not None]
 
 
 def score(
@@ -345,19 +341,18 @@ def _start(
 
     Traps that are not in ``warned`` yet are logged, and added.
     """
-    items_of_rows = [
-        form.read(row, checks.row_of(number, "scored"), scorer.tokenizer) for number, row in enumerate(rows, first)
-    ]
-    for number, items in enumerate(items_of_rows, first):
+    items_of_rows = list[Items]()
+    for number, row in enumerate(rows, first):
+        items_of_rows.append(items := form.read(row, row_of(number, "scored"), scorer.tokenizer))
         for item in flatten_items(items)[:1]:
             warn_of_new_traps(form.unread_columns(item.row), warned, f"scored dataset: in row {number}")
     ready = tokenize([item for items in items_of_rows for item in flatten_items(items)], scorer, max_length, warned)
-    chats = ((item.dialogue, item.row) for item, _ in ready if isinstance(item.dialogue, list))
+    chats = ((item.dialogue, item.row) for item in ready if isinstance(item.dialogue, list))
     date_written(scorer.tokenizer, chats)  # warns if the chat template writes a date
-    rewards = scorer.start([ids for _, ids in ready])
+    rewards = scorer.start([item.ids for item in ready])
 
     def finish() -> Window:
-        for (item, _), (reward, *by_attribute) in zip(ready, rewards().tolist(), strict=True):
+        for item, (reward, *by_attribute) in zip(ready, rewards().tolist(), strict=True):
             if np.isfinite(reward):
                 item.reward = reward
                 item.by_attribute = dict(zip(scorer.outputs.attributes, by_attribute, strict=True))

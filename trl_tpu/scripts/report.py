@@ -4,8 +4,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from trl_tpu.evaluation.verdict import AnyVerdict
-from trl_tpu.report.pages import read_run, write_page
+from trl_tpu.report.pages import Verdicts, read_run, write_page
 from trl_tpu.report.verdicts import as_markdown, printable, read_scored
 
 
@@ -43,7 +42,7 @@ def run(argv: list[str]) -> int:
 
 def write_report(
     sources: Sequence[Path], output: Path | None = None, eval_by: str | None = None
-) -> tuple[Path, dict[str, AnyVerdict]]:
+) -> tuple[Path, Verdicts]:
     """Write the report on runs and scored files; return the path of its page, and the verdicts by source name.
 
     The name of a source is the name of its folder or file, or its full path if another source has the same name.
