@@ -147,7 +147,6 @@ def _full_model(checkpoint: Path, dtype: torch.dtype | None, trust_remote_code: 
     stored = _stored_dtype(checkpoint) if has_model_files else _stored_dtype(checkpoint / STATE_FOLDER, WEIGHT_PREFIX)
     spec = head_spec.HeadSpec.saved(checkpoint)
     load_dtype = stored if dtype == torch.float16 else dtype or stored  # loading in float16 would hide overflows
-    model: Any
     if has_model_files:
         model, info = load_classifier(str(checkpoint), spec, dtype=load_dtype, trust_remote_code=trust_remote_code)
         if missing := sorted(info["missing_keys"])[:5]:

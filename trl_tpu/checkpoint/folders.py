@@ -357,24 +357,21 @@ class RunFolder:
         if self._writes and self.remote is None:
             self.path.mkdir(parents=True, exist_ok=True)
             self._file = os.open(self.path / RUN_FILE, os.O_RDWR | os.O_CREAT, 0o644)
-            self._lock(self._file)
+            try:
+                # unlike lockf, flock excludes trainers in this process too, and reading the file does not release it
+                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except (BlockingIOError, PermissionError):
+                owner = self._read()
+                self.release()
+                raise UserError(
+                    f"Process {owner.get('process')} on {owner.get('host')} trains in {self.path} since "
+                    f"{owner.get('since')}. Wait until it has ended, or set another output_dir."
+                ) from None
+            except OSError as error:
+                logger.warning("%s cannot be locked (%s). Do not start a second run there.", self.path, error)
             for unfinished in (self.path / STAGING_FOLDER).glob("checkpoint-*"):  # left by a killed process
                 discard(unfinished)
         self._run = self._read()
-
-    def _lock(self, file: int) -> None:
-        try:
-            # unlike lockf, flock excludes trainers in this process too, and reading the file does not release it
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except (BlockingIOError, PermissionError):
-            owner = self._read()
-            self.release()
-            raise UserError(
-                f"Process {owner.get('process')} on {owner.get('host')} trains in {self.path} since "
-                f"{owner.get('since')}. Wait until it has ended, or set another output_dir."
-            ) from None
-        except OSError as error:
-            logger.warning("%s cannot be locked (%s). Do not start a second run there.", self.path, error)
 
     def release(self) -> None:
         """Release the lock of `claim`."""

@@ -237,9 +237,8 @@ def evaluate_rows(
     def share(values_J: np.ndarray, mask_J: Any = slice(None)) -> Proportion:
         return Proportion.of(values_J[mask_J], np.ones(len(row_J))[mask_J], units_2J[:, mask_J])
 
-    rewards = np.stack([better_M, worse_M], axis=-1).ravel()
-    if kind.compares_with_zero:
-        rewards = better_M + worse_M  # one of the two is always 0
+    # one of the two is always 0 if each reward is compared with 0
+    rewards = better_M + worse_M if kind.compares_with_zero else np.stack([better_M, worse_M], axis=-1).ravel()
     shares = {name: share(right_J, places) for name, places in _places_by_group(groups, units_2J[0]).items()}
     worst_first = [at for at in np.argsort(margin_M, kind="stable") if margin_M[at] <= 0][:_MAX_WORST_ROWS]
     return Verdict(

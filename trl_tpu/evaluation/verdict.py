@@ -50,10 +50,8 @@ class Proportion:
             return proportion(right, total)
         off_N = weights_N * (right_N - right / total)
         is_known = prompts > 1 and np.abs(off_N).max() > 1e-9
-        over_rows, over_prompts = (
-            (np.bincount(unit_N, off_N if is_known else weights_N) ** 2).sum() for unit_N in (row_N, prompt_N)
-        )
-        correction = prompts / (prompts - 1) / (rows / (rows - 1)) if is_known else 1.0
+        values_N, correction = (off_N, prompts / (prompts - 1) / (rows / (rows - 1))) if is_known else (weights_N, 1.0)
+        over_rows, over_prompts = ((np.bincount(unit_N, values_N) ** 2).sum() for unit_N in (row_N, prompt_N))
         return proportion(right, total, max(correction * over_prompts / over_rows, 1.0))
 
 

@@ -6,7 +6,7 @@ import logging
 import re
 import shutil
 from base64 import b64encode
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -325,21 +325,13 @@ _CARD_TEMPLATE = Path(__file__).with_name("model_card.md.jinja")
 
 
 def make_model_card(
-    name: str,
-    base_model: str | None,
-    dataset_name: str | None,
-    tags: Iterable[str],
-    tokenizer: PreTrainedTokenizerBase | None,
-    outputs: HeadSpec,
-    **shown: Any,
+    metadata: ModelCardData, tokenizer: PreTrainedTokenizerBase | None, outputs: HeadSpec, **shown: Any
 ) -> ModelCard:
     """Make a model card with the metadata that the Hub reads.
 
     Args:
-        name: The model's name.
-        base_model: Hub id of the model that training started from; None if unknown.
-        dataset_name: Hub id of the training data; None if unknown.
-        tags: Tags to add to the tag of a trainer's card.
+        metadata: The model's name; the Hub ids of the model that training started from and of the training data, None
+            if unknown; and tags. The library, the task and the tag of a trainer's card are added.
         tokenizer: The tokenizer of the training; None if unknown.
         outputs: The model's outputs.
         **shown: Other values for the template: `location`, a Hub id or a folder; `args`, the training arguments;
@@ -350,17 +342,12 @@ def make_model_card(
             trainer's state; `first_step` since the last resume; `adapters`, their configs; `tokens` that were trained
             on; `devices`; `own_optimizer`, whether the training script made the optimizer.
     """
-    metadata = ModelCardData(  # the template reads these names, too
-        base_model=base_model,
-        datasets=[dataset_name] if dataset_name else None,
-        library_name="transformers",
-        model_name=name,
-        pipeline_tag="text-classification" if outputs.step_separator is None else "token-classification",
-        tags=sorted({_TAG, *tags}),
-    )
+    metadata.library_name = "transformers"
+    metadata.pipeline_tag = "text-classification" if outputs.step_separator is None else "token-classification"
+    metadata.tags = sorted({_TAG, *(metadata.tags or ())})
     adds_bos = tokenizer is not None and tokenizer("a")["input_ids"][:1] == [tokenizer.bos_token_id]
     return ModelCard.from_template(
-        metadata,
+        metadata,  # the template reads its names, too
         template_path=str(_CARD_TEMPLATE),
         tokenizer=tokenizer,
         bos=tokenizer.bos_token if tokenizer is not None and adds_bos else None,

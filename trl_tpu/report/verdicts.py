@@ -72,15 +72,13 @@ def tables_of(verdicts: Mapping[str, AnyVerdict]) -> list[Table]:
     tables, verdicts = [], {name or "value": verdict for name, verdict in verdicts.items()}
     for title, type_, measures in _MEASURES:
         columns = {name: verdict for name, verdict in verdicts.items() if isinstance(verdict, type_)}
-        rows = [
-            (measure, *(_cell(value(verdict)) for verdict in columns.values()), meaning)
-            for measure, value, meaning in measures
-        ]
-        filled_rows = tuple(row for row in rows if any(row[1:-1]))
-        tables += [Table(title, ("measure", *columns, "meaning"), filled_rows)] if columns else []
+        rows = list[tuple[str, ...]]()
+        for measure, value, meaning in measures:
+            cells = [_cell(value(verdict)) for verdict in columns.values()]
+            rows += [(measure, *cells, meaning)] if any(cells) else []
+        tables += [Table(title, ("measure", *columns, "meaning"), tuple(rows))] if columns else []
     for title, types in (("Accuracy by group", Verdict | BestOfN), ("Squared error by group", ScoreFit)):
-        of_type = {name: verdict for name, verdict in verdicts.items() if isinstance(verdict, types)}
-        groups: dict[str, Any] = {name: verdict.groups for name, verdict in of_type.items() if verdict.groups}
+        groups = {name: each.groups for name, each in verdicts.items() if each.groups and isinstance(each, types)}
         names = sorted({name for shares in groups.values() for name in shares})
         rows = [(name, *(_cell(shares.get(name), with_count=True) for shares in groups.values())) for name in names]
         tables += [Table(title, ("group", *groups), tuple(rows))] if groups else []

@@ -358,9 +358,7 @@ def _start(
                 item.by_attribute = dict(zip(scorer.outputs.attributes, by_attribute, strict=True))
             else:
                 item.fault = f"{item.where}: the reward is {reward}, not a finite number"
-        return rows, [
-            form.written({} if isinstance(row, UserError) else row, items)
-            for row, items in zip(rows, items_of_rows, strict=True)
-        ]
+        both = zip(rows, items_of_rows, strict=True)
+        return rows, [form.written({} if isinstance(row, UserError) else row, items) for row, items in both]
 
     return finish

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from accelerate import Accelerator
 from datasets import Dataset
+from huggingface_hub import ModelCardData
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 from transformers import EvalPrediction, PreTrainedTokenizerBase
@@ -360,11 +361,13 @@ class EvaluatingTrainer(DeviceTrainer):
             return
         base = get_config_model_id(self.model.config)
         card = make_model_card(
-            model_name or Path(self.args.hub_model_id or path.parent).name,
+            ModelCardData(
+                base_model=base if base and may_be_on_the_hub(base) else None,
+                datasets=[dataset_name] if dataset_name and may_be_on_the_hub(dataset_name) else None,
+                model_name=model_name or Path(self.args.hub_model_id or path.parent).name,
+                tags=[*([tags] if isinstance(tags, str) else tags or []), *self._tag_names],
+            ),
             location=self.hub_model_id or path.parent,
-            base_model=base if base and may_be_on_the_hub(base) else None,
-            dataset_name=dataset_name if dataset_name and may_be_on_the_hub(dataset_name) else None,
-            tags=[*([tags] if isinstance(tags, str) else tags or []), *self._tag_names],
             tokenizer=self.processing_class,
             outputs=HeadSpec.of(self.model.config),
             scale=self.trl_tpu.statistics.scale,
