@@ -304,7 +304,6 @@ class RemoteRun:
 
 
 RUN_FILE = "_run.json"
-EARLIER_FOLDER = "_earlier"
 
 
 class RunFolder:
@@ -430,7 +429,7 @@ class RunFolder:
             flush(self.path / RUN_FILE)
 
     def _move_to_earlier(self, names: list[str]) -> None:
-        below = f"{EARLIER_FOLDER}/{datetime.now():%Y%m%d-%H%M%S-%f}"
+        below = f"_earlier/{datetime.now():%Y%m%d-%H%M%S-%f}"
         if self.remote is not None:
             self.remote.move(names, below)
         else:

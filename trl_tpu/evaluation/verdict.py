@@ -98,20 +98,15 @@ class Distribution:
         """
         most = largest if (largest := float(np.abs(values_N).max())) > 1e-300 else 1.0  # bin width must not be 0
         counts, edges = np.histogram(values_N, bins=_HISTOGRAM_BINS, range=(-most, most), weights=weights_N)
-        mean = np.average(values_N, weights=weights_N)
+        mean = float(np.average(values_N, weights=weights_N))
+        std = float(np.average((values_N - mean) ** 2, weights=weights_N) ** 0.5)
+        lowest, highest = float(values_N.min()), float(values_N.max())
         order_N = np.argsort(values_N)
         sorted_N = weights_N[order_N]
         below_N = np.cumsum(sorted_N) - sorted_N  # for equal weights, this gives numpy's linear quantiles
         quantiles = np.interp(np.array(QUANTILES) * below_N[-1], below_N, values_N[order_N])
-        return cls(
-            mean=float(mean),
-            std=float(np.average((values_N - mean) ** 2, weights=weights_N) ** 0.5),
-            lowest=float(values_N.min()),
-            highest=float(values_N.max()),
-            quantiles=dict(zip(map(str, QUANTILES), quantiles.tolist(), strict=True)),
-            edges=tuple(map(float, edges)),
-            counts=tuple(counts.tolist()),
-        )
+        by_level = dict(zip(map(str, QUANTILES), quantiles.tolist(), strict=True))
+        return cls(mean, std, lowest, highest, by_level, tuple(edges.tolist()), tuple(counts.tolist()))
 
 
 @dataclass(frozen=True)
