@@ -194,8 +194,7 @@ def _write_adapters(
     _check_range(weights.items(), dtype)
     weights = {name: tensor.to(dtype or tensor.dtype).contiguous() for name, tensor in weights.items()}
     save_file(weights, folder / ADAPTER_SAFE_WEIGHTS_NAME, {"format": "pt"})
-    config = _read_config(checkpoint / ADAPTER_CONFIG_NAME)
-    config |= {"inference_mode": True, "base_model_name_or_path": base}
+    config = _read_config(checkpoint / ADAPTER_CONFIG_NAME) | {"inference_mode": True, "base_model_name_or_path": base}
     (folder / ADAPTER_CONFIG_NAME).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 

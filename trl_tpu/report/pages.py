@@ -321,8 +321,6 @@ def _excerpt(content: Any) -> str:
 _TAG = "generated_from_trainer"
 _LIBRARIES = ("torch", "transformers", "datasets", "tokenizers")
 
-_CARD_TEMPLATE = Path(__file__).with_name("model_card.md.jinja")
-
 
 def make_model_card(
     metadata: ModelCardData, tokenizer: PreTrainedTokenizerBase | None, outputs: HeadSpec, **shown: Any
@@ -348,7 +346,7 @@ def make_model_card(
     adds_bos = tokenizer is not None and tokenizer("a")["input_ids"][:1] == [tokenizer.bos_token_id]
     return ModelCard.from_template(
         metadata,  # the template reads its names, too
-        template_path=str(_CARD_TEMPLATE),
+        template_path=str(Path(__file__).with_name("model_card.md.jinja")),
         tokenizer=tokenizer,
         bos=tokenizer.bos_token if tokenizer is not None and adds_bos else None,
         outputs=outputs,
