@@ -427,37 +427,33 @@ def ties_score(right_NK: np.ndarray, wrong_NK: np.ndarray, ids: Sequence[str]) -
     return float(0.3 * sum(right_shares) + 0.2 * sum(above_spread) + 0.01 * np.mean(beyond_Q))
 
 
-def evaluate_rewards(
-    rewards_NAK: torch.Tensor, labels: Labels, dataset: Any, eval_by: str | None, names: Sequence[str]
-) -> Verdict | ScoreFit | None:
+def evaluate_rewards(rewards_NAK: torch.Tensor, labels: Labels, dataset: Any, args: Any) -> Verdict | ScoreFit | None:
     """Return the verdict on the rewards of an evaluation; warn and return None if nothing can be compared.
 
     Args:
         rewards_NAK: Rewards of the answers or steps of N rows.
         labels: Labels of the rows.
         dataset: The dataset that starts with these N rows, in order; None if unknown.
-        eval_by: Its column of group labels; ignored with a warning if it is missing.
-        names: Names of the attributes. Each attribute of a row is a separate ranking, and attributes are the default
-            groups.
+        args: The training arguments. `eval_by` is the dataset's column of group labels; it is ignored with a warning
+            if it is missing. Each of the `attributes` of a row is a separate ranking, and they are the default groups.
     """
     if not len(rewards_NAK):
         return None
     rows, attributes, answers = rewards_NAK.shape
     shape = (-1, 1 if labels.kind.compares_with_zero else answers)  # each step becomes one row
     rewards_NK, grade_NK = (np.asarray(values).reshape(shape) for values in (rewards_NAK.double(), labels.grade_PAK))
-    groups, lengths_NK, prompts = list(names) * rows or None, None, None
+    groups, lengths_NK, prompts = list(args.attributes or ()) * rows or None, None, None
     per_row = len(rewards_NK) // rows  # attributes, or steps
     if isinstance(dataset, Dataset):
         prompts = [prompt for prompt in islice(prompts_of(dataset), rows) for _ in range(per_row)]
         if is_prepared(dataset) and not labels.kind.compares_with_zero:
             lengths = length_stats(dataset).lengths
             lengths_NK = (lengths.prefix_N[:, None] + lengths.tails_NK)[:rows].repeat(attributes, axis=0)
-    if isinstance(dataset, Dataset) and eval_by in dataset.column_names:
-        groups = [label_of(label) for label in dataset[eval_by][:rows] for _ in range(per_row)]
-    elif eval_by is not None:
-        logger.warning(
-            "eval_by=%r is ignored: the data has no such column, or the order of its rows is unknown.", eval_by
-        )
+    if isinstance(dataset, Dataset) and args.eval_by in dataset.column_names:
+        groups = [label_of(label) for label in dataset[args.eval_by][:rows] for _ in range(per_row)]
+    elif args.eval_by is not None:
+        fault = "the data has no such column, or the order of its rows is unknown"
+        logger.warning(f"eval_by={args.eval_by!r} is ignored: {fault}.")
     try:
         verdict = evaluate_rows(rewards_NK, replace(labels, grade_PAK=grade_NK[:, None]), lengths_NK, groups, prompts)
         worst = tuple(dict.fromkeys(item * rows // len(rewards_NK) for item in verdict.worst))  # rows of the data
@@ -503,7 +499,7 @@ def _metric_names(args: Any, dataset: Any) -> list[str]:
         labels = Labels.of(rows, kind, length_stats(dataset).answers, len(args.attributes or ()))
         dataset = None if args.train_sampling_strategy == "group_by_length" else dataset
     rewards_NAK = torch.arange(labels.grade_PAK.size).view(labels.grade_PAK.shape).float()  # a correlation needs two
-    verdict = evaluate_rewards(rewards_NAK, labels, dataset, args.eval_by, args.attributes or ())
+    verdict = evaluate_rewards(rewards_NAK, labels, dataset, args)
     measured = [*sums_on_host(rewards_NAK, labels, [1.0] * len(args.attributes or ())).metrics()]
     measured += [] if verdict is None else [*verdict.metrics()]
     counted = ["pairs"] if args.max_eval_steps is not None else []

@@ -333,7 +333,7 @@ class EvaluatingTrainer(DeviceTrainer):
         if prefix.startswith("eval"):  # not `predict`
             components.statistics.evaluated = scale_of(sums, "the evaluation set")
         rows = self._rows_in_order(dataset, len(rewards_NAK))
-        if (verdict := evaluate_rewards(rewards_NAK, labels, rows, args.eval_by, args.attributes or ())) is not None:
+        if (verdict := evaluate_rewards(rewards_NAK, labels, rows, args)) is not None:
             verdict = replace(verdict, prompts_in_training=components.seen.get(id(dataset), ()))
             components.verdicts[prefix] = verdict
             metrics |= verdict.metrics()
