@@ -117,7 +117,7 @@ class OldPairs(Pairs):
     """
 
     tokenizer: PreTrainedTokenizerBase
-    has_traps = False
+    raw_columns, has_traps = OLD_KEYS, False
 
     def check_dataset(self, columns: Collection[str], name: str) -> Self:
         if {*OLD_KEYS} & set(columns):
@@ -128,9 +128,6 @@ class OldPairs(Pairs):
                 "not depend on it. Put it at the beginning of both answers, or use TRL's current columns and collator."
             )
         return super().check_dataset(columns, name)
-
-    def raw_only(self, columns: Sequence[str]) -> list[str]:
-        return [column for column in OLD_KEYS if column in columns]
 
     def tokenize(
         self, rows_N: Sequence[Row], places: Sequence[str], tokenizer: PreTrainedTokenizerBase

@@ -22,7 +22,7 @@ from datasets import Dataset
 
 from ..packing.shapes import RowLengths, common_prefix
 from .formats import convert_row
-from .kinds import COLUMNS, TOKENS, Pairs, RowKind, answers_of, kind_of, kind_of_columns
+from .kinds import COLUMNS, Pairs, RowKind, answers_of, kind_of, kind_of_columns
 from .kinds.solutions import STEP_ENDS
 
 _ROWS_AT_ONCE = 1000
@@ -78,7 +78,7 @@ def length_stats(dataset: Dataset) -> LengthStats:
 
 def length_stats_of(parts: Iterable[list[dict[str, Any]]]) -> LengthStats:
     """Measure tokenized rows, given in lists as from `parts_of`."""
-    lengths: list[RowLengths] = []
+    lengths = list[tuple[int, ...]]()
     shared: list[bytes] = []  # empty, or one item: the common prefix of all sequences so far, 4 bytes per token
     answers = 1
     checksums: dict[str, int] = defaultdict(int)  # running checksum per kind of content: table sizes do not affect it
@@ -86,7 +86,7 @@ def length_stats_of(parts: Iterable[list[dict[str, Any]]]) -> LengthStats:
         kind = kind_of_columns(rows[0])
         assert kind is not None  # the rows are tokenized
         answers_N, labels_N = list(map(kind.answers, rows)), list(map(kind.labels, rows))
-        lengths.append(_lengths(answers_N))
+        lengths += map(_lengths, answers_N)
         scored_N = [labels.get(STEP_ENDS, answers_K) for labels, answers_K in zip(labels_N, answers_N, strict=True)]
         answers = max(answers, *map(len, scored_N))
         sequences_D = list(chain.from_iterable(answers_N))
@@ -99,22 +99,19 @@ def length_stats_of(parts: Iterable[list[dict[str, Any]]]) -> LengthStats:
             text = "".join(f"{labels[name]}," for labels in labels_N)
             checksums[name] = crc32(text.encode(), checksums[name])
     checksum = crc32(repr(sorted(checksums.items())).encode())
-    return LengthStats(RowLengths.joined(lengths), len(b"".join(shared)) // 4, checksum, answers)
+    return LengthStats(RowLengths.of(lengths), len(b"".join(shared)) // 4, checksum, answers)
 
 
 def length_stats_of_stream(stream: Iterable[Mapping[str, Any]]) -> RowLengths:
     """Measure the first 1,000 rows of a tokenized stream. Training then reads the stream from its beginning."""
-    return _lengths([list(map(np.asarray, answers_of(row))) for row in islice(stream, _ROWS_AT_ONCE)])
+    rows = islice(stream, _ROWS_AT_ONCE)
+    return RowLengths.of(_lengths(list(map(np.asarray, answers_of(row)))) for row in rows)
 
 
-def _lengths(answers_N: list[list[np.ndarray]]) -> RowLengths:
-    """Return the lengths of each row's common prefix and tails."""
-    prefix_N = np.zeros(len(answers_N), np.int64)
-    tails_NK = np.zeros((len(answers_N), max([2, *map(len, answers_N)])), np.int64)
-    for row, answers in enumerate(answers_N):
-        prefix_N[row] = min(common_prefix(answers[0], ids) for ids in answers)
-        tails_NK[row, : len(answers)] = [len(ids) - prefix_N[row] for ids in answers]
-    return RowLengths(prefix_N, tails_NK)
+def _lengths(answers: list[np.ndarray]) -> tuple[int, ...]:
+    """Return the lengths of the common prefix and of the tails of a row's answers."""
+    prefix = min(common_prefix(answers[0], ids) for ids in answers)
+    return prefix, *(len(ids) - prefix for ids in answers)
 
 
 def parts_of(dataset: Dataset) -> Iterator[list[dict[str, Any]]]:
@@ -123,7 +120,7 @@ def parts_of(dataset: Dataset) -> Iterator[list[dict[str, Any]]]:
     if kind is None:
         raise ValueError(f"The dataset is not tokenized; its columns are {dataset.column_names}.")
     names = [*kind.columns, *(name for name in kind.optional_columns if name in dataset.column_names)]
-    arrays = [name for name in names if name in (*TOKENS, "labels")]
+    arrays = [name for name in names if name in (*kind.token_columns, "labels")]
     formatted = dataset.select_columns(names).with_format("numpy", columns=arrays, output_all_columns=True)
     for part in formatted.iter(_ROWS_AT_ONCE):
         yield [dict(zip(part, values, strict=True)) for values in zip(*part.values(), strict=True)]

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from hashlib import sha256
-from itertools import cycle
+from itertools import compress, cycle
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,8 @@ from transformers import PreTrainedTokenizerBase
 from ..errors import UserError
 from . import checks
 from .checks import TRAPS, warn_of_new_traps, warn_of_traps
-from .kinds import Answers, Pairs, Rankings, RowKind, check_one_form, choose_kind
+from .formats import convert_row
+from .kinds import Answers, Pairs, Rankings, RowKind, check_one_form
 from .length_stats import RAW_BY_PREPARED, STATS, length_stats, length_stats_of, parts_of
 
 logger = logging.getLogger(__name__)
@@ -74,8 +75,15 @@ def prepare_preference_dataset(
     raw, columns = dataset, checks.column_names(dataset, name)
     if len(kinds) > 1:
         check_one_form(columns, f"The {name} dataset")
-    kind, is_tokenized = choose_kind(dataset, columns, kinds, name, with_settings)
-    if not is_tokenized:
+    # a stream is not read: its columns decide
+    placeholders = {column: 0.0 if column in ("label", "score") else "" for column in columns}
+    first, _ = convert_row(dataset[0] if isinstance(dataset, Dataset) else placeholders)
+    tokenized = next((kind for kind in kinds if kind.is_tokenized(first)), None)
+    kind = tokenized or next((kind for kind in kinds if kind.is_raw(first)), kinds[0])
+    if isinstance(dataset, IterableDataset) and not kind.may_stream:
+        raise UserError(f"The {name} dataset is a stream of {kind.name}: load it without streaming, as a `Dataset`.")
+    kind = with_settings(kind).check_dataset(first, name)
+    if tokenized is None:
         if processing_class.eos_token is None and not kind.has_own_tokens:
             logger.warning(f"The tokenizer has no end-of-sequence token, so none is appended to the {name} texts.")
         features = kind.features(dataset)
@@ -83,7 +91,8 @@ def prepare_preference_dataset(
             dataset = dataset.remove_columns([column for column in kind.columns if column in columns])
         arguments = {"processing_class": processing_class, "name": name, "kind": kind}
         arguments["warned"] = None if isinstance(dataset, Dataset) else set()
-        options: Any = {"fn_kwargs": arguments, "features": features, "remove_columns": kind.raw_only(columns)}
+        raw_only = [column for column in columns if kind.has_own_tokens or column in kind.raw_columns]
+        options: Any = {"fn_kwargs": arguments, "features": features, "remove_columns": raw_only}
         dataset = map_rows(dataset, _tokenize_rows, num_proc, name, with_indices=True, batched=True, **options)
     elif kind.has_own_tokens:
         dataset = dataset.select_columns([*kind.columns])
@@ -178,20 +187,18 @@ def keep_fitting(dataset: Dataset, num_embeddings: int, name: str, kind: RowKind
         UserTypeError: A column does not hold lists of integers.
         UserError: An answer has no tokens, the model lacks a token id, or no row fits.
     """
-    limit, longest = np.inf if max_length is None else max_length, list[int]()  # longest: of each row
+    longest, fits = list[int](), list[bool]()  # of each row
 
     def fitting_rows() -> Iterator[list[dict[str, Any]]]:
         for rows in parts_of(dataset):
-            numbered = enumerate(rows, start=len(longest))
-            fits = [_fits(row, at, num_embeddings, name, kind, max_length) for at, row in numbered]
+            numbered = enumerate(rows, start=len(fits))
+            fits.extend(_fits(row, at, num_embeddings, name, kind, max_length) for at, row in numbered)
             longest.extend(max(map(len, kind.answers(row))) for row in rows)
-            yield [row for row, is_short in zip(rows, fits, strict=True) if is_short]
+            yield list(compress(rows, fits[-len(rows) :]))
 
     stats = length_stats_of(fitting_rows())  # one pass: tables of a selection are slow to read
-    longest_N = np.array(longest)
-    fits_N = longest_N <= limit
-    dropped = len(longest_N) - fits_N.sum()
-    if not fits_N.any():
+    longest_N, dropped = np.array(longest), fits.count(False)
+    if not any(fits):
         raise UserError(
             f"The {name} dataset is empty after filtering: all {dropped} {kind.name} were dropped, since a row is "
             f"kept only if each of its sequences has at most max_length={max_length} tokens, and the shortest row has "
@@ -203,7 +210,7 @@ def keep_fitting(dataset: Dataset, num_embeddings: int, name: str, kind: RowKind
             f"max_length={max_length} tokens (the longest, of row {longest_N.argmax()}, has {longest_N.max()}). Raise "
             "`max_length` to keep them."
         )
-        dataset = dataset.select(np.flatnonzero(fits_N))
+        dataset = dataset.select(np.flatnonzero(fits))
     STATS[dataset] = stats
     return dataset
 

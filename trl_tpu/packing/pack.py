@@ -92,27 +92,25 @@ class Sequences:
         """
         order = self.prefixes[0]
         order = order[token_row_D[order] >= 0]
+        order = order[np.argsort(tree_D[order], kind="stable")].tolist()
         columns = np.arange(max(shape.length, max(map(len, self.cut))), dtype=np.int32)
         input_ids_RL = np.full((shape.rows, shape.length), self.pad_token_id, np.int32)
-        position_ids_RL = np.zeros((shape.rows, shape.length), np.int32)
+        position_ids_RL = np.zeros_like(input_ids_RL)
         subtree_end_RL = np.tile(columns[: shape.length] + 1, (shape.rows, 1))
         scores_3S, slots = np.zeros((3, len(self.table.grade_SA)), np.int32), self.slots()
 
         path = np.zeros_like(columns)  # column of the current sequence's token at each depth
-        # token row, columns and depths of each sequence's new tokens
-        segments = list[tuple[int, int, int, int, int]]()
         trees, tails = list[tuple[int, list[Tail]]](), list[Tail]()  # start and tails of each tree
-        before, first, stop = -1, 0, 0
-        for index in order[np.argsort(tree_D[order], kind="stable")].tolist():
+        used_R, first = [0] * shape.rows, 0
+        for before, index in pairwise([-1, *order]):
             token_row, ids, at = int(token_row_D[index]), self.cut[index], self.at[index]
-            is_new = before < 0 or tree_D[index] != tree_D[before]
-            if before < 0 or token_row != token_row_D[before]:
-                stop = 0
-            depth = 0 if is_new else common_prefix(self.cut[before], ids) // self.chunk * self.chunk
-            if is_new:
-                first, tails = stop, []
+            start, depth = used_R[token_row], 0
+            if before < 0 or tree_D[index] != tree_D[before]:
+                first, tails = start, []
                 trees.append((token_row * shape.length + first, tails))
-            start, stop, before = stop, stop + len(ids) - depth, index
+            else:
+                depth = common_prefix(self.cut[before], ids) // self.chunk * self.chunk
+            stop = used_R[token_row] = start + len(ids) - depth
             input_ids_RL[token_row, start:stop] = ids[depth:]
             position_ids_RL[token_row, start:stop] = columns[depth : len(ids)]
             if depth and path[depth - 1] == start - 1:  # the previous sequence is a prefix: extend its tail
@@ -120,15 +118,9 @@ class Sequences:
             else:
                 tails.append(Tail(start - first, stop - first, _ranges(path[:depth] - first)))
             path[depth : len(ids)] = columns[start:stop]
-            segments.append((token_row, start, stop, depth, len(ids)))
+            subtree_end_RL[token_row, path[: len(ids)]] = stop  # later sequences with these tokens move it
             scores_3S[:, slots[index]] = np.full_like(at, token_row), path[at], self.tokens[index]
 
-        end, after = np.empty_like(columns), -1  # end of the subtree of the token at each depth
-        for token_row, start, stop, depth, size in reversed(segments):
-            if token_row != after:
-                end[:], after = stop, token_row
-            subtree_end_RL[token_row, start:stop] = end[depth:size]
-            end[depth:] = start
         whole = tuple(Tree(first, first + tails[-1].stop, tuple(tails)) for first, tails in trees)
         of_tokens = {"position_ids_RL": position_ids_RL, "subtree_end_RL": subtree_end_RL}
         return self.batch_of(input_ids_RL, scores_3S, **of_tokens, trees=whole)

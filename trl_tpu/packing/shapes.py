@@ -7,7 +7,7 @@ candidates for a plan.
 import itertools
 from bisect import bisect_left, insort
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -32,18 +32,11 @@ class RowLengths:
     tails_NK: np.ndarray
 
     @classmethod
-    def of(cls, pairs: Iterable[tuple[int, int, int]]) -> "RowLengths":
-        """Make lengths from one triple per pair: tokens of the prefix, the chosen tail and the rejected tail."""
-        lengths_N3 = np.array(list(pairs), dtype=np.int64).reshape(-1, 3)
-        return cls(lengths_N3[:, 0], lengths_N3[:, 1:])
-
-    @classmethod
-    def joined(cls, parts: Sequence["RowLengths"]) -> "RowLengths":
-        """Concatenate the rows of all parts."""
-        max_tails = max((part.tails_NK.shape[1] for part in parts), default=2)
-        parts = [cls.of([]), *parts]
-        tails = [np.pad(part.tails_NK, ((0, 0), (0, max_tails - part.tails_NK.shape[1]))) for part in parts]
-        return cls(np.concatenate([part.prefix_N for part in parts]), np.concatenate(tails))
+    def of(cls, rows: Iterable[tuple[int, ...]]) -> "RowLengths":
+        """Make lengths from one tuple per row: tokens of the prefix, then of each tail."""
+        pair = (0, 0, 0)  # makes room for two tails
+        lengths_KN = np.array(list(itertools.zip_longest(pair, *rows, fillvalue=0)), np.int64)[:, 1:]
+        return cls(lengths_KN[0], lengths_KN[1:].T)
 
     @classmethod
     def of_size(cls, size: int) -> "RowLengths":
@@ -352,7 +345,7 @@ class ShapePlanner:
         *shorter, longest_shape = (BatchShape(self.shards, length) for length in lengths)
         for accumulate in [(longest_shape,), *((longest_shape, short) for short in shorter if self.max_shapes > 2)]:
             plan = replace(self.unplanned, accumulate=accumulate)
-            plans_C = [replace(plan, update=(update,)) for update in candidates]
+            plans_C = (replace(plan, update=(update,)) for update in candidates)
             works_CB = np.array([self.covering_work(candidate, batches_BP) for candidate in plans_C])
             # fallback: a micro-batch per data row
             fallback_work = self.batch_size * (plan.work(longest_shape) + plan.micro_batch_work)

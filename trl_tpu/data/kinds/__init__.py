@@ -1,18 +1,15 @@
 """The kinds of data rows, one file each: pairs, rankings, single answers, and solutions with steps.
 
-`kind_of` recognizes prepared rows, and `choose_kind` raw ones. The rest of the package holds a kind and calls its
-methods. A new kind is a new file here, and an entry in `KINDS` and `kinds_for`. A kind with a new name also needs
-a word in `config/checks.py`: the settings that have no meaning for it.
+`kind_of` recognizes prepared rows. The rest of the package holds a kind and calls its methods. A new kind is a new
+file here, and an entry in `KINDS` and `kinds_for`. A kind with a new name also needs a word in `config/checks.py`: the
+settings that have no meaning for it.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
-
-from datasets import Dataset, IterableDataset
 
 from ...errors import UserError
 from ..checks import RAW_COLUMNS
-from ..formats import convert_row
 from .base import RowKind as RowKind
 from .pairs import Pairs
 from .rankings import TIE_MODELS as TIE_MODELS
@@ -23,8 +20,6 @@ from .solutions import Solutions
 KINDS: tuple[RowKind, ...] = (Pairs(), Rankings(), Answers(), Solutions())
 #: All columns that training reads.
 COLUMNS = tuple(dict.fromkeys(name for kind in KINDS for name in (*kind.columns, *kind.optional_columns)))
-#: The columns of token ids in `COLUMNS`.
-TOKENS = tuple(dict.fromkeys(name for kind in KINDS for name in kind.token_columns))
 
 
 def kinds_for(args: Any) -> tuple[RowKind, ...]:
@@ -33,35 +28,6 @@ def kinds_for(args: Any) -> tuple[RowKind, ...]:
         return (Solutions(),)
     rankings = (Rankings(), Answers())
     return rankings if args.attributes else (Pairs(), *rankings)
-
-
-def choose_kind(
-    dataset: Dataset | IterableDataset,
-    columns: Sequence[str],
-    kinds: Sequence[RowKind],
-    name: str,
-    with_settings: Callable[[RowKind], RowKind],
-) -> tuple[RowKind, bool]:
-    """Return the kind of a dataset's rows, and whether they are tokenized.
-
-    Args:
-        dataset: The dataset. A stream is not read.
-        columns: Its columns.
-        kinds: The kinds that the settings accept.
-        name: The dataset's name in errors.
-        with_settings: Returns a kind with its settings.
-
-    Raises:
-        UserError: Columns are missing, or have no effect on this kind.
-    """
-    # a stream is not read: its columns decide
-    placeholders = {name: 0.0 if name in ("label", "score") else "" for name in columns}
-    first, _ = convert_row(dataset[0] if isinstance(dataset, Dataset) else placeholders)
-    tokenized = next((kind for kind in kinds if kind.is_tokenized(first)), None)
-    kind = tokenized or next((kind for kind in kinds if kind.is_raw(first)), kinds[0])
-    if isinstance(dataset, IterableDataset) and not kind.may_stream:
-        raise UserError(f"The {name} dataset is a stream of {kind.name}: load it without streaming, as a `Dataset`.")
-    return with_settings(kind).check_dataset(first, name), tokenized is not None
 
 
 def check_one_form(columns: Collection[str], what: str) -> None:
@@ -106,9 +72,4 @@ def scored_kind(columns: Collection[str], rows: Sequence[Mapping[str, Any]]) -> 
 
 def labels_as(args: Any) -> str | None:
     """Return how evaluations of a trained model read labels, if not as usual: saved with the model, see `HeadSpec`."""
-    return next(filter(None, (kind.of(args).labels_as for kind in reversed(kinds_for(args)))), None)
-
-
-def kind_counting(unit: str) -> RowKind:
-    """Return the first kind whose verdicts count these units."""
-    return next(kind for kind in KINDS if kind.unit == unit)
+    return next(filter(None, (kind.labels_as(args) for kind in kinds_for(args))), None)

@@ -45,6 +45,7 @@ class RowKind:
         token_columns: The columns of token ids among `columns`.
         scored_columns: For each column that `score` rewards, the names of the columns of rewards and of token counts.
         sequences: Number of sequences of each row; None if it varies.
+        raw_columns: Columns of raw rows that prepared rows leave out.
         has_own_tokens: Whether `tokenize` decides on special tokens and truncation, and prepared rows have only the
             columns of `features`.
         may_stream: Whether a stream of such rows can be read, although its rows are not known beforehand.
@@ -54,7 +55,6 @@ class RowKind:
         orders_answers: Whether a row may have several grades, so that the order of its answers is evaluated.
         weighs_comparisons: Whether each comparison, not each row, counts once in a mean.
         predicts_scores: Whether a reward predicts a score in the same unit: neither is a probability.
-        labels_as: How `from_scored` reads labels, if not as usual; `score` writes it to the column `LABELS_AS`.
     """
 
     name: ClassVar[str]
@@ -69,6 +69,7 @@ class RowKind:
     token_columns: ClassVar[tuple[str, ...]]
     scored_columns: ClassVar[Mapping[str, tuple[str, str]]]
     sequences: ClassVar[int | None] = None
+    raw_columns: ClassVar[tuple[str, ...]] = ()
     has_own_tokens: ClassVar[bool] = False
     may_stream: ClassVar[bool] = False
     has_traps: ClassVar[bool] = True
@@ -78,8 +79,8 @@ class RowKind:
     weighs_comparisons: ClassVar[bool] = False
     predicts_scores: bool = False
 
-    @property
-    def labels_as(self) -> str | None:
+    def labels_as(self, args: Any) -> str | None:
+        """Return how `from_scored` reads labels, if not as usual; `score` writes it to the column `LABELS_AS`."""
         return None
 
     def of(self, args: Any, **of_solutions: Any) -> Self:
@@ -155,10 +156,6 @@ class RowKind:
                 traps += [*chain(*unread_K), *find_traps(row, [*answers.values()], [*ids_K], tokenizer)]
             prepared.append((self.tokenized(row, [*ids_K], where), traps))
         return prepared
-
-    def raw_only(self, columns: Sequence[str]) -> list[str]:
-        """Return the columns of a raw dataset that the prepared dataset leaves out."""
-        return []
 
     def features(self, dataset: Any) -> Features | None:
         """Return the types of the columns of a prepared dataset; None infers them."""

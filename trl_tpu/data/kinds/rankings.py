@@ -223,9 +223,8 @@ class Answers(Rankings):
         is_unlabeled = "completions" not in row and "completion" in row and bool({"label", "score"} & row.keys())
         return is_unlabeled or super().is_raw(row)
 
-    @property
-    def labels_as(self) -> str | None:
-        return _SCORES if self.predicts_scores else None
+    def labels_as(self, args: Any) -> str | None:
+        return _SCORES if args.loss_type == "regression" else None
 
     def scored(self, columns: Collection[str], rows: Sequence[Row]) -> Self | None:
         found = super().scored(columns, rows)

@@ -100,6 +100,9 @@ class Solutions(RowKind):
         settings = {name: getattr(args, name) for name in _SETTINGS}
         return replace(self, **settings, neutral=args.neutral_steps, **of_solutions)
 
+    def labels_as(self, args: Any) -> str | None:
+        return _NEUTRAL_IS_WRONG if args.neutral_steps == "wrong" else None
+
     def rewards_of(self, scores_SA: torch.Tensor) -> torch.Tensor:
         """Return the log-odds that each step is right, from the logits of both labels."""
         return scores_SA[:, 1:] - scores_SA[:, :1]
@@ -113,9 +116,6 @@ class Solutions(RowKind):
         # next to token ids, a column `completions` without a label for each step belongs to the user
         steps = row.get("completions") or ()
         return "input_ids" in row and not ("completions" in row and is_label_list(row.get("labels"), len(steps)))
-
-    def raw_only(self, columns: Sequence[str]) -> list[str]:
-        return [*columns]
 
     def features(self, dataset: Any) -> Features:
         """Return the types of the prepared columns. Without them, labels would stay bools."""
@@ -211,10 +211,6 @@ class Solutions(RowKind):
         return labels.astype(np.int64) if (labels == labels.round()).all() else labels
 
     # ---- scored rows
-
-    @property
-    def labels_as(self) -> str | None:
-        return _NEUTRAL_IS_WRONG if self.neutral == "wrong" else None
 
     def from_scored(self, row: Row) -> Iterator[ScoredItem]:
         """Yield each labeled step, with the solution up to it."""
