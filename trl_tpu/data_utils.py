@@ -4,15 +4,13 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from .data.checks import column_names
+from .data.checks import column_names as get_dataset_column_names  # noqa: F401
 from .data.formats import apply_chat_template as apply_chat_template
 from .data.formats import extract_prompt as extract_prompt
 from .data.formats import is_conversational as is_conversational
 from .data.formats import maybe_apply_chat_template as maybe_apply_chat_template
 from .data.formats import maybe_extract_prompt as maybe_extract_prompt
 from .data.kinds.base import tokenize_conversation
-
-get_dataset_column_names = column_names
 
 
 def _tokenize(

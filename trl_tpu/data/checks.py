@@ -46,9 +46,7 @@ def column_names(dataset: Dataset | IterableDataset, name: str = "given") -> lis
     Raises:
         UserError: The dataset has no rows.
     """
-    columns = dataset.column_names
-    if columns is None:
-        columns = list(next(iter(dataset), ()))
+    columns = dataset.column_names or list(next(iter(dataset), ()))
     if not columns or (isinstance(dataset, Dataset) and not len(dataset)):
         raise UserError(f"The {name} dataset is empty: it needs at least one row. Check its split, file and filters.")
     return columns

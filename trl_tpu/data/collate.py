@@ -276,4 +276,4 @@ class BatchCollator:
         batches = self.pack_sequences(sequences_of(own_rows or rows[:1], self.pad_token_id, table))
         if not own_rows:  # a process without rows still runs the step, on a row without weight
             batches = [replace(batch, tokens_S=0 * batch.tokens_S) for batch in batches]
-        return Batch.of(batches).map_tensors(torch.from_numpy)
+        return replace(batches[-1], earlier=tuple(batches[:-1])).map_tensors(torch.from_numpy)

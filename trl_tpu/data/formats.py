@@ -3,6 +3,7 @@
 import ast
 import json
 import logging
+import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -296,14 +297,8 @@ def _render_with_prompt(example: dict[str, Any], render: Callable[..., Any]) -> 
     conversations = {key: render(example["prompt"] + example[key]) for key in _ANSWER_KEYS if key in example}
     # The rendered prompt may end with text that the conversations lack, such as the tag before a thought. So use the
     # common prefix of all renderings as the prompt.
-    shared = min((_common_length(prompt, text) for text in conversations.values()), default=len(prompt))
+    shared = len(os.path.commonprefix([prompt, *conversations.values()]))
     return {"prompt": prompt[:shared], **{key: text[shared:] for key, text in conversations.items()}}
-
-
-def _common_length(first: Sequence, second: Sequence) -> int:
-    """Return the length of the common prefix."""
-    pairs = enumerate(zip(first, second, strict=False))
-    return next((index for index, (left, right) in pairs if left != right), min(len(first), len(second)))
 
 
 def maybe_apply_chat_template(
@@ -339,8 +334,9 @@ def extract_prompt(example: Mapping[str, Sequence]) -> dict[str, Sequence]:
     difference stays with the answers. Each answer keeps at least one element, even if one is a prefix of the other.
     """
     chosen, rejected = example["chosen"], example["rejected"]
-    split = _common_length(chosen, rejected)
-    if split == min(len(chosen), len(rejected)) or (split > 0 and chosen[split - 1] == " "):
+    most = min(len(chosen), len(rejected))
+    split = next((index for index in range(most) if chosen[index] != rejected[index]), most)
+    if split == most or (split > 0 and chosen[split - 1] == " "):
         split = max(split - 1, 0)
     return {"prompt": chosen[:split], "chosen": chosen[split:], "rejected": rejected[split:]}
 
@@ -383,11 +379,11 @@ def date_written(
     if "strftime_now" not in str(tokenizer.chat_template):
         return None
     for messages, row in islice(chats, 1):
-        variables = row.get("chat_template_kwargs")
-        tools = template_arguments(row.get("tools"), variables)["tools"]
-        render = partial(apply_template, tokenizer, messages, tools=tools, chat_template_kwargs=variables)
+        variables = template_arguments(row.get("tools"), row.get("chat_template_kwargs"))
+        render = partial(apply_template, tokenizer, messages, **variables)
         with suppress(Exception):  # templates are programs and may raise any exception
-            probed = render(chat_template=_FIXED_DATE.format(_DATE_PROBE) + tokenizer.get_chat_template(tools=tools))
+            template = tokenizer.get_chat_template(tools=variables["tools"])
+            probed = render(chat_template=_FIXED_DATE.format(_DATE_PROBE) + template)
             if probed != render():
                 date_format = re.search("\x1f(.*?)\x1f", probed)
                 today = datetime.now().strftime(date_format[1] if date_format else "%Y-%m-%d")

@@ -162,8 +162,7 @@ def host_batches(
     config: Any = args.accelerator_config  # TrainingArguments has converted dicts and files
     # accelerate's sampler has a new permutation for each (seed, epoch); a sampler that a subclass chose is kept
     if type(sampler) is RandomSampler and config.use_seedable_sampler:
-        data, generator = cast(Sized, dataset), torch.Generator()
-        sampler = SeedableRandomSampler(data_source=data, generator=generator, data_seed=args.data_seed)
+        sampler = SeedableRandomSampler(cast(Sized, dataset), generator=torch.Generator(), data_seed=args.data_seed)
     return DataLoader(dataset, batch_size, sampler=sampler, collate_fn=collate, **settings)
 
 
@@ -174,10 +173,7 @@ def skip_batches(loader: DataLoader[Any], count: int) -> DataLoader[Any]:
         return SkipDataLoader(
             loader.dataset, skip_batches=count, batch_size=loader.batch_size, drop_last=loader.drop_last, **settings
         )
-    batches: Any = loader.batch_sampler
-    sampler = SkipBatchSampler(batches, skip_batches=count)
-    sampler.sampler = getattr(batches, "sampler", None)  # `set_epoch` is called on this attribute
-    return DataLoader(loader.dataset, batch_sampler=sampler, **settings)
+    return DataLoader(loader.dataset, batch_sampler=SkipBatchSampler(loader.batch_sampler, count), **settings)
 
 
 class UnsplitStream(IterableDataset[Any]):

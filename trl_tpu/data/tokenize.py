@@ -86,13 +86,12 @@ def prepare_preference_dataset(
     if tokenized is None:
         if processing_class.eos_token is None and not kind.has_own_tokens:
             logger.warning(f"The tokenizer has no end-of-sequence token, so none is appended to the {name} texts.")
-        features = kind.features(dataset)
         if not kind.has_own_tokens:  # columns of the same names would impose their types on the new columns
             dataset = dataset.remove_columns([column for column in kind.columns if column in columns])
         arguments = {"processing_class": processing_class, "name": name, "kind": kind}
         arguments["warned"] = None if isinstance(dataset, Dataset) else set()
         raw_only = [column for column in columns if kind.has_own_tokens or column in kind.raw_columns]
-        options: Any = {"fn_kwargs": arguments, "features": features, "remove_columns": raw_only}
+        options: Any = {"fn_kwargs": arguments, "features": kind.features(dataset), "remove_columns": raw_only}
         dataset = map_rows(dataset, _tokenize_rows, num_proc, name, with_indices=True, batched=True, **options)
     elif kind.has_own_tokens:
         dataset = dataset.select_columns([*kind.columns])

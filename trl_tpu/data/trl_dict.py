@@ -157,14 +157,14 @@ def read_dict(inputs: Mapping[str, Any], pad_token_id: int, padding_side: str = 
         UserError: The batch has lost its labels.
     """
     is_old = "input_ids" not in inputs
-    tokens = {name: inputs[name] for name in (OLD_KEYS if is_old else ("input_ids", "attention_mask"))}
     if is_old:
+        tokens = {name: inputs[name] for name in OLD_KEYS}
         length = max(tensor.shape[1] for tensor in tokens.values())
         halves = list(lengthen(tokens, length, pad_token_id, padding_side).values())
         input_ids_RL, mask_RL = torch.cat(halves[::2]), torch.cat(halves[1::2])
     else:
-        input_ids_RL, mask_RL = tokens.values()
-    batch, known_keys = inputs.get(TABLE), {*tokens, TABLE, "margin", "return_loss"}
+        input_ids_RL, mask_RL = inputs["input_ids"], inputs["attention_mask"]
+    batch, known_keys = inputs.get(TABLE), {"input_ids", "attention_mask", TABLE, "margin", "return_loss"}
     if TABLE in inputs and batch is None:
         raise UserError(
             "The data has labels that a batch of `trainer.data_collator` cannot hold: grades or `chosen_probability`. "
@@ -176,8 +176,8 @@ def read_dict(inputs: Mapping[str, Any], pad_token_id: int, padding_side: str = 
         known_keys |= {"labels"}  # with `labels`, the model would compute another loss
     # TRL up to 0.23 ignored other keys
     extras = {} if is_old else {key: value for key, value in inputs.items() if key not in known_keys}
-    tokens = {"input_ids_RL": input_ids_RL, "attention_mask_RL": mask_RL, "pad_token_id": pad_token_id}
-    return replace(batch, **tokens, extras=extras)
+    rows: dict[str, Any] = {"input_ids_RL": input_ids_RL, "attention_mask_RL": mask_RL, "pad_token_id": pad_token_id}
+    return replace(batch, **rows, extras=extras)
 
 
 def lengthen(

@@ -143,8 +143,7 @@ class Comparisons(Arrays, Generic[Array]):
     def among(self, here_P: np.ndarray) -> "Comparisons[Any]":
         """Return the table with weight 0 for all data rows that ``here_P`` does not mark (numpy only)."""
         weights: Any = {name: getattr(self, name) for name in WEIGHTS}
-        rows = len(here_P)
-        return replace(self, **{name: old * np.repeat(here_P, len(old) // rows) for name, old in weights.items()})
+        return replace(self, **{name: old * here_P.repeat(len(old) // len(here_P)) for name, old in weights.items()})
 
     def compared(self, rewards_SA: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the rewards that should be higher and the rewards that should be lower, [C] each (torch only)."""
@@ -160,13 +159,11 @@ class Comparisons(Arrays, Generic[Array]):
 
     def graded_S(self, tokens_S: Any) -> Any:
         """Return the mask of the rewards with a grade in these token rows, [S] (torch only)."""
-        grade_SA: Any = self.grade_SA
-        return (tokens_S > 0) & ~grade_SA.isnan().all(-1)
+        return (tokens_S > 0) & ~cast(Any, self.grade_SA).isnan().all(-1)
 
     def by_ranking(self, values_SA: Any) -> Any:
-        """Rearrange values [S, A] by ranking, [G, K]."""
-        attributes = values_SA.shape[-1]
-        return values_SA.reshape(-1, self.answers, attributes).swapaxes(1, 2).reshape(-1, self.answers)
+        """Rearrange values [S, A] by ranking, [G, K] (torch only)."""
+        return values_SA.unflatten(0, (-1, self.answers)).transpose(1, 2).flatten(0, 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,11 +238,6 @@ class Batch(Arrays, Generic[Array]):
     pad_token_id: int = 0
     earlier: tuple["Batch[Array]", ...] = ()
 
-    @classmethod
-    def of(cls, parts: list["Batch[Array]"]) -> "Batch[Array]":
-        """Combine micro-batches, in order, into one batch."""
-        return replace(parts[-1], earlier=tuple(parts[:-1]))
-
     @property
     def parts(self) -> tuple["Batch[Array]", ...]:
         """The micro-batches, in order."""
@@ -264,8 +256,7 @@ class Batch(Arrays, Generic[Array]):
     @property
     def present_P(self) -> Any:
         """Mask of the data rows in this micro-batch, [P]."""
-        tokens_S: Any = self.tokens_S
-        return tokens_S.reshape(-1, self.table.answers).any(-1)
+        return cast(Any, self.tokens_S).reshape(-1, self.table.answers).any(-1)
 
     # ---- the interface for loaders and scripts
 

@@ -438,7 +438,6 @@ def _place(
         for rank in ranks:
             at = bisect_left(placed, (rank,))
             near.update(token_row for _, token_row in placed[max(at - 1, 0) : at + 1])
-        near = {token_row for token_row in near if has_room(data_row, token_row)}
         for common, holders in prefixes_P[data_row]:
             added = sizes[data_row] - common
             at = bisect_left(holders, (added, -1))
@@ -456,7 +455,7 @@ def _place(
         options = list[tuple[int, int, int]]()
         for token_row in near:
             added = tries.added(ranks, held_R[token_row]) - (0 if held_R[token_row] else of_all)
-            if added <= free[token_row]:
+            if added <= free[token_row] and has_room(data_row, token_row):
                 options.append((free[token_row] + _SHARING_WEIGHT * added, token_row, added))
         if not options:
             return None

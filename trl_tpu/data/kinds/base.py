@@ -89,6 +89,10 @@ class RowKind:
 
     # ---- raw rows
 
+    def converted(self, row: Row) -> tuple[Row, list[str]]:
+        """Convert a raw row, and describe each conversion: see `convert_row`."""
+        return convert_row(row)
+
     def is_raw(self, row: Row) -> bool:
         """Check whether a converted row has the columns of this kind in text form."""
         raise NotImplementedError
@@ -136,7 +140,7 @@ class RowKind:
             places: Beginning of error messages for each row.
             tokenizer: The tokenizer.
         """
-        rows, forms = zip(*map(convert_row, rows_N), strict=True)
+        rows, forms = zip(*map(self.converted, rows_N), strict=True)
         answers_N = list(map(self.raw_answers, rows, places))
         wholes_N = [
             {place: self.with_prompt(row, answer, tokenizer) for place, answer in answers.items()}

@@ -230,17 +230,12 @@ class Answers(Rankings):
         found = super().scored(columns, rows)
         return found and replace(found, predicts_scores=any(row.get(LABELS_AS) == _SCORES for row in rows))
 
-    def raw_answers(self, row: Row, where: str) -> dict[str, Any]:
-        return super().raw_answers(self._read(row), where)
-
-    def tokenized(self, row: Row, ids_K: list[list[int]], where: str) -> dict[str, Any]:
-        return super().tokenized(self._read(row), ids_K, where)
-
-    def _read(self, row: Row) -> Row:
-        """Return a row without its label if rewards predict scores and it has a score."""
-        has_both = None not in (row.get("label"), row.get("score"))
-        is_single = has_both and row.get("completions") == [row.get("completion")]
-        return {**row, "scores": [row["score"]]} if is_single and self.predicts_scores else row
+    def converted(self, row: Row) -> tuple[Row, list[str]]:
+        """Convert a raw row. If rewards predict scores, its score replaces its label."""
+        new, notes = convert_row(row)
+        has_both = None not in (new.get("label"), new.get("score"))
+        is_single = has_both and new.get("completions") == [new.get("completion")]
+        return new | {"scores": [new["score"]]} if is_single and self.predicts_scores else new, notes
 
     def is_grade(self, value: Any) -> bool:
         return super().is_grade(value) and (self.predicts_scores or 0 <= value <= 1)
@@ -253,7 +248,7 @@ class Answers(Rankings):
         return np.array([0]), np.array([-1]), probability_GK
 
     def from_scored(self, row: Row) -> Iterator[ScoredItem]:
-        yield from super().from_scored(self._read(convert_row(row)[0]))
+        yield from super().from_scored(self.converted(row)[0])
 
 
 def grades_of(row: Row) -> list[float]:
