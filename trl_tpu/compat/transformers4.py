@@ -45,8 +45,7 @@ def _write_old_rope_names(folder: str | Path) -> None:
     elif "partial_rotary_factor" in rope:
         config["partial_rotary_factor"] = rope["partial_rotary_factor"]
     if rope.get("rope_type", "default") != "default":
-        top_level = ("rope_theta", "partial_rotary_factor")
-        scaling = {name: value for name, value in rope.items() if name not in top_level}
+        scaling = {name: value for name, value in rope.items() if name not in ("rope_theta", "partial_rotary_factor")}
         if config.get("model_type") == "phi3" and scaling.keys() <= _PHI3_ROPE_FIELDS:
             # Its old config accepts exactly these three fields. Other fields, such as a factor, are kept: old versions
             # then raise an error instead of computing other rewards.

@@ -91,8 +91,7 @@ class PlaceholderRuntime(XlaRuntime):
         if not _pending_tensors(_live_tensors()):
             return self.place(tensor, (None,) * tensor.dim(), device)
         # within a step, pending operations must not be cleared; learning rates, sent then, need no sharding
-        placeholder: torch.Tensor = xb.create_placeholder_tensor(tuple(tensor.shape), tensor.dtype)
-        return placeholder
+        return xb.create_placeholder_tensor(tuple(tensor.shape), tensor.dtype)
 
     def fetch(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         return [torch.zeros(tensor.shape, dtype=tensor.dtype) for tensor in tensors]

@@ -15,11 +15,10 @@ from tokenizers import Tokenizer, models
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerFast, TrainerCallback
 
 from .. import runtime
-from ..config.reward_config import RewardConfig
 from ..data.kinds import Pairs, Rankings, Solutions
 from ..data.kinds.solutions import NO_LABEL
 from ..errors import UserError
-from ..experimental.prm import PRMConfig, PRMTrainer
+from ..experimental.prm import PRMTrainer
 from ..modeling.head_spec import HeadSpec
 from ..modeling.heads import model_without_weights
 from ..packing.shapes import BatchShape, ShapePlan
@@ -131,9 +130,8 @@ def make_trainer(request: StepRequest, model: PreTrainedModel, folder: str) -> R
     """
     accumulation = min(2, request.arguments.get("gradient_accumulation_steps", 1))  # all run one program
     fixed = _TRACE_SETTINGS | {"output_dir": folder, "gradient_accumulation_steps": accumulation}
-    is_prm = HeadSpec.of(request.model).step_separator is not None
-    config, trainer_type = (PRMConfig, PRMTrainer) if is_prm else (RewardConfig, RewardTrainer)
-    args = config(**{**request.arguments, **fixed})
+    trainer_type = RewardTrainer if HeadSpec.of(request.model).step_separator is None else PRMTrainer
+    args = trainer_type._trl_tpu_config(**{**request.arguments, **fixed})
     batch_size = args.train_batch_size
     words = Tokenizer(models.WordLevel({"<pad>": 0, "<eos>": 1}, unk_token="<pad>"))  # a stub: nothing is tokenized
     lengths = request.length, max(request.length, request.longest)  # batches are short, and take the first

@@ -190,8 +190,7 @@ class Selfcheck:
         batch_size, folder = max(1, _BATCH_SIZE // result["devices"]), self._folder / name / "config"
         command += ["--model_name_or_path", str(folder), "--row_length", str(result["row_length"])]
         command += ["--per_device_train_batch_size", str(batch_size)]
-        said = subprocess.run(command, capture_output=True, text=True).stdout
-        for line in said.splitlines():
+        for line in subprocess.run(command, capture_output=True, text=True).stdout.splitlines():
             if "FIT" in line or "At best" in line:
                 self.lines.append(Line(f"{name}: predicted by trl-tpu plan", line.strip(" ,")))
 
