@@ -20,7 +20,7 @@ from trl_tpu.errors import UserError, explaining
 from trl_tpu.experimental.prm import PRMConfig
 from trl_tpu.modeling.adapters import add_adapters, get_peft_config
 from trl_tpu.modeling.build import build_dataset
-from trl_tpu.modeling.head_spec import HeadSpec, without_adapters, write_head_spec
+from trl_tpu.modeling.head_spec import HeadSpec, hub_settings, without_adapters, write_head_spec
 from trl_tpu.modeling.heads import model_without_weights
 from trl_tpu.modeling.load import freeze, load_tokenizer, set_special_tokens
 from trl_tpu.parallel.mesh import MeshShape, parse_mesh, parse_topology
@@ -161,12 +161,12 @@ def read_inputs(
         UserError: No model, or a model or data that the trainer rejects.
     """
     name, kwargs = resolve_model(model_args.model_name_or_path, folder), reward.model_init_kwargs(model_args, args)
-    loading = {key: kwargs[key] for key in ("revision", "trust_remote_code") if key in kwargs}
+    loading = hub_settings(kwargs) | {"trust_remote_code": kwargs["trust_remote_code"]}
     with explaining(f"{name} cannot be loaded as a reward model"):
         config = AutoConfig.from_pretrained(name, **loading)
     write_head_spec(config, HeadSpec.for_settings(args))
     dtype = (config.dtype if kwargs.get("dtype") == "auto" else kwargs.get("dtype")) or "float32"
-    model = model_without_weights(config, dtype, kwargs["trust_remote_code"])
+    model = model_without_weights(config, dtype, loading["trust_remote_code"])
     tokens = None
     if script.dataset_name or data.datasets:
         splits, what = load_splits(script, data)
