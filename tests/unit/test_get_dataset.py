@@ -1,5 +1,6 @@
 """Datasets load by Hub id, folder, file or synthetic name, alone or mixed, and errors name the broken line."""
 
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from preference_rows import write_jsonl
 from safetensors.torch import load_file
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from trl_tpu.errors import UserError
 from trl_tpu.scripts import synthetic, utils
 from trl_tpu.scripts.synthetic import DATASET, MODEL
 from trl_tpu.scripts.utils import DatasetConfig, DatasetMixtureConfig, ScriptArguments, get_dataset, load_splits
@@ -118,11 +120,22 @@ def test_held_out_rows_are_the_same_in_every_run(size: float, rows: int, tmp_pat
     assert sorted(row["prompt"] for row in together) == [row["prompt"] for row in ROWS]
 
 
-@pytest.mark.parametrize("fractions", [(0.5, None), (1, 0), (-1.5, 2.0)])
-def test_bad_fractions_are_named(fractions: tuple[Any, ...], tmp_path: Path) -> None:
+BAD_FRACTIONS: list[Any] = [(0.5, None), (1, 0), (-1.5, 2.0), (0.5, math.nan), (math.inf, 1.0), ("0.5", "0.5")]
+STREAMED = {"streaming": True}
+
+
+@pytest.mark.parametrize(
+    ("fractions", "options", "name"),
+    [
+        *((each, {}, "`fraction`") for each in BAD_FRACTIONS),
+        ((0.5, 0.5), STREAMED, "`fraction`"),
+        ((None, None), STREAMED | {"test_split_size": 0.5}, "`test_split_size`"),
+    ],
+)
+def test_bad_mixtures_are_named(fractions: tuple[Any, ...], options: Any, name: str, tmp_path: Path) -> None:
     parts = [DatasetConfig(str(folder(tmp_path, f"d{i}", 4)), fraction=f) for i, f in enumerate(fractions)]
-    with pytest.raises(ValueError, match="`fraction`"):
-        get_dataset(DatasetMixtureConfig(parts))
+    with pytest.raises(UserError, match=name):
+        get_dataset(DatasetMixtureConfig(parts, **options))
     given: Any = [{"path": "x"}]
     assert DatasetMixtureConfig(given).datasets == [DatasetConfig("x")] and given == [{"path": "x"}]
 

@@ -1,6 +1,7 @@
 """Dataset arguments of the scripts, and functions that load the datasets."""
 
 import logging
+import math
 import sys
 from dataclasses import dataclass, field, replace
 from glob import escape, has_magic
@@ -143,18 +144,24 @@ def get_dataset(mixture_config: DatasetMixtureConfig) -> DatasetDict | IterableD
         The split ``train``, and ``test`` too with a `test_split_size`; iterable datasets when streaming.
 
     Raises:
-        UserError: A fraction is not positive, or a split does not exist.
+        UserError: A fraction is not positive, fractions or a test split are set while streaming, or a split does not
+            exist.
     """
     named, streaming = mixture_config.datasets, mixture_config.streaming
     fractions: list[Any] = [part.fraction for part in named]
     test_size = mixture_config.test_split_size
+    if streaming and (test_size is not None or any(fractions)):
+        raise UserError(
+            "`test_split_size` and a dataset's `fraction` are not supported with streaming datasets, whose length is "
+            "unknown. Leave them out, or load the datasets whole."
+        )
     parts = []
     for part in named:
         arguments = {name: value for name, value in vars(part).items() if name not in ("columns", "fraction")}
         dataset = load(**arguments, streaming=streaming)
         parts.append(dataset if part.columns is None else dataset.select_columns(part.columns))
     if fractions != [None] * len(parts):
-        if None in fractions or min(fractions) <= 0:
+        if not all(isinstance(each, int | float) and 0 < each < math.inf for each in fractions):
             raise UserError(f"`fraction` must be above 0 for all datasets of a mixture, or left out, not {fractions}.")
         shares = [fraction / sum(fractions) for fraction in fractions]
         size = min(len(rows) / share for rows, share in zip(parts, shares, strict=True))
