@@ -106,7 +106,8 @@ class Labels:
             for grade_K, values in zip(grade_AK, grades if attributes else [grades], strict=True):
                 if values is not None:
                     grade_K[: len(values)] = values
-        margin_P = np.array([row["margin"] for row in labels_P], np.float32) if "margin" in labels_P[0] else None
+        has_margins = bool(labels_P) and "margin" in labels_P[0]
+        margin_P = np.array([row["margin"] for row in labels_P], np.float32) if has_margins else None
         return cls(grade_PAK, margin_P, kind)
 
     def grades_of(self, rows: Any) -> "Labels":
@@ -238,18 +239,16 @@ class Part:
             raise UserError(f"A batch has at most {limit} rows, as its shapes were planned; got {len(every)}.")
         return list(every if self.shares_rows else every[self.index * self.rows :][: self.rows])
 
-    def table(self, every: Sequence[Row], placeholder: Row, rule: ComparisonRule) -> Comparisons[np.ndarray]:
+    def table(self, every: Sequence[Row], rule: ComparisonRule) -> Comparisons[np.ndarray]:
         """Return the comparison table of this process's rows, weighted by their share of the weights of all rows.
 
         Args:
             every: Rows of all processes; may be empty.
-            placeholder: Row for a process without rows; it has no weight.
             rule: Settings that define the comparisons.
         """
         rows = self.of(every)
-        table = rule.table(rows or [placeholder], self.rows)
+        table = rule.table(rows, self.rows)
         total = table if len(rows) == len(every) else rule.table(every)
-        table = table if rows else table.among(np.zeros(self.rows, bool))
         return replace(table, weight_sum_1=total.weight_sum_1 / np.float32(self.count))
 
 
@@ -272,7 +271,7 @@ class BatchCollator:
     def __call__(self, rows: Sequence[Row], real: int | None = None) -> Batch[torch.Tensor]:
         """Make the batch from the first ``real`` rows; the remaining rows are padding."""
         part, every = self.part or Part(len(rows)), rows[:real]
-        own_rows, table = part.of(every), part.table(every, rows[0], self.rule)
+        own_rows, table = part.of(every), part.table(every, self.rule)
         batches = self.pack_sequences(sequences_of(own_rows or rows[:1], self.pad_token_id, table))
         if not own_rows:  # a process without rows still runs the step, on a row without weight
             batches = [replace(batch, tokens_S=0 * batch.tokens_S) for batch in batches]

@@ -184,20 +184,17 @@ class UnsplitStream(IterableDataset[Any]):
 
     Args:
         stream: Stream of rows.
-        batch_size: Rows per batch, over all processes. With it, the stream yields (row, is_real), and the last batch
-            is padded with rows that are not real. By default accelerate pads the last batch.
+        batch_size: The stream yields (row, is_real), and is padded to a multiple of this many rows with rows that are
+            not real. With 1, accelerate pads the last batch, and these rows count as real.
     """
 
-    def __init__(self, stream: Any, batch_size: int | None = None) -> None:
+    def __init__(self, stream: Any, batch_size: int) -> None:
         self._stream, self._batch_size = stream, batch_size
 
     def set_epoch(self, epoch: int) -> None:
         self._stream.set_epoch(epoch)
 
     def __iter__(self) -> Iterator[Any]:
-        if self._batch_size is None:
-            yield from self._stream
-            return
         count, first = 0, None
         for count, row in enumerate(self._stream, start=1):
             first = row if count == 1 else first

@@ -93,7 +93,7 @@ class DictCollator:
         batch = dict(self.collate([*map(old_columns, padded)] if self.is_old else padded))
         is_short = len(own_rows) < part.rows or len(rows) < part.rows * part.count
         if (needs_table(rows[0]) or is_short) and {"input_ids", "input_ids_chosen"} & batch.keys():
-            table = part.table(rows[:real], rows[0], self.rule)
+            table = part.table(rows[:real], self.rule)
             batch[TABLE] = self._scored_positions(batch, own_rows, table).map_tensors(torch.from_numpy)
         return self._pad_to_planned_length(batch)
 

@@ -252,10 +252,9 @@ class DeviceTrainer(SavingTrainer):
             sampler_fn = partial(loaders.prompt_group_sampler, sampler_fn, self.args, parts)
         if not current().shards_model:
             if is_stream and parts > 1:
-                if not is_training:
-                    as_list = self._get_collator_with_removed_columns(list, description)
-                    collate = partial(loaders.collate_marked, collate, as_list)
-                dataset = loaders.UnsplitStream(dataset, None if is_training else batch_size * parts)
+                as_list = self._get_collator_with_removed_columns(list, description)
+                collate = partial(loaders.collate_marked, collate, as_list)
+                dataset = loaders.UnsplitStream(dataset, 1 if is_training else batch_size * parts)
             collator, self.data_collator = self.data_collator, collate  # transformers' method reads this attribute
             try:
                 loader: Any = super()._get_dataloader(

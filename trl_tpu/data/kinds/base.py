@@ -140,15 +140,13 @@ class RowKind:
             places: Beginning of error messages for each row.
             tokenizer: The tokenizer.
         """
-        rows, forms = zip(*map(self.converted, rows_N), strict=True)
-        answers_N = list(map(self.raw_answers, rows, places))
-        wholes_N = [
-            {place: self.with_prompt(row, answer, tokenizer) for place, answer in answers.items()}
-            for row, answers in zip(rows, answers_N, strict=True)
-        ]
+        checked, wholes_N, prepared = list[tuple[Any, ...]](), list[dict[str, Any]](), []
+        for (row, forms), where in zip(map(self.converted, rows_N), places, strict=True):
+            answers = self.raw_answers(row, where)
+            checked.append((row, forms, where, answers))
+            wholes_N.append({place: self.with_prompt(row, answer, tokenizer) for place, answer in answers.items()})
         ids_of = ids_of_texts((whole for wholes in wholes_N for whole in wholes.values()), tokenizer)
-        prepared = []
-        for row, where, answers, wholes, converted in zip(rows, places, answers_N, wholes_N, forms, strict=True):
+        for (row, forms, where, answers), wholes in zip(checked, wholes_N, strict=True):
             tokenized = (
                 tokenize_conversation(whole, tokenizer, row, f"{where}: `{place}`", ids_of)
                 for place, whole in wholes.items()
@@ -156,7 +154,7 @@ class RowKind:
             ids_K, unread_K = zip(*tokenized, strict=True)
             traps = list[str]()
             if self.has_traps:
-                traps = [f"form {form}" for form in converted]
+                traps = [f"form {form}" for form in forms]
                 traps += [*chain(*unread_K), *find_traps(row, [*answers.values()], [*ids_K], tokenizer)]
             prepared.append((self.tokenized(row, [*ids_K], where), traps))
         return prepared
