@@ -144,8 +144,8 @@ class OldPairs(Pairs):
     def with_prompt(self, row: Row, answer: Any, tokenizer: Any) -> Any:
         return answer
 
-    def tokenized(self, row: Row, ids_K: list[list[int]], where: str) -> dict[str, Any]:
-        return super().tokenized(row, ids_K, where) | _margin_of(row)
+    def tokenized(self, row: Row, ids_K: list[list[int]]) -> dict[str, Any]:
+        return super().tokenized(row, ids_K) | _margin_of(row)
 
 
 def _read_tokens(row: Row, where: str) -> dict[str, Any]:

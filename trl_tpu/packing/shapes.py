@@ -335,7 +335,12 @@ class ShapePlanner:
 
     def accumulating_plan(self, batches_BP: np.ndarray) -> tuple[ShapePlan, float]:
         """Return the best plan with accumulation, and its total work on the batches."""
-        lengths, updates = self._lengths(batches_BP), set[BatchShape]()
+        longest = int(self.added_N.max()) + self.shared_prefix
+        shortest = min(max(float(np.median(batches_BP)) + self.shared_prefix, 1.0), longest)
+        tried = np.geomspace(shortest, max(longest, 1), _PLAN_LENGTHS).astype(int)
+        # ascending; any data row fits into the last one
+        lengths = np.unique(round_up(tried, self.multiple)).tolist() if self.row_length is None else [self.row_length]
+        updates = set[BatchShape]()
         for length in lengths:  # numbers of token rows for a quantile of the batches
             room = length - self.shared_prefix
             for rows in np.quantile(token_rows_needed(np.minimum(batches_BP, room), room), _CANDIDATE_QUANTILES):
@@ -354,15 +359,6 @@ class ShapePlanner:
             shapes = sorted({candidates[index] for index in chosen}, key=plan.work)
             plans.append((replace(plan, update=tuple(shapes)), work))
         return min(plans, key=lambda plan: plan[1])
-
-    def _lengths(self, batches_BP: np.ndarray) -> list[int]:
-        """Return candidate lengths in ascending order. Any data row fits into the last one."""
-        if self.row_length is not None:
-            return [self.row_length]
-        longest = int(self.added_N.max()) + self.shared_prefix
-        shortest = min(max(float(np.median(batches_BP)) + self.shared_prefix, 1.0), longest)
-        lengths = np.geomspace(shortest, max(longest, 1), _PLAN_LENGTHS).astype(int)
-        return np.unique(round_up(lengths, self.multiple)).tolist()
 
     def covering_work(self, plan: ShapePlan, batches_BP: np.ndarray) -> np.ndarray:
         """Return the work of the cheapest usual schedule that holds each batch, [B]; infinite if none does."""

@@ -126,7 +126,7 @@ class RowKind:
         """Return the text or messages to tokenize: an answer of a checked raw row, after the row's prompt."""
         return row.get("prompt", answer[:0]) + with_eos(answer, tokenizer)
 
-    def tokenized(self, row: Row, ids_K: list[list[int]], where: str) -> dict[str, Any]:
+    def tokenized(self, row: Row, ids_K: list[list[int]]) -> dict[str, Any]:
         """Return the prepared columns of a checked raw row, from the token ids of its answers."""
         return self.with_answers(ids_K)
 
@@ -156,7 +156,7 @@ class RowKind:
             if self.has_traps:
                 traps = [f"form {form}" for form in forms]
                 traps += [*chain(*unread_K), *find_traps(row, [*answers.values()], [*ids_K], tokenizer)]
-            prepared.append((self.tokenized(row, [*ids_K], where), traps))
+            prepared.append((self.tokenized(row, [*ids_K]), traps))
         return prepared
 
     def features(self, dataset: Any) -> Features | None:

@@ -101,7 +101,7 @@ class Rankings(RowKind):
         rule.check_grades(grades_of(row) if has_halves else row[column], len(answers), where, column)
         return answers
 
-    def tokenized(self, row: Row, ids_K: list[list[int]], where: str) -> dict[str, Any]:
+    def tokenized(self, row: Row, ids_K: list[list[int]]) -> dict[str, Any]:
         """Return the prepared columns; `grades` has a list, or a list or None per attribute."""
         scores_A = [row["scores"][name] for name in self.attributes]
         grades = [scores and grades_of({**row, "scores": scores}) for scores in scores_A] or grades_of(row)
