@@ -248,9 +248,8 @@ def test_rates_exclude_pauses_and_steps_before_a_resume(monkeypatch: pytest.Monk
     saved = {"metrics": {"num_tokens": 100, "open": vars(RewardSums(pairs=10, tokens=100))}, "open_loss": 0.0}
     statistics.start(3, [saved | {"nonfinite": vars(StepCounts())}])
     clock.now += 4
-    statistics.pause()
-    clock.now += 1000  # a pause, for example an evaluation
-    statistics.resume()
+    clock.now += 1000  # for example an evaluation
+    statistics.exclude(1000)
     clock.now += 1
     expected = {"pairs_per_second": 2.0, "tokens_per_second": 40.0, "seconds_per_step": 2.5, "mfu": 0.5}
     assert rates(10, 200, step=5) == expected | {"model_tflops_per_second": peak / 2 / 1e12}
@@ -406,9 +405,8 @@ def test_guard_ignores_programs_compiled_outside_training(caplog: pytest.LogCapt
     guard.start(1)
     assert warned(guard, [(BATCH, 1)] * 3, caplog) == []
     for step in range(10):
-        guard.pause()
         runtime.compiled += 50  # for example by an evaluation
-        guard.resume()
+        guard.exclude(50)
         guard.check(step)
     assert caplog.records == []
     assert warned(guard, [(BATCH, 1)], caplog) == [1]

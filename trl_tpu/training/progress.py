@@ -24,7 +24,7 @@ class RecompileGuard:
     """Warn once about steps that compile programs after warm-up, and announce each new batch shape.
 
     Warm-up is the first two steps of each planned batch shape, and the step after those. Compilations outside of steps
-    (evaluation, saving) are not counted: call `pause` before them and `resume` after them.
+    (evaluation, saving) are not counted: pass their number to `exclude`.
 
     Args:
         runtime: Counts compilations.
@@ -45,9 +45,9 @@ class RecompileGuard:
         self._seen: Counter[str] = Counter()
         self._evaluated: Counter[str] = Counter()
         self._last: list[str] = []  # shapes of the last two batches: a step may be compiled during the next step
-        self._compiled = self._warm_up = 0
+        self._warm_up = 0
         self._announced = self._has_warned = False
-        self.resume()
+        self._checked = self._runtime.compile_count() or 0  # programs before the next step to check
 
     def see(self, batch: Mapping[str, Any], updates: bool = True, evaluates: bool = False) -> None:
         """Note the shapes of the next batch. Call this before a step or an evaluation uses the batch.
@@ -80,19 +80,14 @@ class RecompileGuard:
             self._announce("")
         self._announced = False
 
-    def pause(self) -> None:
-        """Stop counting compilations."""
-        self._compiled += (self._runtime.compile_count() or 0) - self._mark
-
-    def resume(self) -> None:
-        """Count compilations again."""
-        self._mark = self._runtime.compile_count() or 0
+    def exclude(self, compiled: int) -> None:
+        """Exclude programs that were compiled outside of steps."""
+        self._checked += compiled
 
     def check(self, step: int) -> None:
         """Warn once per run if ``step`` compiled programs after warm-up."""
-        self.pause()
-        self.resume()
-        compiled, self._compiled = self._compiled, 0
+        count = self._runtime.compile_count() or 0
+        compiled, self._checked = count - self._checked, count
         if self._warm_up:
             self._warm_up -= 1
         elif compiled and not self._has_warned:
@@ -105,12 +100,10 @@ class RecompileGuard:
             )
 
 
-_BAR_METRICS = ("loss", "accuracy", "num_tokens")
-
 _TRACKER_ONLY = {
     *("grad_norm", "learning_rate", "num_input_tokens_seen", "tokens_per_second", "seconds_per_step", "mfu"),
     *("model_tflops_per_second", "compiled_programs", "memory_gib", *METRICS, *LENGTH_METRICS),
-} - {*_BAR_METRICS}
+} - {"loss", "accuracy", "num_tokens"}
 
 
 class Progress(ProgressCallback):
@@ -167,8 +160,6 @@ def _bar(args: TrainingArguments, total: int, **settings: Any) -> Any:
 class JsonLines(TrainerCallback):
     """Print each log as one line of JSON: an object with the step and all numbers, null for nonfinite numbers."""
 
-    say = staticmethod(logger.info)
-
     def on_log(self, args: Any, state: TrainerState, control: Any, logs: Any = None, **_: Any) -> None:
         if state.is_world_process_zero:
             text = json.dumps({"step": state.global_step, **(logs or {})}, default=float)
@@ -222,11 +213,3 @@ class BusyCores(TrainerCallback):
                 f"Training has waited for a CPU core {share:.0%} of the time, since other work uses the cores. Its "
                 f"{torch.get_num_threads()} threads then wait for each other. OMP_NUM_THREADS=1 may be much faster."
             )
-
-
-_BAR_METRICS = ("loss", "accuracy", "num_tokens")
-
-_TRACKER_ONLY = {
-    *("grad_norm", "learning_rate", "num_input_tokens_seen", "tokens_per_second", "seconds_per_step", "mfu"),
-    *("model_tflops_per_second", "compiled_programs", "memory_gib", *METRICS, *LENGTH_METRICS),
-} - {*_BAR_METRICS}

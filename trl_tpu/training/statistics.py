@@ -152,7 +152,7 @@ class StepStatistics:
     def _begin(self, step: int, resumed: RewardSums) -> None:
         # the next log includes these sums, but its rates do not
         self._resumed, self._step = resumed, step
-        self._seconds, self._since = 0.0, time.monotonic()
+        self._since = time.monotonic()
         self.run_tokens = self._earlier_tokens = 0
         self.evaluated: RewardScale | None = None
         self._windows.clear()
@@ -217,13 +217,9 @@ class StepStatistics:
             self._runtime.skip_update_unless(finite_1[0], unwrap(optimizer))
         return loss_1
 
-    def pause(self) -> None:
-        """Stop the clock: evaluations and saves do not count as training time, compilations do."""
-        self._seconds += time.monotonic() - self._since
-
-    def resume(self) -> None:
-        """Start the clock again."""
-        self._since = time.monotonic()
+    def exclude(self, seconds: float) -> None:
+        """Exclude time that is not training time: evaluations and saves are not, compilations are."""
+        self._since += seconds
 
     # ---- a log
 
@@ -284,9 +280,8 @@ class StepStatistics:
 
     def _rates(self, sums: RewardSums, step: int) -> dict[str, float]:
         """Return throughput metrics for the steps from the last log to ``step``."""
-        self.pause()
-        self.resume()
-        seconds, self._seconds = self._seconds, 0.0
+        now = time.monotonic()
+        seconds, self._since = now - self._since, now
         rows, tokens, steps = sums.pairs - self._resumed.pairs, sums.tokens - self._resumed.tokens, step - self._step
         self._resumed, self._step = RewardSums(), step
         if rows <= 0 or seconds <= 0:
