@@ -82,8 +82,6 @@ class RewardTrainer(SuggestsNewNames, EvaluatingTrainer):
         TypeError, ValueError: If arguments or data are invalid. Checked before anything is compiled.
     """
 
-    args: RewardConfig
-    processing_class: PreTrainedTokenizerBase
     loss_is_scaled_for_ga = False  # compute_loss returns a mean over the batch
     use_reward_data_collator = False  # TRL's name up to 0.23: whether the data has its old columns
     fixed_shapes: ShapePlan | None = None  # of every packed batch; None plans shapes from the data
@@ -260,23 +258,19 @@ class RewardTrainer(SuggestsNewNames, EvaluatingTrainer):
             self.trl_tpu.last_step = result.detach()
         if not return_outputs:
             return result.loss
-        is_own, rewards = isinstance(inputs, Batch), result.rewards_by_row
-        if not is_own and not self.use_reward_data_collator:
-            return result.loss, result.outputs
-        outputs = result.table.kind.outputs(rewards)
-        if not is_own:
-            return result.loss, outputs
+        outputs = result.table.kind.outputs(result.rewards_by_row)
+        if not isinstance(inputs, Batch):
+            return result.loss, outputs if self.use_reward_data_collator else result.outputs
         # without padding, except in training: a step reads nothing from the device
         rows = slice(None) if torch.is_grad_enabled() else result.present_P
         logits = result.rewards_SA.unflatten(0, (-1, result.table.answers))[rows].transpose(0, 1).flatten(0, 1)
-        return result.loss, ModelOutput(logits=logits, rewards=rewards, **outputs)
+        return result.loss, ModelOutput(logits=logits, **{"rewards": result.rewards_by_row} | outputs)
 
     def _loss_and_rewards(self, model: nn.Module, inputs: dict[str, Any]) -> StepResult:
         """Compute loss and rewards of a batch. In training, add the rewards to the step's metrics."""
         base: Any = type(without_adapters(self.model))
         extras = {"use_cache": False} if _accepts_use_cache(base) else {}
-        loss = Loss.of(self.args)
-        result = batch_loss(model, self._batches_in(inputs), loss, **extras)
+        result = batch_loss(model, self._batches_in(inputs), Loss.of(self.args), **extras)
         if self.model.training:
             self.trl_tpu.statistics.update(result.rewards_SA, result.tokens_S, result.table)
         return result
@@ -310,10 +304,7 @@ _BATCH_METHODS = (
 )
 #: Methods that compute or log metrics.
 _METRIC_METHODS = ("evaluate", "_evaluate", "_determine_best_metric", "log")
-_ORIGINAL_METHODS = {
-    name: getattr(RewardTrainer, name)
-    for name in (*_BATCH_METHODS, *ORDER_METHODS, *_METRIC_METHODS, "_prepare_dataset")
-}
+_ORIGINAL_METHODS = {name: getattr(RewardTrainer, name) for name in dir(RewardTrainer)}
 
 
 @cache

@@ -158,7 +158,7 @@ def training_step(state: TrainState, batch: Any) -> dict[str, torch.Tensor]:
     """
     trainer, batches = state._trainer, batch if isinstance(batch, list | tuple) else [batch]
     trainer.sums, trainer.loss_1 = copy.copy(trainer.zero_sums), trainer.zero_loss_1
-    step = trainer._update(trainer.model_wrapped, batches)
+    step = trainer._update(batches)
     assert step is not None  # no callback ends it early
     state._last = norm, rate = step
     logs = {"loss": trainer.loss_1[0], "grad_norm": norm, "learning_rate": torch.tensor(rate), **trainer.sums.means()}

@@ -67,7 +67,7 @@ from .optimizer import create_schedule, gradient_norms, unwrap
 from .progress import BusyCores, JsonLines, Progress
 from .saving import Components, SavingTrainer, saves_state
 from .statistics import StepCounts
-from .stopping import SIGTERM, EvaluationInterrupted
+from .stopping import SIGTERM, EvaluationInterrupted, Preemption
 
 logger = logging.getLogger(__name__)
 
@@ -113,7 +113,7 @@ class DeviceTrainer(SavingTrainer):
         if is_json:
             self.pop_callback(PrinterCallback)
         progress = JsonLines() if is_json else Progress(self._opening) if shows_bar else None
-        announce = logger.info if progress is None else progress.say
+        announce = progress.say if isinstance(progress, Progress) else logger.info
         self.trl_tpu = Components(self.args, self.model, self.accelerator, plan, announce)
         if progress is not None:
             self.add_callback(progress)
@@ -166,7 +166,8 @@ class DeviceTrainer(SavingTrainer):
                 checkpoint is damaged or belongs to another run. Or the hosts were started with different arguments,
                 data or checkpoints.
         """
-        ours, preemption = self.trl_tpu, self.trl_tpu.preemption
+        ours = self.trl_tpu
+        ours.preemption = preemption = Preemption(self.args.time_limit, self.args.save_interval)
         if resume_from_checkpoint is None and self.args.resume_from_checkpoint == "auto":
             resume_from_checkpoint = "auto"  # other values are ignored, as in transformers' `train`
         with preemption.handle_sigterm(listens=not self.args.enable_jit_checkpoint):
@@ -327,7 +328,7 @@ class DeviceTrainer(SavingTrainer):
 
         At this point the optimizer is final and no checkpoint has been loaded into it.
         """
-        ours, compiled = self.trl_tpu, dict[str, Any]()
+        ours, optimizer, is_finite = self.trl_tpu, unwrap(self.optimizer), None
         ours.runtime.recompute_layers(self.model, self.args.remat_policy)
         recompute_in_same_batch(self.model)
         if self.args.torch_compile:  # one program for all layers and shapes
@@ -337,11 +338,11 @@ class DeviceTrainer(SavingTrainer):
                 module.compile(dynamic=True, **how)
         if ours.runtime.is_spmd:
             assert self.shard_report is not None  # set by `_move_model_to_device`
-            compiled["placements"] = self.shard_report.placements
-            compiled["accumulates"] = self._accumulates or ours.batch_plan.layout.accumulates
+            accumulates = self._accumulates or ours.batch_plan.layout.accumulates
+            ours.step_state.prepare_compiled(self.model, optimizer, self.shard_report.placements, accumulates)
             if ours.statistics.limit:
-                compiled["is_finite"] = lambda: ours.statistics.is_finite_1
-        ours.step_state.prepare(self.model, unwrap(self.optimizer), **compiled)
+                is_finite = partial(getattr, ours.statistics, "is_finite_1")
+        ours.step_state.prepare(optimizer, is_finite)
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
         if self.lr_scheduler is None:
@@ -372,7 +373,7 @@ class DeviceTrainer(SavingTrainer):
             done += len(update)
             # a stream may end before its last update is complete; the gradients stay for the next epoch
             completes = done % accumulated == 0 or done == run.batches
-            if (step := self._update(self.model_wrapped, update, items, completes)) is not None:
+            if (step := self._update(update, items, completes)) is not None:
                 norm, rate = step
                 self.state.epoch = epoch + done / run.batches
                 self.control = self.callback_handler.on_step_end(args, self.state, self.control)
@@ -405,13 +406,10 @@ class DeviceTrainer(SavingTrainer):
     # ---- the step
 
     @flush_denormals()
-    def _update(
-        self, model: nn.Module, batches: Sequence[Any], items: Any = None, completes: bool = True
-    ) -> tuple[Any, float] | None:
+    def _update(self, batches: Sequence[Any], items: Any = None, completes: bool = True) -> tuple[Any, float] | None:
         """Accumulate the gradients of some batches, and update the weights.
 
         Args:
-            model: The wrapped model.
             batches: The batches of one update. Their gradients are averaged.
             items: transformers' `num_items_in_batch`, for a user-defined loss.
             completes: False if the update is not complete with these batches: their gradients are kept.
@@ -420,7 +418,7 @@ class DeviceTrainer(SavingTrainer):
             Gradient norm before clipping and learning rate of the update; None without an update.
         """
         args, ours, accelerator, events = self.args, self.trl_tpu, self.accelerator, self.callback_handler
-        optimizer, schedule = cast(Any, self.optimizer), cast(Any, self.lr_scheduler)
+        model, optimizer, schedule = self.model_wrapped, cast(Any, self.optimizer), cast(Any, self.lr_scheduler)
         self.current_gradient_accumulation_steps = self._divisor(len(batches))  # transformers' training_step reads it
         for number, inputs in enumerate(batches, start=1):
             is_last = number == len(batches)

@@ -30,6 +30,7 @@ class StepState:
 
     _optimizer: Optimizer | None = None  # the last one whose state was created
     _stack: LayerStack | None = None
+    _around_compiled: Sequence[Callable[[], AbstractContextManager[None]]] = ()
 
     def __init__(self, runtime: Runtime, *, scanned: Remat | None = None, moments: str | None = None) -> None:
         self._runtime, self._scanned, self._moments = runtime, scanned, moments
@@ -37,29 +38,17 @@ class StepState:
         self.gradient_buffers: dict[nn.Parameter, torch.Tensor] = {}
         self._with_gradient: set[nn.Parameter] = set()  # parameters with a gradient in this step
 
-    def prepare(
-        self,
-        model: nn.Module,
-        optimizer: Optimizer,
-        placements: Mapping[str, Placement] | None = None,
-        accumulates: bool = False,
-        is_finite: Callable[[], torch.Tensor] | None = None,
-    ) -> None:
+    def prepare(self, optimizer: Optimizer, is_finite: Callable[[], torch.Tensor] | None = None) -> None:
         """Get ready for the first step of a run, before a checkpoint is loaded.
 
         Args:
-            placements: On compiled devices, the placements of the model's parameters by name. Layers are then stacked
-                if they are scanned, and the state of a new optimizer is created.
-            accumulates: Whether gradients of several micro-batches are accumulated.
             is_finite: On compiled devices, returns whether the step is finite: a bool tensor [1]. The update
                 of a nonfinite step is skipped. None skips none.
 
         Raises:
             UserError: The optimizer has no first moments to store in another dtype.
         """
-        self._around = []
-        if placements is not None:
-            self._prepare_compiled(model, optimizer, placements, accumulates)
+        self._around = [*self._around_compiled]
         if is_finite is not None:
             self._has_state = bool(optimizer.state)
             self._around.append(partial(self._skip_unless, optimizer, is_finite))
@@ -75,9 +64,17 @@ class StepState:
             self._around.append(partial(_wide_moments, optimizer, self._moments))
         self._runtime.fuse(optimizer)
 
-    def _prepare_compiled(
+    def prepare_compiled(
         self, model: nn.Module, optimizer: Optimizer, placements: Mapping[str, Placement], accumulates: bool
     ) -> None:
+        """On compiled devices, stack layers if they are scanned, and create the state of a new optimizer.
+
+        Call this before `prepare`.
+
+        Args:
+            placements: The placements of the model's parameters by name.
+            accumulates: Whether gradients of several micro-batches are accumulated.
+        """
         if self._scanned is not None:
             if self._stack is None or self._stack.model is not model:
                 axes = {name: placement.axes for name, placement in placements.items()}
@@ -97,7 +94,7 @@ class StepState:
             self._zero()
         self._runtime.step_boundary()
         around = (_rates_as_data, _delayed_state_copies, partial(_new_state_sharded, specs=specs))
-        self._around = [self._used_gradients, *(partial(each, optimizer, self._runtime) for each in around)]
+        self._around_compiled = [self._used_gradients, *(partial(each, optimizer, self._runtime) for each in around)]
 
     @contextmanager
     def update(self) -> Iterator[None]:

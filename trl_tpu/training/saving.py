@@ -15,6 +15,7 @@ import json
 import logging
 import shutil
 import signal
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache, cached_property, partial
@@ -57,11 +58,6 @@ logger = logging.getLogger(__name__)
 def saves_state(accelerator: Accelerator) -> bool:
     """Return whether this package saves the training state, and not DeepSpeed."""
     return getattr(accelerator.state, "deepspeed_plugin", None) is None
-
-
-def is_user_defined(method: Any) -> bool:
-    """Return whether a trainer's method comes from neither this package nor transformers."""
-    return getattr(method, "__module__", "").partition(".")[0] not in (__package__.partition(".")[0], "transformers")
 
 
 class Components:
@@ -113,7 +109,7 @@ class Components:
         announce: Callable[[str], None],
     ) -> None:
         self.runtime, self.batch_plan = current(), batch_plan
-        self._args, self._accelerator, self._announce = args, accelerator, announce
+        self._args, self._accelerator = args, accelerator
         self._attribute_weights = tuple(HeadSpec.of(without_adapters(model).config).attributes.values())
         self._shares_disk = args.output_url is None and not args.save_on_each_node
         self.remote = None if args.output_url is None else RemoteRun(args.output_url)
@@ -123,16 +119,13 @@ class Components:
         self.verdicts: dict[str, AnyVerdict] = {}
         self.identity: dict[str, Any] = {}
         self.at_late_sigterm: Callable[[], None] = partial(signal.raise_signal, signal.SIGTERM)
+        self.preemption = Preemption()  # of the last `train()`
+        self.recompiles = RecompileGuard(self.runtime, announce)
+        self.agreement = HostAgreement(self.runtime, accelerator)
+        self.checkpoints = CheckpointLoader(self.runtime, self.agreement, shares_disk=self._shares_disk)
+        self.run_folder = RunFolder(Path(str(args.output_dir)), self.remote, args.should_save)
 
-    # made when training or an evaluation begins, or a model is saved
-    @cached_property
-    def agreement(self) -> HostAgreement:
-        return HostAgreement(self.runtime, self._accelerator)
-
-    @cached_property
-    def preemption(self) -> Preemption:
-        return Preemption(self._args.time_limit, self._args.save_interval_minutes)
-
+    # made when training or an evaluation begins, or a model is saved: settings may change until then
     @cached_property
     def statistics(self) -> StepStatistics:
         args, accelerator = self._args, self._accelerator
@@ -140,22 +133,9 @@ class Components:
         return StepStatistics(self.runtime, args.device, accelerator, limit, self._attribute_weights)
 
     @cached_property
-    def recompiles(self) -> RecompileGuard:
-        return RecompileGuard(self.runtime, self._announce)
-
-    @cached_property
-    def run_folder(self) -> RunFolder:
-        return RunFolder(Path(str(self._args.output_dir)), self.remote, self._args.should_save)
-
-    @cached_property
     def checkpointer(self) -> Checkpointer:
-        args, shares_disk = self._args, self._shares_disk
-        settings: Any = {"writes": args.should_save, "shares_disk": shares_disk, "limit": args.save_total_limit}
-        return Checkpointer(self.runtime, self.agreement, **settings)
-
-    @cached_property
-    def checkpoints(self) -> CheckpointLoader:
-        return CheckpointLoader(self.runtime, self.agreement, shares_disk=self._shares_disk)
+        writes, limit = self._args.should_save, self._args.save_total_limit
+        return Checkpointer(self.runtime, self.agreement, writes=writes, shares_disk=self._shares_disk, limit=limit)
 
     @cached_property
     def step_state(self) -> StepState:
@@ -165,13 +145,12 @@ class Components:
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Exclude the context's compilations and time from the statistics of training steps."""
-        self.recompiles.pause()
-        self.statistics.pause()
+        statistics, start, compiled = self.statistics, time.monotonic(), self.runtime.compile_count() or 0
         try:
             yield
         finally:
-            self.recompiles.resume()
-            self.statistics.resume()
+            self.recompiles.exclude((self.runtime.compile_count() or 0) - compiled)
+            statistics.exclude(time.monotonic() - start)
 
     def unfinished(self, reason: str) -> Unfinished:
         """Return the exception to raise after an early stop.
@@ -341,7 +320,7 @@ class SavingTrainer(Trainer):
         ours.preemption.note_save(state.global_step)
         final = run.path / contents.name
         have_on_save = [type(item).on_save is not TrainerCallback.on_save for item in self.callback_handler.callbacks]
-        if self.args.push_to_hub or is_user_defined(self._save_checkpoint) or any(have_on_save):
+        if self.args.push_to_hub or not self._is_original("_save_checkpoint") or any(have_on_save):
             ours.checkpointer.wait()  # these read the checkpoint's folder
         if self.args.push_to_hub and any(final.glob("*.safetensors")):
             self._report_pushes()
@@ -399,14 +378,20 @@ class SavingTrainer(Trainer):
         args, model, runtime, path = self.args, self.model, self.trl_tpu.runtime, str(folder)
         is_native, writes, has_state = saves_state(self.accelerator), args.should_save, not args.save_only_model
         all_gather_object, random_states = self.trl_tpu.agreement.all_gather_object, []
+
+        def write_random_states() -> dict[str, bytes]:
+            """Write this rank's random states, and return all random-state files in the folder by name."""
+            if writes or args.world_size > 1:  # a mesh's hosts share the writer's
+                self._save_rng_state(path)
+            return {path.name: path.read_bytes() for path in folder.glob("rng_state*.pth")}
+
         if has_state:
             sums = self.trl_tpu.statistics.state(self._tr_loss) if is_native else []
             order = self.trl_tpu.identity | (self.trl_tpu.base_identity() if is_native else {})
-            save = self._save_rng_state if writes or args.world_size > 1 else None  # a mesh's hosts share the writer's
-            rank_states = on_all_ranks(lambda: _write_random_states(save, folder), all_gather_object)
+            rank_states = on_all_ranks(write_random_states, all_gather_object)
             if self.trl_tpu.remote is not None and args.world_size > 1:
                 random_states = all_gather_object(rank_states)  # the writer uploads them
-        if not is_native or is_user_defined(self.save_model) or is_user_defined(self._save):
+        if not (is_native and self._is_original("save_model") and self._is_original("_save")):
             on_all_ranks(lambda: self.save_model(path, _internal_call=True), all_gather_object)
         else:
             are_gathered = runtime.topology().process_count > 1 and args.save_only_model
@@ -439,17 +424,6 @@ class SavingTrainer(Trainer):
             exporting = [item for item in exporting if isinstance(item, ExportableState)]
             self.state.stateful_callbacks = TrainerState(stateful_callbacks=exporting).stateful_callbacks
             self.state.save_to_json(str(folder / TRAINER_STATE_NAME))
-
-
-def _write_random_states(save: Callable[[str], None] | None, folder: Path) -> dict[str, bytes]:
-    """Write this rank's random states, and return the contents of all random-state files in the folder by name.
-
-    Args:
-        save: Writes the states to a folder; None writes nothing.
-    """
-    if save is not None:
-        save(str(folder))
-    return {path.name: path.read_bytes() for path in folder.glob("rng_state*.pth")}
 
 
 def write_card(create_model_card: Callable[..., None], **names: Any) -> None:

@@ -185,12 +185,13 @@ def end_forks_by_sigterm() -> None:
 
 
 class Preemption(ExportableState):
-    """Early stops and extra saves of a run: after a SIGTERM, at a time limit, at intervals between saves.
+    """Early stops and extra saves of one `train()`: after a SIGTERM, at a time limit, at intervals between saves.
 
-    All processes decide on the requests of each in a vote, at the end of a step.
+    All processes decide on the requests of each in a vote, at the end of a step. The clocks start when the object is
+    made.
 
     Args:
-        time_limit: Maximum duration of one `train()`; None for no limit.
+        time_limit: Maximum duration; None for no limit.
         save_interval: Minutes between saves; None for no extra saves.
 
     Attributes:
@@ -201,16 +202,13 @@ class Preemption(ExportableState):
         saved_step: Step of the last save that was started.
     """
 
-    stopped_by: str | None
+    stopped_by: str | None = None
+    is_preempted = interrupts_evaluations = False
+    saved_step = -1
 
-    def __init__(self, time_limit: timedelta | None, save_interval: float | None) -> None:
+    def __init__(self, time_limit: timedelta | None = None, save_interval: float | None = None) -> None:
         self._time_limit = timedelta.max if time_limit is None else time_limit
         self._save_interval = timedelta.max if save_interval is None else timedelta(minutes=save_interval)
-        self.start()
-
-    def start(self) -> None:
-        """Begin to train: reset the clocks."""
-        self.stopped_by, self.is_preempted, self.interrupts_evaluations, self.saved_step = None, False, False, -1
         self._started = self._last_save = time.monotonic()
 
     @contextlib.contextmanager
@@ -221,7 +219,6 @@ class Preemption(ExportableState):
             listens: Whether to install the handler; False if another component handles SIGTERM. Outside of the main
                 thread no handler is installed.
         """
-        self.start()
         if not listens or threading.current_thread() is not threading.main_thread():
             yield
             return
