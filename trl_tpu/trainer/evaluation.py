@@ -77,8 +77,8 @@ class EvaluatedRows:
             columns = tree_map(lambda tensor: self._runtime.constrain(tensor, (None,) * tensor.dim()), columns)
         else:
             columns = tree_map(lambda tensor: gather(tensor.contiguous()), columns)
-        if count > 1 and is_planned:
-            columns = tree_map(lambda tensor: _interleave(tensor, count), columns)
+        if count > 1 and is_planned:  # the first value of each process, then the second of each, and so on
+            columns = tree_map(lambda tensor: tensor.unflatten(0, (count, -1)).transpose(0, 1).flatten(0, 1), columns)
         self._on_device.append(columns)
         if len(self._on_device) == self._most_on_device:
             self._move_to_host()
@@ -97,11 +97,6 @@ class EvaluatedRows:
         columns = tree_map(lambda *parts: torch.cat(parts), *self._on_host[first:])
         is_real_N = columns.pop("is_real").bool()
         return tree_map(lambda column: column[is_real_N] if len(column) == len(is_real_N) else column, columns)
-
-
-def _interleave(values_N: torch.Tensor, processes: int) -> torch.Tensor:
-    """Reorder gathered values: the first value of each process, then the second of each, and so on."""
-    return values_N.unflatten(0, (processes, -1)).transpose(0, 1).flatten(0, 1)
 
 
 def prediction_of(columns: Evaluated, with_losses: bool, kind: RowKind) -> EvalPrediction | None:
@@ -133,7 +128,6 @@ class EvaluatingTrainer(DeviceTrainer):
     """Evaluation and model card of `RewardTrainer`. Read `RewardTrainer.compute_loss` first."""
 
     processing_class: PreTrainedTokenizerBase
-    _tag_names: list[str]
 
     @cached_property
     def _metrics(self) -> dict[str, SubclassMetrics]:

@@ -285,6 +285,7 @@ class BatchPlan:
         self._args, self._tokenizer, self._runtime = args, tokenizer, runtime
         self._train_dataset, self._collator = train_dataset, data_collator
         self._old_columns, self._reads_padded_rows, self._fixed_shapes = old_columns, reads_padded_rows, fixed_shapes
+        self._multiple: Any = args.pad_to_multiple_of  # an int or None: the config has parsed text
         self._is_planned = runtime.plans_shapes or fixed_shapes is not None
         self._plans: dict[tuple[str, int], ShapePlan] = {}
         self._reads_padding: dict[str, bool] = {}  # by the description of user code in the model
@@ -401,7 +402,7 @@ class BatchPlan:
         reason = self.padding_reason or "a stream without max_length"
         has_own_format = self._collator is None or isinstance(self._collator, STANDARD_COLLATORS)
         lengths = self._lengths(dataset) if is_static and has_own_format else None
-        multiple: Any = args.pad_to_multiple_of or 1  # the config has parsed text
+        multiple = self._multiple or 1
         if self._user_code() is None:
             return Padded(reason, lengths, is_static, multiple)
         collate = self._collator or self.default_collator()
@@ -433,12 +434,11 @@ class BatchPlan:
 
     def default_collator(self) -> Callable[[list[Any]], dict[str, Any]]:
         """Return TRL's collator for the data, for code that makes its own batches."""
-        multiple: Any = self._args.pad_to_multiple_of  # an int or None: the config has parsed text
         if self._old_columns:
-            return RewardDataCollatorWithPadding(self._tokenizer, pad_to_multiple_of=multiple)
+            return RewardDataCollatorWithPadding(self._tokenizer, pad_to_multiple_of=self._multiple)
         if kind_of_dataset(self._train_dataset).is_one_sequence:
-            return DataCollatorForTokenClassification(self._tokenizer, pad_to_multiple_of=multiple)
-        return DataCollatorForPreference(self._tokenizer.pad_token_id, multiple)
+            return DataCollatorForTokenClassification(self._tokenizer, pad_to_multiple_of=self._multiple)
+        return DataCollatorForPreference(self._tokenizer.pad_token_id, self._multiple)
 
     @property
     def padding_side(self) -> str:
@@ -504,8 +504,7 @@ class BatchPlan:
         longest = int(length_stats(dataset).lengths.longest_N.max()) if is_known else self._args.max_length
         if not longest:
             return None
-        if multiple := self._args.pad_to_multiple_of:
-            assert isinstance(multiple, int)  # the config has parsed text
+        if multiple := self._multiple:
             return tuple(range(multiple, round_up(longest, multiple) + 1, multiple))
         return bucket_lengths(longest, self._args.max_shapes)
 
@@ -516,7 +515,7 @@ class BatchPlan:
         the longest sequence.
         """
         own_code = user_code_in(self._whole_model)
-        if own_code is not None and own_code not in self._reads_padding and not self._args.pad_to_multiple_of:
+        if own_code is not None and own_code not in self._reads_padding and not self._multiple:
             reads = partial(reads_padding, self._whole_model, self._tokenizer.pad_token_id)
             found = of_first_process(reads, self._whole_model, self._args.shards_over_processes)
             self._reads_padding[own_code] = found is not False  # None: the step is planned without weights
