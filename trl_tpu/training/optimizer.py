@@ -34,7 +34,6 @@ class StepState:
 
     def __init__(self, runtime: Runtime, *, scanned: Remat | None = None, moments: str | None = None) -> None:
         self._runtime, self._scanned, self._moments = runtime, scanned, moments
-        self._around: list[Callable[[], AbstractContextManager[None]]] = []
         self.gradient_buffers: dict[nn.Parameter, torch.Tensor] = {}
         self._with_gradient: set[nn.Parameter] = set()  # parameters with a gradient in this step
 
@@ -48,7 +47,7 @@ class StepState:
         Raises:
             UserError: The optimizer has no first moments to store in another dtype.
         """
-        self._around = [*self._around_compiled]
+        self._around = [*self._around_compiled]  # contexts of an update
         if is_finite is not None:
             self._has_state = bool(optimizer.state)
             self._around.append(partial(self._skip_unless, optimizer, is_finite))
@@ -145,18 +144,16 @@ class StepState:
         the device instead. Counters on the host, such as the step counts of Adagrad and Adafactor, also count skipped
         steps.
         """
-        old = list[torch.Tensor]()
 
         def tensors() -> list[torch.Tensor]:
             parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
             return [tensor for weight in parameters for tensor in (weight, *state_on_device(optimizer, weight))]
 
-        if self._has_state:
-            old = [tensor.detach().clone() for tensor in tensors()]
-        elif self._runtime.fetch([is_finite()])[0].all():
-            self._has_state = True
-        else:
-            optimizer.zero_grad(set_to_none=True)  # torch's optimizers skip parameters without a gradient
+        old = [tensor.detach().clone() for tensor in tensors()] if self._has_state else []
+        if not self._has_state:
+            self._has_state = bool(self._runtime.fetch([is_finite()])[0].all())
+            if not self._has_state:
+                optimizer.zero_grad(set_to_none=True)  # torch's optimizers skip parameters without a gradient
         yield
         with torch.no_grad():
             for tensor, value in zip(tensors() if old else (), old, strict=True):
