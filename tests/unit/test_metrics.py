@@ -393,16 +393,12 @@ WARM_UPS = [
 
 @pytest.mark.parametrize(("planned", "steps", "at"), WARM_UPS)
 def test_guard_warns_once_after_warm_up(planned: int | None, steps: Any, at: list[int], caplog: Any) -> None:
-    guard = RecompileGuard(Counting())
-    for _ in range(2):  # a second run counts from zero
-        guard.start(planned)
-        assert warned(guard, steps, caplog) == at
+    assert warned(RecompileGuard(Counting(), print, planned), steps, caplog) == at
 
 
 def test_guard_ignores_programs_compiled_outside_training(caplog: pytest.LogCaptureFixture) -> None:
     runtime = Counting()
-    guard = RecompileGuard(runtime)
-    guard.start(1)
+    guard = RecompileGuard(runtime, print, 1)
     assert warned(guard, [(BATCH, 1)] * 3, caplog) == []
     for step in range(10):
         runtime.compiled += 50  # for example by an evaluation

@@ -43,7 +43,7 @@ def test_config_sets_when_to_stop() -> None:
 
 def test_sigterm_handler_is_set_in_the_main_thread_on_request() -> None:
     def handler(listens: bool) -> Any:
-        with Preemption(None, None).handle_sigterm(listens):
+        with Preemption(RewardConfig("out")).handle_sigterm(listens):
             return signal.getsignal(signal.SIGTERM)
 
     with ThreadPoolExecutor(1) as pool:
@@ -54,7 +54,7 @@ def test_sigterm_handler_is_set_in_the_main_thread_on_request() -> None:
 
 def test_forks_during_training_end_by_sigterm() -> None:
     """A process pool in a callback relies on it to end its workers."""
-    with Preemption(None, None).handle_sigterm(listens=True):
+    with Preemption(RewardConfig("out")).handle_sigterm(listens=True):
         if (worker := os.fork()) == 0:
             if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
                 os.kill(os.getpid(), signal.SIGTERM)

@@ -78,7 +78,6 @@ class Run:
 
     loader: Any
     epochs: int
-    updates: int  # per epoch
     batches: int  # per epoch
     samples: float  # training rows, for the rates in the last log
     first_epoch: int
@@ -108,15 +107,15 @@ class DeviceTrainer(SavingTrainer):
 
     def _make_components(self, plan: BatchPlan) -> None:
         """Make the components. Call this after transformers' constructor."""
-        is_json = self.args.progress == "json"
+        self.trl_tpu = Components(self.args, self.model, self.accelerator, plan)
         shows_bar = self.pop_callback(trainer.DEFAULT_PROGRESS_CALLBACK) is not None  # notebooks have their own
-        if is_json:
+        if self.args.progress == "json":
             self.pop_callback(PrinterCallback)
-        progress = JsonLines() if is_json else Progress(self._opening) if shows_bar else None
-        announce = progress.say if isinstance(progress, Progress) else logger.info
-        self.trl_tpu = Components(self.args, self.model, self.accelerator, plan, announce)
-        if progress is not None:
+            self.add_callback(JsonLines())
+        elif shows_bar:
+            progress = Progress(self._opening)
             self.add_callback(progress)
+            self.trl_tpu.announce = progress.say
         if self.args.device.type == "cpu" and torch.get_num_threads() > 1:
             self.add_callback(BusyCores())
         self.batch_plan = plan
@@ -167,7 +166,7 @@ class DeviceTrainer(SavingTrainer):
                 data or checkpoints.
         """
         ours = self.trl_tpu
-        ours.preemption = preemption = Preemption(self.args.time_limit, self.args.save_interval)
+        ours.preemption = preemption = Preemption(self.args)
         if resume_from_checkpoint is None and self.args.resume_from_checkpoint == "auto":
             resume_from_checkpoint = "auto"  # other values are ignored, as in transformers' `train`
         with preemption.handle_sigterm(listens=not self.args.enable_jit_checkpoint):
@@ -320,7 +319,7 @@ class DeviceTrainer(SavingTrainer):
         self._initial_global_step = self.state.global_step
         model.zero_grad()
         logger.info("Training %s of %s steps, %s per epoch", max_steps - self.state.global_step, max_steps, updates)
-        numbers = epochs, updates, cast(int, batches), samples, first_epoch, skipped
+        numbers = epochs, cast(int, batches), samples, first_epoch, skipped
         return Run(loader, *numbers, checkpoint, trial, ignore_keys, start_time=time.time())
 
     def _place_training_state(self) -> None:
@@ -328,7 +327,7 @@ class DeviceTrainer(SavingTrainer):
 
         At this point the optimizer is final and no checkpoint has been loaded into it.
         """
-        ours, optimizer, is_finite = self.trl_tpu, unwrap(self.optimizer), None
+        ours, optimizer = self.trl_tpu, unwrap(self.optimizer)
         ours.runtime.recompute_layers(self.model, self.args.remat_policy)
         recompute_in_same_batch(self.model)
         if self.args.torch_compile:  # one program for all layers and shapes
@@ -340,9 +339,8 @@ class DeviceTrainer(SavingTrainer):
             assert self.shard_report is not None  # set by `_move_model_to_device`
             accumulates = self._accumulates or ours.batch_plan.layout.accumulates
             ours.step_state.prepare_compiled(self.model, optimizer, self.shard_report.placements, accumulates)
-            if ours.statistics.limit:
-                is_finite = partial(getattr, ours.statistics, "is_finite_1")
-        ours.step_state.prepare(optimizer, is_finite)
+        skips_updates = ours.runtime.is_spmd and ours.statistics.limit > 0
+        ours.step_state.prepare(optimizer, (lambda: ours.statistics.is_finite_1) if skips_updates else None)
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
         if self.lr_scheduler is None:
@@ -362,10 +360,8 @@ class DeviceTrainer(SavingTrainer):
             self._load_random_state(resumed)
         loaders.begin_epoch(loader, epoch)
         batches, norm, rate = iter(loader), None, None
-        for number in range(done // accumulated, run.updates):
-            is_last = number == run.updates - 1  # takes the rest of the batches
-            count = (run.batches - 1) % accumulated + 1 if is_last else accumulated
-            update, items = self.get_batch_samples(batches, count, args.device)
+        while done < run.batches:
+            update, items = self.get_batch_samples(batches, min(accumulated, run.batches - done), args.device)
             if resumed is not None and done == run.skipped > 0:  # fetching the first batch has drawn random numbers
                 self._load_random_state(resumed)
             if not update:  # a stream has ended
@@ -516,7 +512,7 @@ class DeviceTrainer(SavingTrainer):
             rate: Learning rate of the last step, likewise.
         """
         ours, control, preemption = self.trl_tpu, self.control, self.trl_tpu.preemption
-        must_save = preemption.decide(ours.agreement, self.args, self.state, control)
+        must_save = preemption.decide(ours.agreement, self.state, control)
         acts = control.should_log or control.should_evaluate or control.should_save
         if acts:
             ours.runtime.step_boundary()  # keep logs, evaluations and saves out of the step's program
@@ -528,7 +524,7 @@ class DeviceTrainer(SavingTrainer):
                 more = run.trial, epoch, run.ignore_keys, run.start_time, rate
                 self._maybe_log_save_evaluate(self._tr_loss, norm, self.model_wrapped, *more)
             except EvaluationInterrupted:
-                preemption.stop(SIGTERM, self.args, self.state, self.control)
+                preemption.stop(SIGTERM, self.state, self.control)
                 must_save = True
             finally:
                 preemption.interrupts_evaluations = False
@@ -546,8 +542,7 @@ class DeviceTrainer(SavingTrainer):
             FloatingPointError: Too many steps in a row were not finite.
         """
         ours, step = self.trl_tpu, self.state.global_step
-        steps = step - self._globalstep_last_logged
-        logs, loss_sum, counted = ours.statistics.close(self._tr_loss, norm, step, steps)
+        logs, loss_sum, counted = ours.statistics.close(self._tr_loss, norm, step, step - self._globalstep_last_logged)
         ours.recompiles.settle()
         self._tr_loss = ours.statistics.loss_sum()
         self._total_loss_scalar += loss_sum
@@ -587,14 +582,13 @@ class DeviceTrainer(SavingTrainer):
         """End a run with transformers' `_finalize_training`, when all saves are written."""
         ours, stopped_by = self.trl_tpu, self.trl_tpu.preemption.stopped_by
         ours.step_state.unstack()  # before the best model is loaded and callbacks look at the model
-        if ours.statistics.limit:
-            open_loss, counted = ours.statistics.close_steps(self._tr_loss)
-            self._stop_if_nonfinite(counted)
-            if ours.statistics.nonfinite:  # `train_loss` is the mean over the other steps
-                steps = self.state.global_step - self._initial_global_step
-                total, finite = self._total_loss_scalar + open_loss, steps - ours.statistics.nonfinite
-                self._tr_loss = ours.statistics.loss_sum()
-                self._total_loss_scalar = total * steps / finite if finite > 0 else float("nan")
+        open_loss, counted = ours.statistics.close_steps(self._tr_loss)
+        self._stop_if_nonfinite(counted)
+        if ours.statistics.nonfinite:  # `train_loss` is the mean over the other steps
+            steps = self.state.global_step - self._initial_global_step
+            total, finite = self._total_loss_scalar + open_loss, steps - ours.statistics.nonfinite
+            self._tr_loss = ours.statistics.loss_sum()
+            self._total_loss_scalar = total * steps / finite if finite > 0 else float("nan")
         # wait on all ranks: a save may still delete older checkpoints, and launchers kill all ranks when one exits
         ours.checkpointer.settle()
         if stopped_by is not None:

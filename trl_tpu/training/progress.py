@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 
 class RecompileGuard:
-    """Warn once about steps that compile programs after warm-up, and announce each new batch shape.
+    """Warn once in a run about steps that compile programs after warm-up, and announce each new batch shape.
 
     Warm-up is the first two steps of each planned batch shape, and the step after those. Compilations outside of steps
     (evaluation, saving) are not counted: pass their number to `exclude`.
@@ -29,19 +29,11 @@ class RecompileGuard:
     Args:
         runtime: Counts compilations.
         announce: Called with a message such as "compiling shape 2 of 4" before a compilation, and with "" after it.
+        planned: Number of planned batch shapes; None if shapes are not planned.
     """
 
-    def __init__(self, runtime: Runtime, announce: Callable[[str], None] = lambda message: None) -> None:
-        self._runtime, self._announce = runtime, announce
-        self.start(None)
-
-    def start(self, planned_shapes: int | None) -> None:
-        """Begin a run.
-
-        Args:
-            planned_shapes: Number of planned batch shapes; None if shapes are not planned.
-        """
-        self._planned = planned_shapes
+    def __init__(self, runtime: Runtime, announce: Callable[[str], None], planned: int | None = None) -> None:
+        self._runtime, self._announce, self._planned = runtime, announce, planned
         self._seen: Counter[str] = Counter()
         self._evaluated: Counter[str] = Counter()
         self._last: list[str] = []  # shapes of the last two batches: a step may be compiled during the next step
@@ -85,7 +77,7 @@ class RecompileGuard:
         self._checked += compiled
 
     def check(self, step: int) -> None:
-        """Warn once per run if ``step`` compiled programs after warm-up."""
+        """Warn once if ``step`` compiled programs after warm-up."""
         count = self._runtime.compile_count() or 0
         compiled, self._checked = count - self._checked, count
         if self._warm_up:
@@ -141,9 +133,7 @@ class Progress(ProgressCallback):
         elif self.training_bar is not None and message:
             print(message, flush=True)
 
-    def on_log(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: Any = None, **more: Any
-    ) -> None:
+    def on_log(self, args: Any, state: TrainerState, control: Any, logs: Any = None, **more: Any) -> None:
         shown = {
             name: value
             for name, value in (logs or {}).items()

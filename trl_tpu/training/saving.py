@@ -68,9 +68,9 @@ class Components:
         model: The trainer's model.
         accelerator: The trainer's accelerator.
         batch_plan: The layout of batches.
-        announce: Called with a message before a compilation, and with "" after it.
 
     Attributes:
+        announce: Called with a message before a compilation, and with "" after it.
         at_late_sigterm: Called after a SIGTERM that came too late to stop training.
         base_identity: Returns the part of the identity that is read from the device, see `base_identity`.
         best_model_lost: Reason why the last `train()` could not load its best model and kept the last one; None if it
@@ -90,6 +90,7 @@ class Components:
         UserError: Checkpoints of DeepSpeed would go to a URL, or one process would use several GPUs.
     """
 
+    announce: Callable[[str], None] = staticmethod(logger.info)
     best_model_lost: str | None = None
     base_identity: Callable[[], dict[str, Any]] = dict
     build: Any = None
@@ -100,14 +101,7 @@ class Components:
     last_step: StepResult | None = None
     gradient_norms: tuple[list[str], torch.Tensor] | None = None
 
-    def __init__(
-        self,
-        args: RewardConfig,
-        model: nn.Module,
-        accelerator: Accelerator,
-        batch_plan: BatchPlan,
-        announce: Callable[[str], None],
-    ) -> None:
+    def __init__(self, args: RewardConfig, model: nn.Module, accelerator: Accelerator, batch_plan: BatchPlan) -> None:
         self.runtime, self.batch_plan = current(), batch_plan
         self._args, self._accelerator = args, accelerator
         self._attribute_weights = tuple(HeadSpec.of(without_adapters(model).config).attributes.values())
@@ -119,8 +113,7 @@ class Components:
         self.verdicts: dict[str, AnyVerdict] = {}
         self.identity: dict[str, Any] = {}
         self.at_late_sigterm: Callable[[], None] = partial(signal.raise_signal, signal.SIGTERM)
-        self.preemption = Preemption()  # of the last `train()`
-        self.recompiles = RecompileGuard(self.runtime, announce)
+        self.preemption = Preemption(args)  # of the last `train()`
         self.agreement = HostAgreement(self.runtime, accelerator)
         self.checkpoints = CheckpointLoader(self.runtime, self.agreement, shares_disk=self._shares_disk)
         self.run_folder = RunFolder(Path(str(args.output_dir)), self.remote, args.should_save)
@@ -131,6 +124,10 @@ class Components:
         args, accelerator = self._args, self._accelerator
         limit = args.nonfinite_limit if saves_state(accelerator) else 0  # DeepSpeed takes the steps
         return StepStatistics(self.runtime, args.device, accelerator, limit, self._attribute_weights)
+
+    @cached_property
+    def recompiles(self) -> RecompileGuard:
+        return RecompileGuard(self.runtime, self.announce)
 
     @cached_property
     def checkpointer(self) -> Checkpointer:
@@ -238,8 +235,7 @@ class SavingTrainer(Trainer):
         ours = self.trl_tpu
         ours.runtime.step_boundary()  # keep loading and placement out of the first step's program
         progress, ours.checkpoints.progress = ours.checkpoints.progress, None
-        parts = [] if progress is None else progress["processes"]
-        open_loss = ours.statistics.start(self.state.global_step, parts)
+        open_loss = ours.statistics.start(self.state.global_step, [] if progress is None else progress["processes"])
         self._tr_loss = ours.statistics.loss_sum(open_loss)
         self._total_loss_scalar = -open_loss  # `train_loss` covers only the steps since the resume
         self._globalstep_last_logged = self.state.global_step if progress is None else progress["logged_step"]
@@ -252,7 +248,7 @@ class SavingTrainer(Trainer):
         # transformers looks for the best checkpoint only where it was saved
         if (best := ours.checkpoints.best_so_far(ours.run_folder)) is not None:
             self.state.best_model_checkpoint = best
-        ours.recompiles.start(ours.batch_plan.layout.shapes)
+        ours.recompiles = RecompileGuard(ours.runtime, ours.announce, ours.batch_plan.layout.shapes)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write the model, or its adapters, as safetensors, together with config and tokenizer.

@@ -16,6 +16,7 @@ from transformers import TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import DefaultFlowCallback, ExportableState
 
 from ..checkpoint.identity import changes
+from ..config.reward_config import RewardConfig
 from ..data.length_stats import is_prepared, length_stats
 from ..errors import NOT_SAVED, UNFINISHED, UserError
 from ..runtime import Runtime, Value
@@ -191,8 +192,8 @@ class Preemption(ExportableState):
     made.
 
     Args:
-        time_limit: Maximum duration; None for no limit.
-        save_interval: Minutes between saves; None for no extra saves.
+        args: The trainer's settings. `time_limit` is the maximum duration, None for no limit. `save_interval_minutes`
+            is the time between saves, None for no extra saves.
 
     Attributes:
         stopped_by: Reason for an early stop: `SIGTERM` or `TIME_LIMIT`; None without an early stop.
@@ -206,9 +207,10 @@ class Preemption(ExportableState):
     is_preempted = interrupts_evaluations = False
     saved_step = -1
 
-    def __init__(self, time_limit: timedelta | None = None, save_interval: float | None = None) -> None:
-        self._time_limit = timedelta.max if time_limit is None else time_limit
-        self._save_interval = timedelta.max if save_interval is None else timedelta(minutes=save_interval)
+    def __init__(self, args: RewardConfig) -> None:
+        self._args, minutes = args, args.save_interval_minutes
+        self._time_limit = timedelta.max if args.time_limit is None else args.time_limit
+        self._save_interval = timedelta.max if minutes is None else timedelta(minutes=minutes)
         self._started = self._last_save = time.monotonic()
 
     @contextlib.contextmanager
@@ -237,9 +239,7 @@ class Preemption(ExportableState):
         finally:
             signal.signal(signal.SIGTERM, before)
 
-    def decide(
-        self, agreement: HostAgreement, args: TrainingArguments, state: TrainerState, control: TrainerControl
-    ) -> bool:
+    def decide(self, agreement: HostAgreement, state: TrainerState, control: TrainerControl) -> bool:
         """Vote on logs, evaluations, saves and stops, and set the decisions in ``control``.
 
         Returns:
@@ -251,21 +251,21 @@ class Preemption(ExportableState):
             TIME_LIMIT: trained >= self._time_limit and state.global_step < state.max_steps,
             SAVE_INTERVAL: unsaved >= self._save_interval,
         }
-        requests = agreement.decide(args, state, control, own_requests)
+        requests = agreement.decide(self._args, state, control, own_requests)
         if self.stopped_by is not None:  # second call in the last step, at the end of its epoch
             control.should_log = control.should_evaluate = control.should_save = False
             return True
         reason = next((name for name in (SIGTERM, TIME_LIMIT) if requests[name]), None)
         if reason is not None:
-            self.stop(reason, args, state, control)
+            self.stop(reason, state, control)
         control.should_save |= requests[SAVE_INTERVAL] and self.saved_step != state.global_step
         return reason is not None or requests[SAVE_INTERVAL]
 
-    def stop(self, reason: str, args: TrainingArguments, state: TrainerState, control: TrainerControl) -> None:
+    def stop(self, reason: str, state: TrainerState, control: TrainerControl) -> None:
         """Request a save and a stop. At the end of an epoch, also request the log and evaluation due there."""
         self.stopped_by = reason
         if float(state.epoch or 0).is_integer():
-            DefaultFlowCallback().on_epoch_end(args, state, control)
+            DefaultFlowCallback().on_epoch_end(self._args, state, control)
         control.should_evaluate &= reason != SIGTERM  # an evaluation would take too long
         control.should_save = control.should_training_stop = True
 
