@@ -333,12 +333,10 @@ def make_model_card(
         tokenizer: The tokenizer of the training; None if unknown.
         outputs: The model's outputs.
         **shown: Other values for the template: `location`, a Hub id or a folder; `args`, the training arguments;
-            `scale`, the measured mean and std of rewards; `date`, the date that the chat template wrote into
-            conversations; `kind`, the kind of the training rows; `columns`, the columns of the prepared data;
-            `own_loss`, whether the training script computed the loss; `evaluation`, a section in Markdown; `curve`, a
-            picture in Markdown; `rows`, the number of training rows; `batch`, the rows of a step; `state`, the
-            trainer's state; `first_step` since the last resume; `adapters`, their configs; `tokens` that were trained
-            on; `devices`; `own_optimizer`, whether the training script made the optimizer.
+            `components`, the trainer's `Components`; `kind`, the kind of the training rows; `columns`, the columns of
+            the prepared data; `own_loss`, whether the training script computed the loss; `evaluation`, a section in
+            Markdown; `curve`, a picture in Markdown; `rows`, the number of training rows; `batch`, the rows of a step;
+            `state`, the trainer's state; `first_step` since the last resume; `adapters`, their configs; `devices`.
     """
     metadata.library_name = "transformers"
     metadata.pipeline_tag = "text-classification" if outputs.step_separator is None else "token-classification"

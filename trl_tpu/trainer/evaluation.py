@@ -20,7 +20,6 @@ from transformers.trainer_utils import EvalLoopOutput, denumpify_detensorize, ha
 from transformers.utils import CONFIG_NAME
 
 from ..data.collate import Labels
-from ..data.kinds import RowKind
 from ..data.length_stats import kind_of_dataset
 from ..data.trl_dict import TABLE, batch_of_pairs
 from ..evaluation.evaluate import RewardSums, evaluate_rewards, sums_of, sums_on_host
@@ -99,17 +98,6 @@ class EvaluatedRows:
         return tree_map(lambda column: column[is_real_N] if len(column) == len(is_real_N) else column, columns)
 
 
-def prediction_of(columns: Evaluated, with_losses: bool, kind: RowKind) -> EvalPrediction | None:
-    """Return the argument of `compute_metrics`; None if predictions or labels are missing."""
-    if not columns.keys() >= {"predictions", "labels"}:
-        return None
-    predictions, labels = (tree_map(_as_array, columns[name]) for name in ("predictions", "labels"))
-    if isinstance(labels, np.ndarray):
-        labels = kind.label_ids(labels)
-    losses = losses_of(columns).numpy() if with_losses else None
-    return EvalPrediction(predictions=predictions, label_ids=labels, losses=losses)
-
-
 def losses_of(columns: Evaluated) -> torch.Tensor:
     """Return the weighted loss of each row divided by the mean weight, [N]. Their mean is the evaluation's loss."""
     weights = columns["weight"].double() if "weight" in columns else torch.ones(())
@@ -136,8 +124,7 @@ class EvaluatingTrainer(DeviceTrainer):
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Log, and include averages of the values that a subclass has added to ``self._metrics[mode]``, as in TRL."""
-        mode = "train" if self.model.training else "eval"
-        prefix = "" if mode == "train" else "eval_"
+        mode, prefix = ("train", "") if self.model.training else ("eval", "eval_")
         logs |= {f"{prefix}{key}": sum(values) / len(values) for key, values in self._metrics[mode].items()}
         self._metrics[mode].clear()
         set_reward_normalization(self.model.config, self.trl_tpu.statistics.scale)
@@ -221,12 +208,11 @@ class EvaluatingTrainer(DeviceTrainer):
         self.callback_handler.eval_dataloader = dataloader
         model = self._model_to_evaluate()
         evaluated = EvaluatedRows(components.runtime, self.accelerator, args.eval_accumulation_steps)
-        with_losses = "loss" in args.include_for_metrics
         metrics: dict[str, Any] = {}
 
         def metrics_of_last_batch(is_last: bool) -> Any:
             components.runtime.step_boundary()
-            prediction = prediction_of(evaluated.fetch(first=-1), with_losses, components.evaluated_kind)
+            prediction = self._prediction_of(evaluated.fetch(first=-1))
             return {} if prediction is None else compute_metrics(prediction, compute_result=is_last)
 
         has_batch_metrics = args.batch_eval_metrics and compute_metrics is not None
@@ -247,7 +233,7 @@ class EvaluatingTrainer(DeviceTrainer):
         components.runtime.step_boundary()
         components.recompiles.settle()
         columns = evaluated.fetch()
-        prediction = prediction_of(columns, with_losses, components.evaluated_kind)
+        prediction = self._prediction_of(columns)
         if compute_metrics is not None and prediction is None and columns:
             logger.warning("compute_metrics is not called: the evaluation returned no predictions or no labels.")
         elif compute_metrics is not None and prediction is not None:
@@ -267,6 +253,16 @@ class EvaluatingTrainer(DeviceTrainer):
             num_samples=_rows_in(columns),
         )
 
+    def _prediction_of(self, columns: Evaluated) -> EvalPrediction | None:
+        """Return the argument of `compute_metrics`; None if predictions or labels are missing."""
+        if not columns.keys() >= {"predictions", "labels"}:
+            return None
+        predictions, labels = (tree_map(_as_array, columns[name]) for name in ("predictions", "labels"))
+        if isinstance(labels, np.ndarray):
+            labels = self.trl_tpu.evaluated_kind.label_ids(labels)
+        losses = losses_of(columns).numpy() if "loss" in self.args.include_for_metrics else None
+        return EvalPrediction(predictions=predictions, label_ids=labels, losses=losses)
+
     def _model_to_evaluate(self) -> nn.Module:
         """Return the model in evaluation mode, cast by `fp16_full_eval` or `bf16_full_eval` outside training.
 
@@ -275,7 +271,7 @@ class EvaluatingTrainer(DeviceTrainer):
         args, optimizer = self.args, cast(Any, self.optimizer)
         model: nn.Module = self.model
         if not self.is_in_train and (args.fp16_full_eval or args.bf16_full_eval):
-            model = model.to(dtype=torch.float16 if args.fp16_full_eval else torch.bfloat16, device=args.device)
+            model.to(dtype=torch.float16 if args.fp16_full_eval else torch.bfloat16, device=args.device)
         model.eval()
         if hasattr(optimizer, "eval"):
             optimizer.eval()
@@ -354,7 +350,7 @@ class EvaluatingTrainer(DeviceTrainer):
         if path.is_file() and not is_generated(path.read_text(errors="replace")):
             return
         base = get_config_model_id(self.model.config)
-        card = make_model_card(
+        make_model_card(
             ModelCardData(
                 base_model=base if base and may_be_on_the_hub(base) else None,
                 datasets=[dataset_name] if dataset_name and may_be_on_the_hub(dataset_name) else None,
@@ -364,8 +360,7 @@ class EvaluatingTrainer(DeviceTrainer):
             location=self.hub_model_id or path.parent,
             tokenizer=self.processing_class,
             outputs=HeadSpec.of(self.model.config),
-            scale=self.trl_tpu.statistics.scale,
-            date=self.trl_tpu.date,
+            components=self.trl_tpu,
             args=self.args,
             kind=kind_of_dataset(self.train_dataset).of(self.args),
             columns=getattr(self.train_dataset, "column_names", None) or (),
@@ -379,13 +374,10 @@ class EvaluatingTrainer(DeviceTrainer):
             batch=self.args.train_batch_size * self._batch_parts * self.args.gradient_accumulation_steps,
             state=self.state,
             adapters=getattr(self.model, "peft_config", {}).values(),
-            tokens=self.trl_tpu.statistics.run_tokens,
             precision=precision_of(self.args, self.model),
             first_step=getattr(self, "_initial_global_step", 0) + 1,
-            own_optimizer=self.trl_tpu.own_optimizer,
             devices=current().topology().description,
-        )
-        card.save(path)
+        ).save(path)
 
     def save_description(self, dataset_name: str | None = None) -> None:
         """Rewrite config and model card in `output_dir`, after an evaluation has measured rewards."""

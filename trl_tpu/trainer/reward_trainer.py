@@ -207,7 +207,7 @@ class RewardTrainer(SuggestsNewNames, EvaluatingTrainer):
         """Return whether user code may add metrics. The callbacks of transformers, as objects or classes, add none."""
         kinds = (each if isinstance(each, type) else type(each) for each in callbacks or ())
         has_callback = not all(kind.__module__.startswith("transformers.") for kind in kinds)
-        methods = (*_BATCH_METHODS, *ORDER_METHODS, *_METRIC_METHODS)
+        methods = (*_BATCH_METHODS, *ORDER_METHODS, "evaluate", "_evaluate", "_determine_best_metric", "log")
         return compute_metrics is not None or has_callback or not all(map(self._is_original, methods))
 
     def call_model_init(self, trial: Any = None) -> PreTrainedModel:
@@ -302,8 +302,6 @@ _BATCH_METHODS = (
     *("get_train_dataloader", "get_eval_dataloader", "get_test_dataloader"),
     *("_track_num_input_tokens", "_prepare_context_parallel_inputs"),
 )
-#: Methods that compute or log metrics.
-_METRIC_METHODS = ("evaluate", "_evaluate", "_determine_best_metric", "log")
 _ORIGINAL_METHODS = {name: getattr(RewardTrainer, name) for name in dir(RewardTrainer)}
 
 

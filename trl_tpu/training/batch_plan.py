@@ -289,8 +289,7 @@ class BatchPlan:
         self._is_planned = runtime.plans_shapes or fixed_shapes is not None
         self._plans: dict[tuple[str, int], ShapePlan] = {}
         self._reads_padding: dict[str, bool] = {}  # by the description of user code in the model
-        obstacle = obstacle_to_packing(args, model, train_dataset, self._is_planned)
-        self._pad_for_reason(obstacle or self._user_code())
+        self._pad_for_reason(obstacle_to_packing(args, model, train_dataset, self._is_planned) or self._user_code())
         self.use_model(model)
 
     def use_model(self, model: PreTrainedModel) -> None:
@@ -304,6 +303,7 @@ class BatchPlan:
         if self._runtime.plans_shapes:
             use_static_shapes(model)
         self._whole_model, self._model = model, without_adapters(model)
+        self._hidden_size = self._model.config.get_text_config().hidden_size
         if self._args.scan_layers:
             find_layers(self._model)  # raises before any data is read
         if self.padding_reason is None:
@@ -402,12 +402,11 @@ class BatchPlan:
         reason = self.padding_reason or "a stream without max_length"
         has_own_format = self._collator is None or isinstance(self._collator, STANDARD_COLLATORS)
         lengths = self._lengths(dataset) if is_static and has_own_format else None
-        multiple = self._multiple or 1
         if self._user_code() is None:
-            return Padded(reason, lengths, is_static, multiple)
+            return Padded(reason, lengths, is_static, self._multiple or 1)
         collate = self._collator or self.default_collator()
         are_old = self._old_columns or isinstance(collate, RewardDataCollatorWithPadding)
-        return TrlDict(reason, lengths, is_static, multiple, collate, are_old, self.padding_side)
+        return TrlDict(reason, lengths, is_static, self._multiple or 1, collate, are_old, self.padding_side)
 
     def collator(self, dataset: Any, batch_size: int, user_collator: Any) -> Callable[..., Any]:
         """Return the collator of ``dataset``.
@@ -488,10 +487,6 @@ class BatchPlan:
     def _dtype(self) -> torch.dtype:
         """The dtype that the model computes in."""
         return torch.bfloat16 if self._args.bf16 else torch.float16 if self._args.fp16 else self._model.dtype
-
-    @property
-    def _hidden_size(self) -> int:
-        return self._model.config.get_text_config().hidden_size
 
     def _lengths(self, dataset: Any) -> tuple[int, ...] | None:
         """Return the lengths of padded batches: a few that fit ``dataset``, or multiples of `pad_to_multiple_of`.
