@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 from accelerate import Accelerator
@@ -41,12 +41,11 @@ class HostAgreement:
     """
 
     def __init__(self, runtime: Runtime, accelerator: Accelerator) -> None:
-        self._runtime, self._accelerator = runtime, accelerator
-        self._by_accelerate = accelerator.num_processes > 1
-        topology = runtime.topology()
-        self.index = accelerator.process_index if self._by_accelerate else topology.process_index
-        self.count = accelerator.num_processes if self._by_accelerate else topology.process_count
-        self.is_first_of_host = not self._by_accelerate or accelerator.is_local_main_process
+        by_accelerate, topology = accelerator.num_processes > 1, runtime.topology()
+        self.index = accelerator.process_index if by_accelerate else topology.process_index
+        self.count = accelerator.num_processes if by_accelerate else topology.process_count
+        self.is_first_of_host = not by_accelerate or accelerator.is_local_main_process
+        self._gather = partial(over_processes, accelerator) if by_accelerate else runtime.all_gather_object
         self._postponed: set[str] = set()  # requests of this process's callbacks, between votes
         self._steps, self._batches = _Votes(self.all_gather_object), _Votes(self.all_gather_object)
         self._last_decided = -1  # the last step passed to `decide`
@@ -58,9 +57,7 @@ class HostAgreement:
 
     def all_gather_object(self, value: Value) -> list[Value]:
         """Return the values of all processes in rank order. Values must be small; all processes take part."""
-        if self._by_accelerate:
-            return over_processes(self._accelerator, value)
-        return self._runtime.all_gather_object(value)
+        return self._gather(value)
 
     def decide(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, requests: Mapping[str, bool]
