@@ -1,4 +1,4 @@
-"""Reward-model training on PyTorch/XLA, with the API of TRL's RewardTrainer.
+"""Reward-model training on CPUs, GPUs and TPUs, with the API of TRL's RewardTrainer.
 
 Names are imported on first use: importing the package is fast and touches no device.
 """

@@ -4,7 +4,7 @@ Rows with the same prompt are not independent, and share tokens.
 
 A dataset counts as prepared if its rows are tokenized and it is not a stream. `trl_tpu.data.kinds` has the columns.
 
-Letters in names of arrays: N rows, K answers per row, D sequences of all rows, T tokens.
+Letters in names of arrays: N rows, K answers per row, D sequences of all rows.
 """
 
 import json

@@ -18,8 +18,8 @@ and devices compute padding too, so all devices have equal work. Every host plac
 batch, in the same token rows, since sequences may share prefixes. It writes only its own part of the token rows. If
 each process has one device, it writes the token rows of its device.
 
-Letters: B batches, P data rows, K answers per data row, S = P K scored positions, D sequences (the sequences of a data
-row are adjacent), R token rows, L columns per token row.
+Letters: P data rows, K answers per data row, S = P K scored positions, D sequences (the sequences of a data
+row are adjacent), G prefix trees, R token rows, L columns per token row, T tokens.
 """
 
 from bisect import bisect_left, insort
@@ -192,9 +192,9 @@ def pack_unpadded(
             sizes.append(added)
         tree_D[index] = len(sizes) - 1
     rows = _rows_of_trees(sizes) if layout.attention == "rows" else None
-    shape, token_row_T = rows or (BatchShape(1, sum(sizes)), np.zeros(len(sizes), np.int64))
-    rank_T = np.argsort(np.argsort(token_row_T, kind="stable"))  # trees of a token row are adjacent
-    written = sequences.written(token_row_T[tree_D], rank_T[tree_D], shape)
+    shape, token_row_G = rows or (BatchShape(1, sum(sizes)), np.zeros(len(sizes), np.int64))
+    rank_G = np.argsort(np.argsort(token_row_G, kind="stable"))  # trees of a token row are adjacent
+    written = sequences.written(token_row_G[tree_D], rank_G[tree_D], shape)
     trees, columns, few_groups = written.trees or (), written.input_ids_RL.size, layout.attention != "one by one"
     in_order = read_order(trees, columns, few_groups) if layout.is_recurrent else None
     segments = segments_of(trees) if layout.attention == "segments" else None
@@ -208,12 +208,12 @@ def _rows_of_trees(sizes: list[int]) -> tuple[BatchShape, np.ndarray] | None:
         Number and length of the token rows, and each tree's token row [T]. None if their mask is too large.
     """
     longest = round_up(max(sizes), 8)  # attention kernels copy masks of other lengths
-    free_R, token_row_T = np.full(len(sizes), longest), np.empty(len(sizes), np.int64)
+    free_R, token_row_G = np.full(len(sizes), longest), np.empty(len(sizes), np.int64)
     for tree in np.argsort(sizes, kind="stable")[::-1].tolist():
-        token_row_T[tree] = token_row = np.argmax(free_R >= sizes[tree])
+        token_row_G[tree] = token_row = np.argmax(free_R >= sizes[tree])
         free_R[token_row] -= sizes[tree]
-    rows = int(token_row_T.max()) + 1
-    return (BatchShape(rows, longest), token_row_T) if rows * longest**2 <= _MAX_MASK else None
+    rows = int(token_row_G.max()) + 1
+    return (BatchShape(rows, longest), token_row_G) if rows * longest**2 <= _MAX_MASK else None
 
 
 def segments_of(trees: tuple[Tree, ...]) -> Segments[np.ndarray]:

@@ -336,7 +336,9 @@ def make_model_card(
             `components`, the trainer's `Components`; `kind`, the kind of the training rows; `columns`, the columns of
             the prepared data; `own_loss`, whether the training script computed the loss; `evaluation`, a section in
             Markdown; `curve`, a picture in Markdown; `rows`, the number of training rows; `batch`, the rows of a step;
-            `state`, the trainer's state; `first_step` since the last resume; `adapters`, their configs; `devices`.
+            `state`, the trainer's state; `first_step` since the last resume; `adapters`, their configs; `is_adapters`;
+            `head_class`, the model's own class if it has one; `data`, a name of the training data; `precision`;
+            `devices`.
     """
     metadata.library_name = "transformers"
     metadata.pipeline_tag = "text-classification" if outputs.step_separator is None else "token-classification"

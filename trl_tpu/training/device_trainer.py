@@ -4,8 +4,8 @@
 calls `_inner_training_loop`, which reads like this:
 
 1. `_start`: the loader, the optimizer, the wrapped model and the schedule, made by transformers. Then
-   `_place_training_state` recomputes layers, stacks them, and shards the optimizer's state. Then the checkpoint is
-   loaded.
+   `_place_training_state` recomputes layers, stacks them, and shards the optimizer's state. Then the state of
+   the optimizer and the schedule is loaded; transformers' `train` has loaded the weights.
 2. `_begin` (in `trl_tpu.training.saving`): statistics and counters.
 3. `_train_epoch`: the batches of each update, callbacks, and what follows a step: votes, logs, evaluations, saves.
 4. `_update`: one step. `trl_tpu.training_step` calls the same method.
@@ -302,7 +302,7 @@ class DeviceTrainer(SavingTrainer):
         return self._finish(trial, run.samples, run.start_time)
 
     def _start(self, checkpoint: str | None = None, trial: Any = None, ignore_keys: list[str] | None = None) -> Run:
-        """Make everything that the first step needs, and load the checkpoint."""
+        """Make everything that the first step needs, and load the checkpoint's optimizer and schedule."""
         loader = self.get_train_dataloader()
         epochs, updates, _, samples, _, batches, max_steps = self.set_initial_training_values(self.args, loader)
         first_epoch, skipped = self._init_training_state(max_steps, updates, epochs, checkpoint, trial)

@@ -1,4 +1,4 @@
-"""Optimizers on compiled devices: state created before step 1, learning rates as data, accumulated gradients."""
+"""Optimizers: state and context of updates, on compiled devices too; gradient norms; learning rate schedules."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext

@@ -49,7 +49,7 @@ class RowKind:
         has_own_tokens: Whether `tokenize` decides on special tokens and truncation, and prepared rows have only the
             columns of `features`.
         may_stream: Whether a stream of such rows can be read, although its rows are not known beforehand.
-        has_traps: Whether raw rows are searched for likely mistakes, see `traps`.
+        has_traps: Whether raw rows are searched for likely mistakes, see `checks.find_traps`.
         compares_with_zero: Whether each reward is compared with the constant 0, not with another reward of its row.
         is_one_sequence: Whether all rewards of a row are read in the same sequence.
         orders_answers: Whether a row may have several grades, so that the order of its answers is evaluated.
