@@ -205,7 +205,7 @@ def _rows_of_trees(sizes: list[int]) -> tuple[BatchShape, np.ndarray] | None:
     """Place each tree in the first token row with room; token rows are as long as the largest tree.
 
     Returns:
-        Number and length of the token rows, and each tree's token row [T]. None if their mask is too large.
+        Number and length of the token rows, and each tree's token row [G]. None if their mask is too large.
     """
     longest = round_up(max(sizes), 8)  # attention kernels copy masks of other lengths
     free_R, token_row_G = np.full(len(sizes), longest), np.empty(len(sizes), np.int64)
