@@ -58,6 +58,10 @@ def test_packed_training_equals_padded(model_folder: str, tmp_path: Path, form: 
             assert two == pytest.approx(one, abs=2e-5)
         assert rewards == pytest.approx(of_padded, abs=2e-5, nan_ok=True)
     assert of_padded.shape[:2] == ((4, 3) if form == "attributes" else (4, 4))
+    (batch,) = runs[1].get_eval_dataloader(rows)
+    _, outputs = runs[1].compute_loss(runs[1].model, batch, return_outputs=True)
+    exists = ~np.isnan(of_padded)
+    assert outputs["rewards"].detach().numpy()[exists] == pytest.approx(of_padded[exists], abs=2e-5)
     assert padded[0]["num_tokens"] > 0 and {"eval_kendall_tau", "eval_accuracy"} <= padded[-1].keys()
 
 

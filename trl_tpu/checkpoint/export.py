@@ -86,7 +86,7 @@ def export_checkpoint(
             raise UserError(f"{checkpoint} has no {config_file.name}: `--merge` and `--base` apply only to adapters.")
         if (folder / MANIFEST_FILE).exists() and (faults := find_faults(folder)):
             raise UserError(f"The checkpoint {checkpoint} is damaged: {'; '.join(faults)}. Export another one.")
-        base_name = (base or _read_config(config_file)["base_model_name_or_path"]) if has_adapters else ""
+        base_name = (base or _read_config(config_file).get("base_model_name_or_path", "")) if has_adapters else ""
         # only adapters need their base model's config
         names = _files_to_copy(folder) - ({head_spec.BASE_CONFIG} if merge else set())
         with atomic_folder(out) as staging:
@@ -194,7 +194,8 @@ def _write_adapters(
     _check_range(weights.items(), dtype)
     weights = {name: tensor.to(dtype or tensor.dtype).contiguous() for name, tensor in weights.items()}
     save_file(weights, folder / ADAPTER_SAFE_WEIGHTS_NAME, {"format": "pt"})
-    config = _read_config(checkpoint / ADAPTER_CONFIG_NAME) | {"inference_mode": True, "base_model_name_or_path": base}
+    named = {"base_model_name_or_path": base} if base else {}
+    config = _read_config(checkpoint / ADAPTER_CONFIG_NAME) | {"inference_mode": True} | named
     (folder / ADAPTER_CONFIG_NAME).write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 

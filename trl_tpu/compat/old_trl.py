@@ -198,13 +198,14 @@ class RewardDataCollatorWithPadding:
     return_tensors: str = "pt"
 
     def __call__(self, features: list[dict[str, Any]]) -> dict[str, Any]:
-        batch: dict[str, Any] = {"return_loss": True}
+        batch: dict[str, Any] = {}
         names = ("padding", "max_length", "pad_to_multiple_of", "return_tensors")
         settings = {name: getattr(self, name) for name in names}
         for half in RAW_COLUMNS:
             rows = [{key: feature[f"{key}_{half}"] for key in ("input_ids", "attention_mask")} for feature in features]
             padded = self.tokenizer.pad(rows, **settings)
             batch |= {f"{key}_{half}": padded[key] for key in ("input_ids", "attention_mask")}
+        batch["return_loss"] = True  # not first: accelerate reads the size of a batch from its first value
         if "margin" in features[0]:
             margins = torch.tensor([feature["margin"] for feature in features], dtype=torch.float)
             batch["margin"] = margins.view(len(features))  # [P, 1] would broadcast to [P, P] in the loss

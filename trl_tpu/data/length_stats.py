@@ -78,7 +78,7 @@ def length_stats(dataset: Dataset) -> LengthStats:
 
 def length_stats_of(parts: Iterable[list[dict[str, Any]]]) -> LengthStats:
     """Measure tokenized rows, given in lists as from `parts_of`."""
-    lengths = list[tuple[int, ...]]()
+    lengths = [RowLengths.of([])]
     shared: list[bytes] = []  # empty, or one item: the common prefix of all sequences so far, 4 bytes per token
     answers = 1
     checksums: dict[str, int] = defaultdict(int)  # running checksum per kind of content: table sizes do not affect it
@@ -86,7 +86,7 @@ def length_stats_of(parts: Iterable[list[dict[str, Any]]]) -> LengthStats:
         kind = kind_of_columns(rows[0])
         assert kind is not None  # the rows are tokenized
         answers_N, labels_N = list(map(kind.answers, rows)), list(map(kind.labels, rows))
-        lengths += map(_lengths, answers_N)
+        lengths.append(RowLengths.of(map(_lengths, answers_N)))
         scored_N = [labels.get(STEP_ENDS, answers_K) for labels, answers_K in zip(labels_N, answers_N, strict=True)]
         answers = max(answers, *map(len, scored_N))
         sequences_D = list(chain.from_iterable(answers_N))
@@ -99,7 +99,7 @@ def length_stats_of(parts: Iterable[list[dict[str, Any]]]) -> LengthStats:
             text = "".join(f"{labels[name]}," for labels in labels_N)
             checksums[name] = crc32(text.encode(), checksums[name])
     checksum = crc32(repr(sorted(checksums.items())).encode())
-    return LengthStats(RowLengths.of(lengths), len(b"".join(shared)) // 4, checksum, answers)
+    return LengthStats(RowLengths.joined(lengths), len(b"".join(shared)) // 4, checksum, answers)
 
 
 def length_stats_of_stream(stream: Iterable[Mapping[str, Any]]) -> RowLengths:

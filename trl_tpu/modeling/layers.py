@@ -175,9 +175,9 @@ class LayerStack:
             weight.whole.data = self._stack_parts(list(weight.parts), weight.axes)
             states = [optimizer.state.pop(part, {}) for part in weight.parts]
             for name, value in states[0].items():  # all layers have taken the same number of steps
-                values = [state[name] for state in states]
-                whole = self._stack_parts(values, weight.axes) if _has_rows(value) else value
-                optimizer.state[weight.whole][name] = whole
+                if _has_rows(value):
+                    value = self._stack_parts([state[name] for state in states], weight.axes)
+                optimizer.state[weight.whole][name] = value
             for part in weight.parts:
                 part.data, part.grad = weight.empty, None
             self._assign(weight, [weight.whole, *[None] * (len(self._layers) - 1)])

@@ -7,7 +7,7 @@ candidates for a plan.
 import itertools
 from bisect import bisect_left, insort
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -37,6 +37,13 @@ class RowLengths:
         pair = (0, 0, 0)  # makes room for two tails
         lengths_KN = np.array(list(itertools.zip_longest(pair, *rows, fillvalue=0)), np.int64)[:, 1:]
         return cls(lengths_KN[0], lengths_KN[1:].T)
+
+    @classmethod
+    def joined(cls, parts: Sequence["RowLengths"]) -> "RowLengths":
+        """Concatenate the rows of one or more parts."""
+        tails = max(part.tails_NK.shape[1] for part in parts)
+        widened = [np.pad(part.tails_NK, ((0, 0), (0, tails - part.tails_NK.shape[1]))) for part in parts]
+        return cls(np.concatenate([part.prefix_N for part in parts]), np.concatenate(widened))
 
     @classmethod
     def of_size(cls, size: int) -> "RowLengths":

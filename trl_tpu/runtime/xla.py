@@ -161,7 +161,8 @@ class XlaRuntime(Runtime):
     def topology(self) -> Topology:
         devices, slices = xr.global_runtime_device_count(), len(_reported_slices()) or 1
         description = f"{devices} {xr.device_type()} device(s) through PyTorch/XLA SPMD"
-        return Topology(devices, slices, xr.process_index(), xr.process_count(), description)
+        index, count = xr.process_index(), xr.process_count()
+        return Topology(devices, slices, process_index=index, process_count=count, description=description)
 
     @contextmanager
     def accelerate_context(self) -> Iterator[None]:

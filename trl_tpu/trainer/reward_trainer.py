@@ -227,7 +227,7 @@ class RewardTrainer(SuggestsNewNames, EvaluatingTrainer):
 
     def _is_original(self, name: str) -> bool:
         """Return whether a method of `RewardTrainer` is neither overridden nor replaced."""
-        return name not in vars(self) and getattr(type(self), name) is _ORIGINAL_METHODS[name]
+        return name not in vars(self) and getattr(type(self), name) is _ORIGINAL_METHODS.get(name)
 
     def _get_dataloader(self, dataset: Any, description: str, *args: Any, **kwargs: Any) -> Any:
         self._set_signature_columns_if_needed()  # a subclass may add columns for its collator
@@ -264,7 +264,7 @@ class RewardTrainer(SuggestsNewNames, EvaluatingTrainer):
         # without padding, except in training: a step reads nothing from the device
         rows = slice(None) if torch.is_grad_enabled() else result.present_P
         logits = result.rewards_SA.unflatten(0, (-1, result.table.answers))[rows].transpose(0, 1).flatten(0, 1)
-        return result.loss, ModelOutput(logits=logits, **{"rewards": result.rewards_by_row} | outputs)
+        return result.loss, ModelOutput({"logits": logits, "rewards": result.rewards_by_row} | outputs)
 
     def _loss_and_rewards(self, model: nn.Module, inputs: dict[str, Any]) -> StepResult:
         """Compute loss and rewards of a batch. In training, add the rewards to the step's metrics."""
@@ -302,7 +302,11 @@ _BATCH_METHODS = (
     *("get_train_dataloader", "get_eval_dataloader", "get_test_dataloader"),
     *("_track_num_input_tokens", "_prepare_context_parallel_inputs"),
 )
-_ORIGINAL_METHODS = {name: getattr(RewardTrainer, name) for name in dir(RewardTrainer)}
+_ORIGINAL_METHODS = {  # without methods that another library has replaced in transformers
+    name: method
+    for name, method in inspect.getmembers(RewardTrainer, inspect.isfunction)
+    if method.__module__.startswith(("trl_tpu.", "transformers."))
+}
 
 
 @cache

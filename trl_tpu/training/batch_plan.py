@@ -285,7 +285,6 @@ class BatchPlan:
         self._args, self._tokenizer, self._runtime = args, tokenizer, runtime
         self._train_dataset, self._collator = train_dataset, data_collator
         self._old_columns, self._reads_padded_rows, self._fixed_shapes = old_columns, reads_padded_rows, fixed_shapes
-        self._multiple: Any = args.pad_to_multiple_of  # an int or None: the config has parsed text
         self._is_planned = runtime.plans_shapes or fixed_shapes is not None
         self._plans: dict[tuple[str, int], ShapePlan] = {}
         self._reads_padding: dict[str, bool] = {}  # by the description of user code in the model
@@ -303,7 +302,6 @@ class BatchPlan:
         if self._runtime.plans_shapes:
             use_static_shapes(model)
         self._whole_model, self._model = model, without_adapters(model)
-        self._hidden_size = self._model.config.get_text_config().hidden_size
         if self._args.scan_layers:
             find_layers(self._model)  # raises before any data is read
         if self.padding_reason is None:
@@ -487,6 +485,14 @@ class BatchPlan:
     def _dtype(self) -> torch.dtype:
         """The dtype that the model computes in."""
         return torch.bfloat16 if self._args.bf16 else torch.float16 if self._args.fp16 else self._model.dtype
+
+    @property
+    def _hidden_size(self) -> int:  # read for packed and planned rows only: a custom config may lack it
+        return self._model.config.get_text_config().hidden_size
+
+    @property
+    def _multiple(self) -> Any:
+        return self._args.pad_to_multiple_of  # an int or None: the config has parsed text
 
     def _lengths(self, dataset: Any) -> tuple[int, ...] | None:
         """Return the lengths of padded batches: a few that fit ``dataset``, or multiples of `pad_to_multiple_of`.

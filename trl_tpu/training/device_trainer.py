@@ -556,9 +556,9 @@ class DeviceTrainer(SavingTrainer):
 
     def _stop_if_nonfinite(self, counted: StepCounts) -> None:
         """Raise FloatingPointError after too many consecutive nonfinite steps; name the first and its dataset rows."""
-        if not counted.reached_at:
-            return
         ours, limit = self.trl_tpu, self.trl_tpu.statistics.limit
+        if not (limit and counted.reached_at):  # the resumed run may have had a limit
+            return
         last = self.state.global_step - counted.taken + counted.reached_at
         first = last - limit + 1
         loader = self.callback_handler.train_dataloader

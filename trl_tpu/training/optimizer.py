@@ -149,11 +149,13 @@ class StepState:
             parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
             return [tensor for weight in parameters for tensor in (weight, *state_on_device(optimizer, weight))]
 
-        old = [tensor.detach().clone() for tensor in tensors()] if self._has_state else []
-        if not self._has_state:
-            self._has_state = bool(self._runtime.fetch([is_finite()])[0].all())
-            if not self._has_state:
-                optimizer.zero_grad(set_to_none=True)  # torch's optimizers skip parameters without a gradient
+        old = list[torch.Tensor]()
+        if self._has_state:
+            old = [tensor.detach().clone() for tensor in tensors()]
+        elif self._runtime.fetch([is_finite()])[0].all():
+            self._has_state = True
+        else:
+            optimizer.zero_grad(set_to_none=True)  # torch's optimizers skip parameters without a gradient
         yield
         with torch.no_grad():
             for tensor, value in zip(tensors() if old else (), old, strict=True):

@@ -379,7 +379,7 @@ class SavingTrainer(Trainer):
             """Write this rank's random states, and return all random-state files in the folder by name."""
             if writes or args.world_size > 1:  # a mesh's hosts share the writer's
                 self._save_rng_state(path)
-            return {path.name: path.read_bytes() for path in folder.glob("rng_state*.pth")}
+            return {file.name: file.read_bytes() for file in folder.glob("rng_state*.pth")}
 
         if has_state:
             sums = self.trl_tpu.statistics.state(self._tr_loss) if is_native else []
