@@ -110,7 +110,11 @@ def run_ranks(*commands: tuple[str, ...], **options: Any) -> list[subprocess.Com
     """Run scripts, each with its words, concurrently as ranks that meet at a free port of this machine."""
     rendezvous = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     with ThreadPoolExecutor(len(commands)) as pool:
-        return list(pool.map(lambda command: run(*command, **rendezvous, **options), commands))
+        ranks = [pool.submit(run, *command, **rendezvous, **options) for command in commands]
+    # of all ranks: one that has ended closes the connections of the others
+    if errors := [error for rank in ranks if isinstance(error := rank.exception(), Exception)]:
+        raise ExceptionGroup("ranks failed", errors)
+    return [rank.result() for rank in ranks]
 
 
 def become_rank(rank: str, count: str) -> None:
