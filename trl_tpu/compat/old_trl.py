@@ -40,7 +40,8 @@ def upgrade_args(args: Any, config_class: Any, max_length: int | None) -> Any:
 
 
 def _warn(old: str, new: str) -> None:
-    warnings.warn(f"TRL's old API, {old}, is deprecated: use {new}.", FutureWarning, stacklevel=4)
+    text = f"TRL's old API, {old}, is deprecated and will not be supported in v1 of TRL: use {new}."
+    warnings.warn(text, FutureWarning, stacklevel=4)
 
 
 def _converted(args: TrainingArguments, config_class: Any) -> Any:

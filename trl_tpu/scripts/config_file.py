@@ -31,14 +31,15 @@ def take_config(args: Iterable[str] | None) -> tuple[dict[str, Any], list[str]]:
     options, rest = parser.parse_known_args(None if args is None else list(args))
     if (path := options.config) is None:
         return {}, rest
-    with explaining(f"Config file {path} is not a YAML mapping in UTF-8, with text in `env`", "Correct it."):
+    with explaining(f"Config file {path} is not a YAML mapping in UTF-8", "Correct it."):
         with open(path, encoding="utf-8-sig") as file:
             loader = _Loader(file)
         root: Any = loader.get_single_node()
         loader.flatten_mapping(root)  # follows `<<`
         nodes = {key.value: value for key, value in root.value}
         settings = {name: loader.value_of(node) for name, node in nodes.items()}
-        if settings.pop("env", None):
+    if settings.pop("env", None):
+        with explaining(f"{path}: `env` field should be a dict in the YAML file.", "Correct it."):
             os.environ.update({key.value: value.value for key, value in nodes["env"].value})
     return settings, rest
 

@@ -144,8 +144,8 @@ def get_dataset(mixture_config: DatasetMixtureConfig) -> DatasetDict | IterableD
         The split ``train``, and ``test`` too with a `test_split_size`; iterable datasets when streaming.
 
     Raises:
-        UserError: A fraction is not positive, fractions or a test split are set while streaming, or a split does not
-            exist.
+        UserError: No dataset is named, a fraction is not positive, fractions or a test split are set while streaming,
+            or a split does not exist.
     """
     named, streaming = mixture_config.datasets, mixture_config.streaming
     fractions: list[Any] = [part.fraction for part in named]
@@ -162,10 +162,15 @@ def get_dataset(mixture_config: DatasetMixtureConfig) -> DatasetDict | IterableD
         parts.append(dataset if part.columns is None else dataset.select_columns(part.columns))
     if fractions != [None] * len(parts):
         if not all(isinstance(each, int | float) and 0 < each < math.inf for each in fractions):
-            raise UserError(f"`fraction` must be above 0 for all datasets of a mixture, or left out, not {fractions}.")
+            raise UserError(
+                "`fraction` must be set for either all datasets in the mixture or none of them, each above 0, not "
+                f"{fractions}. Correct it."
+            )
         shares = [fraction / sum(fractions) for fraction in fractions]
         size = min(len(rows) / share for rows, share in zip(parts, shares, strict=True))
         parts = [rows.select(range(round(share * size))) for rows, share in zip(parts, shares, strict=True)]
+    if not parts:
+        raise UserError("No datasets were loaded: `datasets` is empty. Name one or more.")
     mixture = datasets.concatenate_datasets(parts)
     if test_size is None:
         return (IterableDatasetDict if streaming else DatasetDict)({"train": mixture})
