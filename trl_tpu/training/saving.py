@@ -113,12 +113,24 @@ class Components:
         self.verdicts: dict[str, AnyVerdict] = {}
         self.identity: dict[str, Any] = {}
         self.at_late_sigterm: Callable[[], None] = partial(signal.raise_signal, signal.SIGTERM)
-        self.preemption = Preemption(args)  # of the last `train()`
-        self.agreement = HostAgreement(self.runtime, accelerator)
-        self.checkpoints = CheckpointLoader(self.runtime, self.agreement, shares_disk=self._shares_disk)
-        self.run_folder = RunFolder(Path(str(args.output_dir)), self.remote, args.should_save)
 
     # made when training or an evaluation begins, or a model is saved: settings may change until then
+    @cached_property
+    def preemption(self) -> Preemption:
+        return Preemption(self._args)  # until `train()` makes its own
+
+    @cached_property
+    def agreement(self) -> HostAgreement:
+        return HostAgreement(self.runtime, self._accelerator)
+
+    @cached_property
+    def checkpoints(self) -> CheckpointLoader:
+        return CheckpointLoader(self.runtime, self.agreement, shares_disk=self._shares_disk)
+
+    @cached_property
+    def run_folder(self) -> RunFolder:
+        return RunFolder(Path(str(self._args.output_dir)), self.remote, self._args.should_save)
+
     @cached_property
     def statistics(self) -> StepStatistics:
         args, accelerator = self._args, self._accelerator
