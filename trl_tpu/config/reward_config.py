@@ -414,7 +414,6 @@ class RewardConfig(RemovedArguments, TrainingArguments):
         self.mesh_shape = parse_mesh(self.mesh or default, devices, slices)
         is_unscanned = chosen.is_spmd and not self.scan_layers
         circumstances = ["ranks"] * self.shards_over_processes + ["unscanned"] * is_unscanned
-        circumstances += ["solutions"] * (type(self).step_separator is not None)
         checks.check_limits(self, runtime.choice().name, *circumstances)
         if self.total_batch_size is not None:
             self._divide_total_batch(self.total_batch_size, is_batch_given)

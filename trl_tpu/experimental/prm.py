@@ -3,6 +3,7 @@
 import sys
 from typing import Any
 
+from ..config.checks import check_limits
 from ..config.reward_config import RewardConfig, dataclass_with_help
 from ..data.kinds.solutions import tokenize_solution
 from ..modeling.build import build_dataset
@@ -43,6 +44,10 @@ class PRMConfig(RewardConfig):
     step_separator: str = "\n"  # type: ignore[misc]  # None in RewardConfig
     train_on_last_step_only: bool = False
     neutral_steps: str | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_limits(self, "solutions")
 
 
 class PRMTrainer(RewardTrainer):
