@@ -59,7 +59,7 @@ def main(model: str, settings: dict[str, Any]) -> None:
         failed = [Path(place).name for place in trainer.checkpointer.failed]
         found = {"logged": logged, "stopped by": trainer.stopped_by, "failed": failed}
         Path(str(args.output_dir), f"{os.environ.get('RANK', 0)}.json").write_text(json.dumps(found))
-    trainer.end()  # scripts should do so: threads of an open process group have aborted processes at their exit
+    trainer.end()
 
 
 if __name__ == "__main__":

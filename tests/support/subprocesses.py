@@ -214,22 +214,17 @@ def become(
     os.environ.update(set_by_imports | environment)
     os.chdir(folder)
     sys.path[1:1] = filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))
-    try:
-        match words:
-            case ["-c", code, *arguments]:
-                sys.argv = ["-c", *arguments]
-                exec(compile(code, "<string>", "exec"), {"__name__": "__main__"})
-            case ["-m", module, *arguments]:
-                sys.argv = [module, *arguments]
-                runpy.run_module(module, run_name="__main__", alter_sys=True)
-            case [file, *_]:
-                sys.argv = words
-                sys.path.insert(0, str(Path(file).parent))
-                runpy.run_path(file, run_name="__main__")
-    finally:
-        distributed = sys.modules.get("torch.distributed")
-        if distributed is not None and distributed.is_initialized():
-            distributed.destroy_process_group()  # at exit, gloo's threads sometimes abort the process
+    match words:
+        case ["-c", code, *arguments]:
+            sys.argv = ["-c", *arguments]
+            exec(compile(code, "<string>", "exec"), {"__name__": "__main__"})
+        case ["-m", module, *arguments]:
+            sys.argv = [module, *arguments]
+            runpy.run_module(module, run_name="__main__", alter_sys=True)
+        case [file, *_]:
+            sys.argv = words
+            sys.path.insert(0, str(Path(file).parent))
+            runpy.run_path(file, run_name="__main__")
 
 
 if __name__ == "__main__":

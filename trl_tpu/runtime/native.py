@@ -1,10 +1,12 @@
 """The device interface of the trainer, implemented in plain torch for CPUs and CUDA devices."""
 
+import atexit
 import functools
 import os
 import re
 import resource
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -34,6 +36,13 @@ COLLECTIVE_TIMEOUT = timedelta(hours=2)
 
 Value = TypeVar("Value")
 LoopStep = Callable[[list[torch.Tensor], list[torch.Tensor]], tuple[list[torch.Tensor], list[torch.Tensor]]]
+
+
+@atexit.register
+def _let_threads_of_groups_finish() -> None:
+    # A thread of gloo that frees a tensor while Python ends aborts the process: pytorch/pytorch#190489
+    if dist.is_initialized() or int(os.environ.get("WORLD_SIZE") or 1) > 1:
+        time.sleep(0.2)
 
 
 class Remat(StrEnum):
