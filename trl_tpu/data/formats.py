@@ -35,9 +35,7 @@ _SEARCHED_CHARACTERS = 20
 Messages = list[dict[str, Any]]
 
 
-def apply_template(
-    tokenizer: PreTrainedTokenizerBase, messages: Messages, /, *, tools: Any = None, **settings: Any
-) -> str:
+def apply_template(tokenizer: PreTrainedTokenizerBase, messages: Messages, /, **arguments: Any) -> str:
     """Render messages with the tokenizer's ``apply_chat_template``, in a content format that its template supports.
 
     Content is a text or a list of text parts. Templates that support only one of these formats may drop all other
@@ -46,15 +44,12 @@ def apply_template(
     Args:
         tokenizer: The tokenizer with the template.
         messages: One conversation.
-        tools: A list of functions or JSON schemas, or such a list as JSON text.
-        **settings: Further arguments of the tokenizer's method. `template_arguments` reads ``chat_template_kwargs``.
+        **arguments: Arguments of the tokenizer's method, such as those of `template_arguments`.
 
     Raises:
         ValueError: The content of a message is not text.
     """
-    row_arguments = template_arguments(tools, settings.pop("chat_template_kwargs", None))
-    arguments = row_arguments | settings | {"tokenize": False}
-    render: Callable[[Messages], Any] = partial(tokenizer.apply_chat_template, **arguments)
+    render: Callable[[Messages], Any] = partial(tokenizer.apply_chat_template, **arguments | {"tokenize": False})
     as_text = [_with_content(turn, "".join(texts_of(turn))) for turn in messages]
     as_parts = [_with_content(turn, [{"type": "text", "text": text} for text in texts_of(turn)]) for turn in messages]
     for candidate in (messages, as_text, as_parts):
@@ -67,13 +62,14 @@ def apply_template(
     return render(messages)  # no format is complete: return the first, or raise its error
 
 
-def template_arguments(tools: Any, variables: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return a row's arguments for the chat template: its variables and its tools, parsed if they are JSON text.
+def template_arguments(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a row's arguments for the chat template: its ``tools``, and the variables in ``chat_template_kwargs``.
 
-    A variable named `tools` takes precedence. Variables that are None are dropped, because Arrow adds them where only
-    other rows have a variable.
+    Tools are a list of functions or JSON schemas, or such a list as JSON text. A variable named `tools` takes
+    precedence. Variables that are None are dropped, because Arrow adds them where only other rows have a variable.
     """
-    present = {key: value for key, value in (variables or {}).items() if value is not None}
+    tools, variables = row.get("tools"), row.get("chat_template_kwargs") or {}
+    present = {key: value for key, value in variables.items() if value is not None}
     return {"tools": json.loads(tools.strip() or "null") if isinstance(tools, str) else tools} | present
 
 
@@ -106,11 +102,6 @@ def _has_all_text(messages: Messages, rendered: str) -> bool:
 
 # ---- rows in other forms
 
-#: Columns, besides `prompt`, `chosen` and `rejected`, that `convert_row` converts.
-_OTHER_COLUMNS = frozenset(
-    ["chosen_messages", "rejected_messages", "completion", "completions", "messages", "conversations", "tools"]
-)
-_PLAIN_TURN = {"role": str, "content": str}
 #: Columns of answers. The first entry whose columns are all in a row applies.
 _ANSWER_COLUMNS = (("chosen", "rejected"), ("completions",), ("completion",), ("messages",))
 _TURNS = ("conversations", "messages")  # columns for the turns before the answers, as in ShareGPT and LLaMA-Factory
@@ -131,10 +122,6 @@ def convert_row(row: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
         The converted row, other columns included, and a description of each conversion. A row in TRL's format has
         none.
     """
-    read = [row[key] for key in ("prompt", "chosen", "rejected") if key in row]
-    # most rows need no conversion
-    if not _OTHER_COLUMNS & row.keys() and len({*map(type, read)}) < 2 and all(map(_is_in_form, read)):
-        return dict(row), []
     new, notes = {key: value for key, value in row.items() if key != "prompt" or value is not None}, set[str]()
     for column in _ANSWER_COLUMNS[0]:
         if new.get(column) is None and row.get(f"{column}_messages") is not None:
@@ -170,13 +157,6 @@ def convert_row(row: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     return new, sorted(notes)
 
 
-def _is_in_form(value: Any) -> bool:
-    """Check for plain text, or messages with only a role and a text."""
-    if isinstance(value, list):
-        return all(isinstance(turn, dict) and {key: type(turn[key]) for key in turn} == _PLAIN_TURN for turn in value)
-    return isinstance(value, str) and not _may_be_messages(value)
-
-
 def _repeats(prompt: str, conversation: Any) -> bool:
     """Check whether the text of a prompt is a message before the last one of a conversation."""
     turns = conversation[:-1] if isinstance(conversation, list) else []
@@ -200,16 +180,13 @@ def _parse_messages(text: Any) -> Any:
     if isinstance(text, list):
         parsed = [_parse_messages(answer) for answer in text]
         return parsed if all(parsed) else None
-    for parse in (json.loads, ast.literal_eval) if _may_be_messages(text) else ():
+    may_be_messages = text.lstrip(" \n\t[").startswith("{") and ("content" in text or "value" in text)
+    for parse in (json.loads, ast.literal_eval) if may_be_messages else ():
         with suppress(ValueError, SyntaxError, RecursionError, MemoryError):
             messages = value if isinstance(value := parse(text), list) else [value]
             sets = [set(turn) if isinstance(turn, dict) else set[str]() for turn in messages]
             return messages if all(keys >= {"role", "content"} or keys >= {"from", "value"} for keys in sets) else None
     return None
-
-
-def _may_be_messages(text: str) -> bool:
-    return text.lstrip(" \n\t[").startswith("{") and ("content" in text or "value" in text)
 
 
 def _to_messages(value: Any, notes: set[str]) -> Any:
@@ -276,13 +253,9 @@ def apply_chat_template(
     Raises:
         ValueError: The content of a message is not text.
     """
-    render: Callable[..., Any] = partial(
-        apply_template,
-        processing_class,
-        tools=tools or None,  # some templates write their tool preamble for an empty list
-        chat_template_kwargs=example.get("chat_template_kwargs"),
-        **template_kwargs,
-    )
+    # some templates write their tool preamble for an empty list
+    arguments = template_arguments({**example, "tools": tools or None}) | template_kwargs
+    render: Callable[..., Any] = partial(apply_template, processing_class, **arguments)
     label = {"label": example["label"]} if "label" in example else {}
     if "messages" in example:
         return {"text": render(example["messages"])}
@@ -379,7 +352,7 @@ def date_written(
     if "strftime_now" not in str(tokenizer.chat_template):
         return None
     for messages, row in islice(chats, 1):
-        variables = template_arguments(row.get("tools"), row.get("chat_template_kwargs"))
+        variables = template_arguments(row)
         render = partial(apply_template, tokenizer, messages, **variables)
         with suppress(Exception):  # templates are programs and may raise any exception
             template = tokenizer.get_chat_template(tools=variables["tools"])

@@ -290,7 +290,7 @@ def tokenize_conversation(
         "Correct the row, its `tools` or `chat_template_kwargs`, or the tokenizer's chat template "
         "(`chat_template_path` trains with another).",
     ):
-        variables = template_arguments(row.get("tools"), row.get("chat_template_kwargs"))
+        variables = template_arguments(row)
         if type(processing_class).apply_chat_template is not PreTrainedTokenizerBase.apply_chat_template:
             # Mistral's tokenizer: tokenizing its rendered text would give different tokens
             settings: Any = variables | {"tokenize": True, "return_dict": True}
