@@ -25,7 +25,6 @@ from transformers.trainer_utils import get_last_checkpoint
 from .. import __version__
 from ..errors import UserError, explaining
 from ..evaluation.verdict import AnyVerdict, LengthBias, Proportion, ScoreFit, Verdict, read_verdict, verdict_json
-from ..modeling.head_spec import HeadSpec
 from .verdicts import TEMPLATES, ScoredRows, as_markdown, markdown_text, printable, sentences_of, tables_of
 
 logger = logging.getLogger(__name__)
@@ -318,38 +317,32 @@ def _excerpt(content: Any) -> str:
     return f"{text[:half]}\n[... {len(text) - 2 * half:,} characters ...]\n{text[-half:]}"
 
 
-_TAG = "generated_from_trainer"
+#: Tag of model cards that a trainer writes, as in transformers.
+TRAINER_TAG = "generated_from_trainer"
 _LIBRARIES = ("torch", "transformers", "datasets", "tokenizers")
 
 
-def make_model_card(
-    metadata: ModelCardData, tokenizer: PreTrainedTokenizerBase | None, outputs: HeadSpec, **shown: Any
-) -> ModelCard:
-    """Make a model card with the metadata that the Hub reads.
+def make_model_card(metadata: ModelCardData, tokenizer: PreTrainedTokenizerBase, **shown: Any) -> ModelCard:
+    """Make a model card.
 
     Args:
-        metadata: The model's name; the Hub ids of the model that training started from and of the training data, None
-            if unknown; and tags. The library, the task and the tag of a trainer's card are added.
-        tokenizer: The tokenizer of the training; None if unknown.
-        outputs: The model's outputs.
-        **shown: Other values for the template: `location`, a Hub id or a folder; `args`, the training arguments;
-            `components`, the trainer's `Components`; `kind`, the kind of the training rows; `columns`, the columns of
-            the prepared data; `own_loss`, whether the training script computed the loss; `evaluation`, a section in
-            Markdown; `curve`, a picture in Markdown; `rows`, the number of training rows; `batch`, the rows of a step;
-            `state`, the trainer's state; `first_step` since the last resume; `adapters`, their configs; `is_adapters`;
-            `head_class`, the model's own class if it has one; `data`, a name of the training data; `precision`;
-            `devices`.
+        metadata: What the Hub reads. The template also reads its names of the model, of the model that training
+            started from, and of the training data.
+        tokenizer: The tokenizer of the training.
+        **shown: Other values for the template: `outputs`, the model's `HeadSpec`; `location`, a Hub id or a folder;
+            `args`, the training arguments; `components`, the trainer's `Components`; `kind`, the kind of the training
+            rows; `columns`, the columns of the prepared data; `own_loss`, whether the training script computed the
+            loss; `evaluation`, a section in Markdown; `curve`, a picture in Markdown; `rows`, the number of training
+            rows; `batch`, the rows of a step; `state`, the trainer's state; `first_step` since the last resume;
+            `adapters`, their configs; `is_adapters`; `head_class`, the model's own class if it has one; `data`, a name
+            of the training data; `precision`.
     """
-    metadata.library_name = "transformers"
-    metadata.pipeline_tag = "text-classification" if outputs.step_separator is None else "token-classification"
-    metadata.tags = sorted({_TAG, *(metadata.tags or ())})
-    adds_bos = tokenizer is not None and tokenizer("a")["input_ids"][:1] == [tokenizer.bos_token_id]
+    adds_bos = tokenizer("a")["input_ids"][:1] == [tokenizer.bos_token_id]
     return ModelCard.from_template(
-        metadata,  # the template reads its names, too
+        metadata,
         template_path=str(Path(__file__).with_name("model_card.md.jinja")),
         tokenizer=tokenizer,
-        bos=tokenizer.bos_token if tokenizer is not None and adds_bos else None,
-        outputs=outputs,
+        bos=tokenizer.bos_token if adds_bos else None,
         versions=", ".join([f"trl_tpu {__version__}", *(f"{name} {version(name)}" for name in _LIBRARIES)]),
         **shown,
     )
@@ -359,7 +352,7 @@ def is_generated(card: str) -> bool:
     """Return whether a model card may be replaced: a trainer wrote it, or it is peft's unedited stub."""
     stub = ModelCard.from_template(ModelCardData()).text
     text = re.sub(r"\A---\n.*?\n---\n", "", card, flags=re.DOTALL)
-    return _TAG in card or text.partition("### Framework versions")[0].strip() == stub.strip()
+    return TRAINER_TAG in card or text.partition("### Framework versions")[0].strip() == stub.strip()
 
 
 def add_card(staging: Path, folder: Path, run: Path) -> None:

@@ -13,9 +13,9 @@ from accelerate import Accelerator
 from datasets import Dataset
 from huggingface_hub import ModelCardData
 from torch import nn
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from transformers import EvalPrediction, PreTrainedTokenizerBase
-from transformers.trainer_pt_utils import find_batch_size, nested_detach
+from transformers.trainer_pt_utils import find_batch_size, nested_detach, nested_numpify
 from transformers.trainer_utils import EvalLoopOutput, denumpify_detensorize, has_length
 from transformers.utils import CONFIG_NAME
 
@@ -28,8 +28,8 @@ from ..modeling.forward import read_scores
 from ..modeling.head_spec import BASE_CONFIG, HeadSpec, is_peft_model, may_be_on_the_hub, set_reward_normalization
 from ..modeling.losses import StepResult
 from ..packing.batch import Batch, micro_batches_of, tensors_in
-from ..report.pages import CURVE_FILE, is_generated, make_model_card, write_training_curve, write_verdicts
-from ..runtime import Runtime, current
+from ..report.pages import CURVE_FILE, TRAINER_TAG, is_generated, make_model_card, write_training_curve, write_verdicts
+from ..runtime import Runtime
 from ..training.device_trainer import DeviceTrainer, precision_of
 from ..training.progress import SubclassMetrics
 from ..training.saving import write_card
@@ -102,14 +102,6 @@ def losses_of(columns: Evaluated) -> torch.Tensor:
     """Return the weighted loss of each row divided by the mean weight, [N]. Their mean is the evaluation's loss."""
     weights = columns["weight"].double() if "weight" in columns else torch.ones(())
     return columns["losses"].double() / weights.mean()
-
-
-def _as_array(tensor: torch.Tensor) -> np.ndarray:
-    return (tensor.float() if tensor.is_floating_point() else tensor).numpy()
-
-
-def _rows_in(columns: Evaluated) -> int:
-    return len(next(iter(tree_leaves(columns)), ()))
 
 
 class EvaluatingTrainer(DeviceTrainer):
@@ -240,7 +232,7 @@ class EvaluatingTrainer(DeviceTrainer):
             metrics = metrics_of_last_batch(is_last=True) if has_batch_metrics else compute_metrics(prediction)
         defaults = self._default_metrics(columns, metric_key_prefix, getattr(dataloader, "evaluated_dataset", None))
         if description == "Evaluation" and args.max_eval_steps is not None:
-            defaults["pairs"] = _rows_in(columns)
+            defaults["pairs"] = find_batch_size(columns) or 0
         # processes must stop, save and keep checkpoints by the same metrics
         metrics = components.agreement.all_gather_object(denumpify_detensorize(defaults | metrics))[0]
         prefix = f"{metric_key_prefix}_"
@@ -250,14 +242,14 @@ class EvaluatingTrainer(DeviceTrainer):
             predictions=predictions,
             label_ids=labels,
             metrics={key if key.startswith(prefix) else prefix + key: value for key, value in metrics.items()},
-            num_samples=_rows_in(columns),
+            num_samples=find_batch_size(columns) or 0,
         )
 
     def _prediction_of(self, columns: Evaluated) -> EvalPrediction | None:
         """Return the argument of `compute_metrics`; None if predictions or labels are missing."""
         if not columns.keys() >= {"predictions", "labels"}:
             return None
-        predictions, labels = (tree_map(_as_array, columns[name]) for name in ("predictions", "labels"))
+        predictions, labels = (nested_numpify(columns[name]) for name in ("predictions", "labels"))
         if isinstance(labels, np.ndarray):
             labels = self.trl_tpu.evaluated_kind.label_ids(labels)
         losses = losses_of(columns).numpy() if "loss" in self.args.include_for_metrics else None
@@ -287,7 +279,7 @@ class EvaluatingTrainer(DeviceTrainer):
         outputs: Any = {"predictions": predictions, "labels": labels}
         columns: Evaluated = {name: nested_detach(each) for name, each in outputs.items() if each is not None}
         if result is None:
-            rows = _rows_in(columns) or find_batch_size(inputs) or 1
+            rows = find_batch_size([columns, inputs]) or 1
             batch: Any = inputs.get(TABLE) if isinstance(inputs, Mapping) else None
             columns |= {} if loss is None else {"losses": loss.mean().expand(rows)}
             every = torch.ones(rows, dtype=torch.bool, device=self.args.device)
@@ -349,17 +341,19 @@ class EvaluatingTrainer(DeviceTrainer):
         evaluation = write_verdicts(self.trl_tpu.verdicts, path.parent, draws=not self.is_in_train)
         if path.is_file() and not is_generated(path.read_text(errors="replace")):
             return
-        base = get_config_model_id(self.model.config)
+        base, outputs = get_config_model_id(self.model.config), HeadSpec.of(self.model.config)
         make_model_card(
             ModelCardData(
                 base_model=base if base and may_be_on_the_hub(base) else None,
                 datasets=[dataset_name] if dataset_name and may_be_on_the_hub(dataset_name) else None,
                 model_name=model_name or Path(self.args.hub_model_id or path.parent).name,
-                tags=[*([tags] if isinstance(tags, str) else tags or []), *self._tag_names],
+                tags=sorted({TRAINER_TAG, *([tags] if isinstance(tags, str) else tags or []), *self._tag_names}),
+                library_name="transformers",
+                pipeline_tag="text-classification" if outputs.step_separator is None else "token-classification",
             ),
             location=self.hub_model_id or path.parent,
             tokenizer=self.processing_class,
-            outputs=HeadSpec.of(self.model.config),
+            outputs=outputs,
             components=self.trl_tpu,
             args=self.args,
             kind=kind_of_dataset(self.train_dataset).of(self.args),
@@ -376,7 +370,6 @@ class EvaluatingTrainer(DeviceTrainer):
             adapters=getattr(self.model, "peft_config", {}).values(),
             precision=precision_of(self.args, self.model),
             first_step=getattr(self, "_initial_global_step", 0) + 1,
-            devices=current().topology().description,
         ).save(path)
 
     def save_description(self, dataset_name: str | None = None) -> None:
