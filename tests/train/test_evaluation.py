@@ -26,7 +26,7 @@ from trl_tpu.experimental.prm import PRMConfig, PRMTrainer
 from trl_tpu.report import pages
 from trl_tpu.report.pages import read_run
 from trl_tpu.scripts.report import write_report
-from trl_tpu.trainer.evaluation import EvaluatedRows
+from trl_tpu.trainer.evaluating_trainer import EvaluatedRows
 
 HALVES = ("chosen", "rejected")
 

@@ -32,7 +32,7 @@ from ..packing.batch import Batch
 from ..packing.shapes import ShapePlan
 from ..parallel.shard import connect
 from ..training.batch_plan import BatchPlan
-from .evaluation import ORDER_METHODS, EvaluatingTrainer
+from .evaluating_trainer import ORDER_METHODS, EvaluatingTrainer
 
 logger = logging.getLogger(__name__)
 
