@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
 from ..data.collate import Labels
-from ..data.kinds import Pairs, RowKind, check_one_form, scored_kind
+from ..data.kinds import KINDS, Pairs, RowKind, check_one_form, scored_kind
 from ..data.length_stats import Prompt, prompt_of
 from ..errors import UserError, explaining
 from ..evaluation.evaluate import evaluate_best_of_n, evaluate_rows, label_of, padded
@@ -32,7 +32,8 @@ def sentences_of(verdict: AnyVerdict) -> list[str]:
     environment = Environment(loader=TEMPLATES, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined)
     environment.filters["printable"] = printable
     template = environment.get_template("verdict.txt.jinja")
-    return [*filter(None, template.render(verdict=verdict, type=type(verdict).__name__).splitlines())]
+    kind = next(kind for kind in KINDS if kind.unit == verdict.of) if isinstance(verdict, Verdict) else None
+    return [*filter(None, template.render(verdict=verdict, type=type(verdict).__name__, kind=kind).splitlines())]
 
 
 @dataclass(frozen=True)

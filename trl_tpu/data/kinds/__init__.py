@@ -2,8 +2,7 @@
 
 `kind_of` recognizes prepared rows. The rest of the package holds a kind and calls its methods. A new kind is a new
 file here, and an entry in `KINDS` and `kinds_for`. A kind with a new name also needs a word in `config/checks.py`, for
-the settings that have no meaning for it, and NAME.md.jinja here: a sentence on its loss. One with a new `unit` needs
-words in `report/verdict.txt.jinja`.
+the settings that have no meaning for it, and NAME.md.jinja here: a sentence on its loss.
 """
 
 from collections.abc import Collection, Mapping, Sequence

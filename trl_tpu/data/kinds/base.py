@@ -34,7 +34,10 @@ class RowKind:
 
     Attributes:
         name: The rows, in the plural: "pairs".
-        unit: The items that a verdict counts: "pairs"; or "answers" or "steps", whose rewards are compared with 0.
+        unit: The items that a verdict counts: "pairs", "answers" or "steps".
+        does: Words for a right reward, in the sentence "The model ... in 70 % of the pairs".
+        swapped: What may be swapped if the model is worse than chance.
+        lacks: What excludes a scored row from a verdict.
         centered: The penalty of `center_rewards_coefficient`.
         too_long: Words for rows with too many tokens, such as "rankings with an answer".
         columns: The columns of a prepared row.
@@ -56,6 +59,9 @@ class RowKind:
 
     name: ClassVar[str]
     unit: ClassVar[str]
+    does: ClassVar[str] = "prefers the chosen answer"
+    swapped: ClassVar[str] = "chosen and rejected"
+    lacks: ClassVar[str] = "a reward that is not finite"
     centered: ClassVar[str] = "the squared sum of both rewards of a comparison"
     too_long: ClassVar[str]
     columns: ClassVar[tuple[str, str]]

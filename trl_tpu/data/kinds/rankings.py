@@ -210,6 +210,7 @@ class Answers(Rankings):
 
     predicts_scores: bool = False
     name = unit = "answers"
+    does, swapped, lacks = "tells right from wrong", "the labels", "no finite reward, or no label"
     centered, too_long = "the squared reward", "answers"
     orders_answers, sequences = False, 1
     compares_with_zero = True

@@ -87,6 +87,7 @@ class Solutions(RowKind):
     is_eval: bool = False
     tokenize_row: Callable[..., dict[str, list[int]]] = tokenize_solution
     name, unit = "solutions", "steps"
+    does, swapped, lacks = "tells right from wrong", "the labels", "no finite reward, or no label"
     too_long = "solutions"
     columns = ("input_ids", "labels")
     token_columns = ("input_ids",)
