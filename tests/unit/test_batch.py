@@ -304,12 +304,14 @@ def test_gradients_of_an_interrupted_training_are_cleared() -> None:
     model = torch.nn.Linear(3, 1, bias=False)
     optimizer = torch.optim.AdamW(model.parameters())
     placements = {"weight": Placement((None, None), "whole")}
-    state = StepState(Runtime())
-    state.prepare_compiled(model, optimizer, placements, accumulates=True)
+    runtime = Runtime()
+    runtime.is_spmd = True
+    state = StepState(runtime)
+    state.prepare(model, optimizer, placements, accumulates=True)
     state.attach_gradients()
     model(torch.ones(1, 3)).sum().backward()
     assert model.weight.grad is not None and model.weight.grad.tolist() == [[1, 1, 1]]
-    state.prepare_compiled(model, optimizer, placements, accumulates=True)
+    state.prepare(model, optimizer, placements, accumulates=True)
     assert model.weight.grad.tolist() == [[0, 0, 0]]
 
 

@@ -23,7 +23,7 @@ from torch import nn
 from torch.autograd.graph import save_on_cpu
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import scaled_dot_product_attention
-from torch.optim import Adam, Optimizer
+from torch.optim import Optimizer
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from torch.utils.data import DataLoader
 from transformers.utils import is_torch_bf16_gpu_available
@@ -462,13 +462,6 @@ class Runtime:
 
     def fuse(self, optimizer: Optimizer) -> None:
         """Let an optimizer use a fused kernel, if the device gains by that."""
-
-    def skip_update_unless(self, is_finite: torch.Tensor, optimizer: Optimizer) -> None:
-        """Skip the next update of ``optimizer`` unless ``is_finite``, a boolean tensor on the device, is true."""
-        if isinstance(optimizer, Adam) and all(group["fused"] for group in optimizer.param_groups):
-            optimizer.found_inf = (~is_finite).float()  # type: ignore[attr-defined]  # the kernel reads it on the device
-        elif not is_finite:
-            optimizer.zero_grad(set_to_none=True)
 
     def optimization_barrier(self, tensors: Sequence[torch.Tensor]) -> None:
         """Delay all uses of ``tensors`` until all of them are computed. The tensors are changed in place.

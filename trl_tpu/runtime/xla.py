@@ -329,9 +329,6 @@ class XlaRuntime(Runtime):
     def checkpoint_arguments(self, *, saves: bool) -> dict[str, Any]:
         return super().checkpoint_arguments(saves=saves) | {"planner": SavePlanner() if saves else SPMDLoadPlanner()}
 
-    def skip_update_unless(self, is_finite: torch.Tensor, optimizer: Optimizer) -> None:
-        """Do nothing: the recorded step itself selects between old and new values."""
-
     def read_count(self) -> int:
         return (met.metric_data("TransferFromDeviceTime") or [0])[0]
 

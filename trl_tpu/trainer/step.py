@@ -157,11 +157,11 @@ def training_step(state: TrainState, batch: Any) -> dict[str, torch.Tensor]:
         on the host. If processes share no mesh, each process returns the numbers of its own rows.
     """
     trainer, batches = state._trainer, batch if isinstance(batch, list | tuple) else [batch]
-    trainer.sums, trainer.loss_1 = copy.copy(trainer.zero_sums), trainer.zero_loss_1
+    trainer.sums = sums = copy.copy(trainer.zero_sums)
     step = trainer._update(batches)
     assert step is not None  # no callback ends it early
     state._last = norm, rate = step
-    logs = {"loss": trainer.loss_1[0], "grad_norm": norm, "learning_rate": torch.tensor(rate), **trainer.sums.means()}
+    logs = {"loss": sums.losses_1[0], "grad_norm": norm, "learning_rate": torch.tensor(rate), **sums.means()}
     trainer.trl_tpu.runtime.step_boundary()
     trainer.trl_tpu.recompiles.check(state.step)
     return logs
@@ -202,14 +202,13 @@ class _StepTrainer(RewardTrainer):
         self._begin()
         self.state.epoch = None  # type: ignore[assignment]  # leaves the epoch out of logs
         weights = self.trl_tpu.statistics.attribute_weights
-        self.zero_sums = StepStatistics(self.trl_tpu.runtime, self.args.device, attribute_weights=weights)
         # every step starts from these device values, so its micro-batches always run the same programs
-        self.sums, self.zero_loss_1 = self.zero_sums, self.zero_sums.loss_sum()
-        self.loss_1 = self.zero_loss_1
+        self.zero_sums = StepStatistics(self.trl_tpu.runtime, self.args.device, attribute_weights=weights)
+        self.sums = self.zero_sums
 
     def _loss_and_rewards(self, model: nn.Module, inputs: Any) -> StepResult:
         result = super()._loss_and_rewards(model, inputs)
         if self.model.training:
             self.sums.update(result.rewards_SA, result.tokens_S, result.table)
-            self.loss_1 = self.loss_1 + result.loss.detach() / self.current_gradient_accumulation_steps
+            self.sums.add_loss(result.loss.detach() / self.current_gradient_accumulation_steps)
         return result

@@ -335,12 +335,9 @@ class DeviceTrainer(SavingTrainer):
             layers = [each for each in self.model.modules() if isinstance(each, GradientCheckpointingLayer)]
             for module in layers or (self.model,):
                 module.compile(dynamic=True, **how)
-        if ours.runtime.is_spmd:
-            assert self.shard_report is not None  # set by `_move_model_to_device`
-            accumulates = self._accumulates or ours.batch_plan.layout.accumulates
-            ours.step_state.prepare_compiled(self.model, optimizer, self.shard_report.placements, accumulates)
-        skips_updates = ours.runtime.is_spmd and ours.statistics.limit > 0
-        ours.step_state.prepare(optimizer, (lambda: ours.statistics.is_finite_1) if skips_updates else None)
+        placements = {} if self.shard_report is None else self.shard_report.placements
+        accumulates = self._accumulates or ours.batch_plan.layout.accumulates
+        ours.step_state.prepare(self.model, optimizer, placements, accumulates)
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
         if self.lr_scheduler is None:
@@ -437,9 +434,9 @@ class DeviceTrainer(SavingTrainer):
             ours.gradient_norms = gradient_norms(self.model)
         norm = self._clip_grad_norm(model) if args.max_grad_norm > 0 else None
         norm = shard.full_tensor(self._get_grad_norm(model, grad_norm=norm))
-        self._tr_loss = ours.statistics.check_step(norm, self._tr_loss, optimizer)
+        self._tr_loss, is_finite_1 = ours.statistics.check_step(norm, self._tr_loss)
         self.control = events.on_pre_optimizer_step(args, self.state, self.control)
-        with ours.step_state.update():
+        with ours.step_state.update(is_finite_1):
             optimizer.step()  # without effect if the step is nonfinite: see `check_step`
         self.control = events.on_optimizer_step(args, self.state, self.control)
         rate = self._get_learning_rate()
@@ -452,18 +449,16 @@ class DeviceTrainer(SavingTrainer):
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> torch.Tensor:
         """Run a batch in one or several micro-batches, and accumulate their gradients and losses."""
-        *accumulated, last = micro_batches_of(inputs)
-        for part in accumulated:
-            self._tr_loss += self._micro_batch(model, part, num_items_in_batch, updates=self._accumulates)
-            self.trl_tpu.runtime.step_boundary()
-        return self._micro_batch(model, last, num_items_in_batch)
-
-    def _micro_batch(self, model: nn.Module, part: Any, num_items_in_batch: Any, updates: bool = True) -> torch.Tensor:
-        ours = self.trl_tpu
-        ours.recompiles.see(tensors_in(part), updates)
-        ours.step_state.attach_gradients()
-        loss = super().training_step(model, part, num_items_in_batch)
-        ours.statistics.add_loss(loss)
+        ours, parts = self.trl_tpu, micro_batches_of(inputs)
+        for number, part in enumerate(parts, start=1):
+            is_last = number == len(parts)
+            ours.recompiles.see(tensors_in(part), updates=is_last or self._accumulates)
+            ours.step_state.attach_gradients()
+            loss = super().training_step(model, part, num_items_in_batch)
+            ours.statistics.add_loss(loss)
+            if not is_last:
+                self._tr_loss += loss
+                ours.runtime.step_boundary()
         return loss
 
     def _divisor(self, batches: int) -> Any:

@@ -1,6 +1,6 @@
 """Optimizers: state and context of updates, on compiled devices too; gradient norms; learning rate schedules."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -28,61 +28,52 @@ class StepState:
         moments: Name of the torch dtype that stores Adam's first moments; None leaves them in the weights' dtype.
     """
 
-    _optimizer: Optimizer | None = None  # the last one whose state was created
+    _optimizer: Any = None  # of the last run
     _stack: LayerStack | None = None
-    _around_compiled: Sequence[Callable[[], AbstractContextManager[None]]] = ()
 
     def __init__(self, runtime: Runtime, *, scanned: Remat | None = None, moments: str | None = None) -> None:
         self._runtime, self._scanned, self._moments = runtime, scanned, moments
         self.gradient_buffers: dict[nn.Parameter, torch.Tensor] = {}
         self._with_gradient: set[nn.Parameter] = set()  # parameters with a gradient in this step
 
-    def prepare(self, optimizer: Optimizer, is_finite: Callable[[], torch.Tensor] | None = None) -> None:
+    def prepare(
+        self, model: nn.Module, optimizer: Optimizer, placements: Mapping[str, Placement], accumulates: bool
+    ) -> None:
         """Get ready for the first step of a run, before a checkpoint is loaded.
 
         Args:
-            is_finite: On compiled devices, returns whether the step is finite: a bool tensor [1]. The update
-                of a nonfinite step is skipped. None skips none.
+            placements: The placements of the model's parameters by name.
+            accumulates: Whether gradients of several micro-batches are accumulated.
 
         Raises:
             UserError: The optimizer has no first moments to store in another dtype.
         """
-        self._around = [*self._around_compiled]  # contexts of an update
-        if is_finite is not None:
-            self._has_state = bool(optimizer.state)
-            self._around.append(partial(self._skip_unless, optimizer, is_finite))
+        if self._runtime.is_spmd:
+            self._prepare_compiled(model, optimizer, placements, accumulates)
+        self._optimizer, self._has_state = optimizer, bool(optimizer.state)
         whole = [each for group in optimizer.param_groups for each in group["params"] if not isinstance(each, DTensor)]
-        if halves := [each for each in whole if each.dtype == torch.float16]:
-            self._around.append(partial(_in_float32, halves))
+        self._halves = [each for each in whole if each.dtype == torch.float16]
         if self._moments is not None:
             if not isinstance(optimizer, _TENSOR_RATE_OPTIMIZERS):
                 raise UserError(
                     f"optim_state_dtype needs torch's AdamW, got {type(optimizer).__name__}. Leave it out."
                 )
             _narrow_moments(optimizer, self._moments, {})
-            self._around.append(partial(_wide_moments, optimizer, self._moments))
         self._runtime.fuse(optimizer)
 
-    def prepare_compiled(
+    def _prepare_compiled(
         self, model: nn.Module, optimizer: Optimizer, placements: Mapping[str, Placement], accumulates: bool
     ) -> None:
-        """On compiled devices, stack layers if they are scanned, and create the state of a new optimizer.
-
-        Call this before `prepare`.
-
-        Args:
-            placements: The placements of the model's parameters by name.
-            accumulates: Whether gradients of several micro-batches are accumulated.
-        """
+        """Stack layers if they are scanned, and create the state of a new optimizer."""
         if self._scanned is not None:
             if self._stack is None or self._stack.model is not model:
                 axes = {name: placement.axes for name, placement in placements.items()}
                 self._stack = LayerStack(model, axes, self._scanned, self._runtime)
             self._stack.stack(optimizer)
         specs: dict[Any, PartitionSpec] = {each: placements[name].axes for name, each in model.named_parameters()}
-        specs |= {} if self._stack is None else self._stack.axes
+        self._specs = specs | ({} if self._stack is None else self._stack.axes)
         if optimizer is not self._optimizer:
-            self._optimizer, self.gradient_buffers = optimizer, {}
+            self.gradient_buffers = {}
             create_state(optimizer, self._runtime)
             if accumulates:
                 parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -92,15 +83,27 @@ class StepState:
         else:  # training may have been interrupted between micro-batches
             self._zero()
         self._runtime.step_boundary()
-        around = (_rates_as_data, _delayed_state_copies, partial(_new_state_sharded, specs=specs))
-        self._around_compiled = [self._used_gradients, *(partial(each, optimizer, self._runtime) for each in around)]
 
     @contextmanager
-    def update(self) -> Iterator[None]:
-        """Return the context of an optimizer's step."""
-        with ExitStack() as stack:
-            for around in self._around:
-                stack.enter_context(around())
+    def update(self, is_finite_1: torch.Tensor | None) -> Iterator[None]:
+        """Return the context of an optimizer's step.
+
+        Args:
+            is_finite_1: Whether the step is finite, a bool tensor on the device. The update of a nonfinite step is
+                skipped. None skips none.
+        """
+        optimizer, runtime = self._optimizer, self._runtime
+        with ExitStack() as around:
+            if runtime.is_spmd:
+                around.enter_context(self._used_gradients())
+                around.enter_context(_rates_as_data(optimizer, runtime))
+                around.enter_context(_delayed_state_copies(optimizer, runtime))
+                around.enter_context(_new_state_sharded(optimizer, runtime, self._specs))
+            if is_finite_1 is not None:
+                around.enter_context(self._skip_unless(is_finite_1))
+            around.enter_context(_in_float32(self._halves))
+            if self._moments is not None:
+                around.enter_context(_wide_moments(optimizer, self._moments))
             yield
 
     def attach_gradients(self) -> None:
@@ -136,30 +139,32 @@ class StepState:
             buffer.zero_()
 
     @contextmanager
-    def _skip_unless(self, optimizer: Optimizer, is_finite: Callable[[], torch.Tensor]) -> Iterator[None]:
-        """Skip the updates of ``optimizer`` in nonfinite steps without reading a value from the device.
+    def _skip_unless(self, is_finite_1: torch.Tensor) -> Iterator[None]:
+        """Skip the update of a nonfinite step, if possible without reading a value from the device.
 
-        The recorded step restores the old weights and state, and the compiled step still updates in place. This
-        requires existing state: if an optimizer creates its state in its first step, that step's result is read from
-        the device instead. Counters on the host, such as the step counts of Adagrad and Adafactor, also count skipped
-        steps.
+        On compiled devices, the recorded step restores the old weights and state, and the compiled step still updates
+        in place. This requires existing state: if an optimizer creates its state in its first step, that step's result
+        is read from the device instead. Counters on the host, such as the step counts of Adagrad and Adafactor, also
+        count skipped steps.
         """
+        optimizer, old = self._optimizer, list[torch.Tensor]()
 
         def tensors() -> list[torch.Tensor]:
             parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
             return [tensor for weight in parameters for tensor in (weight, *state_on_device(optimizer, weight))]
 
-        old = list[torch.Tensor]()
-        if self._has_state:
+        if self._runtime.is_spmd and self._has_state:
             old = [tensor.detach().clone() for tensor in tensors()]
-        elif self._runtime.fetch([is_finite()])[0].all():
+        elif isinstance(optimizer, Adam) and all(group["fused"] for group in optimizer.param_groups):
+            optimizer.found_inf = (~is_finite_1[0]).float()  # type: ignore[attr-defined]  # its kernel reads it on the device
+        elif is_finite_1:  # read from the device
             self._has_state = True
         else:
             optimizer.zero_grad(set_to_none=True)  # torch's optimizers skip parameters without a gradient
         yield
         with torch.no_grad():
             for tensor, value in zip(tensors() if old else (), old, strict=True):
-                tensor.copy_(torch.where(is_finite()[0], tensor, value.to(tensor.dtype)))
+                tensor.copy_(torch.where(is_finite_1[0], tensor, value.to(tensor.dtype)))
 
 
 @torch.no_grad()

@@ -14,7 +14,6 @@ from ..modeling.head_spec import RewardScale
 from ..packing.batch import Comparisons
 from ..parallel.mesh import CHIPS, GiB
 from ..runtime import Runtime
-from .optimizer import unwrap
 from .stopping import over_processes
 
 _SCALE_ROWS = 512  # the reward scale is measured on at least this many of the last training rows
@@ -59,7 +58,7 @@ class StepStatistics:
         num_tokens: Tokens up to the last log, including those before a resume.
         run_tokens: Tokens of this run, with those before a resume; 0 until it ends.
         nonfinite: Nonfinite steps of this run up to the last log.
-        is_finite_1: True if the last step was finite.
+        losses_1: Sum of the losses of the step's micro-batches, finite only if all of them are.
         evaluated: Mean and standard deviation of rewards in the last evaluation.
     """
 
@@ -156,8 +155,7 @@ class StepStatistics:
         self.run_tokens = self._earlier_tokens = 0
         self.evaluated: RewardScale | None = None
         self._windows.clear()
-        self._losses_1 = self.loss_sum()  # sum over the step's micro-batches, finite only if all losses are
-        self.is_finite_1, self.nonfinite = self._to_device([True], torch.bool), 0
+        self.losses_1, self.nonfinite = self.loss_sum(), 0
 
     # ---- a step
 
@@ -185,26 +183,27 @@ class StepStatistics:
     @torch.no_grad()
     def add_loss(self, loss: torch.Tensor) -> None:
         """Add the loss of a micro-batch, a scalar, to the step's losses."""
-        if self.limit:
-            self._losses_1 = self._losses_1 + loss
+        self.losses_1 = self.losses_1 + loss
 
     @torch.no_grad()
-    def check_step(self, norm: torch.Tensor | float, loss_sum_1: torch.Tensor, optimizer: Any) -> torch.Tensor:
+    def check_step(
+        self, norm: torch.Tensor | float, loss_sum_1: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Count the step and check, before its update, that its losses and gradient norm are finite.
 
         Args:
             norm: Norm of the step's gradient.
             loss_sum_1: The sum of losses since the last log, including this step.
-            optimizer: The optimizer; its update is skipped if the step is nonfinite.
 
         Returns:
-            The sum of losses, without this step's loss if the step is nonfinite.
+            The sum of losses, without this step's loss if the step is nonfinite; and whether the step is finite, to
+            skip its update if it is not. None if no update is skipped here.
         """
+        losses_1, self.losses_1 = self.losses_1, torch.zeros_like(self.losses_1)
         if not self.limit:
-            return loss_sum_1
+            return loss_sum_1, None
         # a loss scaler causes infinite gradients, and skips their updates itself
-        finite_1 = torch.isfinite(self._losses_1 if self._has_scaler else self._losses_1 + norm)
-        self._losses_1 = torch.zeros_like(self._losses_1)
+        finite_1 = torch.isfinite(losses_1 if self._has_scaler else losses_1 + norm)
         if self._accelerator is not None and self._accelerator.num_processes > 1:  # losses differ between processes
             finite_1 = self._accelerator.reduce((~finite_1).int()) == 0
         *counts, steps_4 = self.device_counts.split(_COUNT_SIZES)
@@ -212,10 +211,7 @@ class StepStatistics:
         loss_1 = torch.where(finite_1, loss_sum_1, loss_1)
         self.device_counts = torch.cat([*counts, _count_step(steps_4, finite_1, self.limit)])
         self.device_sums = torch.cat([*sums, loss_1])
-        self.is_finite_1 = finite_1
-        if not self._has_scaler:
-            self._runtime.skip_update_unless(finite_1[0], unwrap(optimizer))
-        return loss_1
+        return loss_1, None if self._has_scaler else finite_1
 
     def exclude(self, seconds: float) -> None:
         """Exclude time that is not training time: evaluations and saves are not, compilations are."""
