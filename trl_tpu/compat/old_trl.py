@@ -11,7 +11,7 @@ from typing import Any, Self
 import numpy as np
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback, TrainingArguments
-from transformers.utils import PaddingStrategy
+from transformers.data.data_collator import DataCollatorWithPadding
 
 from ..data.checks import OLD_KEYS, RAW_COLUMNS, Row
 from ..data.formats import maybe_apply_chat_template
@@ -176,8 +176,7 @@ def _margin_of(row: Row) -> dict[str, Any]:
     return {"margin": margin} if "margin" in row else {}
 
 
-@dataclasses.dataclass
-class RewardDataCollatorWithPadding:
+class RewardDataCollatorWithPadding(DataCollatorWithPadding):
     """Collator of TRL up to 0.23: pads the chosen and the rejected sequences separately, on the tokenizer's side.
 
     Each row has `input_ids_chosen`, `attention_mask_chosen`, `input_ids_rejected` and `attention_mask_rejected`,
@@ -192,20 +191,11 @@ class RewardDataCollatorWithPadding:
         return_tensors: Only ``"pt"``.
     """
 
-    tokenizer: PreTrainedTokenizerBase
-    padding: bool | str | PaddingStrategy = True
-    max_length: int | None = None
-    pad_to_multiple_of: int | None = None
-    return_tensors: str = "pt"
-
     def __call__(self, features: list[dict[str, Any]]) -> dict[str, Any]:
         batch: dict[str, Any] = {}
-        names = ("padding", "max_length", "pad_to_multiple_of", "return_tensors")
-        settings = {name: getattr(self, name) for name in names}
         for half in RAW_COLUMNS:
             rows = [{key: feature[f"{key}_{half}"] for key in ("input_ids", "attention_mask")} for feature in features]
-            padded = self.tokenizer.pad(rows, **settings)
-            batch |= {f"{key}_{half}": padded[key] for key in ("input_ids", "attention_mask")}
+            batch |= {f"{key}_{half}": padded for key, padded in super().__call__(rows).items()}
         batch["return_loss"] = True  # not first: accelerate reads the size of a batch from its first value
         if "margin" in features[0]:
             margins = torch.tensor([feature["margin"] for feature in features], dtype=torch.float)
@@ -225,11 +215,8 @@ def _tokenize(batch: Row, tokenizer: PreTrainedTokenizerBase) -> dict[str, list[
 _START, _END = "<|im_start|>", "<|im_end|>"
 _CHATML = (
     "{% for message in messages %}"
-    f"{{{{'{_START}' + message['role'] + '\n' + message['content'] + '{_END}' + '\n'}}}}"
-    "{% endfor %}"
-    "{% if add_generation_prompt %}"
-    f"{{{{ '{_START}assistant\n' }}}}"
-    "{% endif %}"
+    "{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n'}}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 
 
