@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 from transformers.utils import CONFIG_NAME
 
@@ -9,33 +10,30 @@ _PHI3_ROPE_FIELDS = {"rope_type", "type", "short_factor", "long_factor", "origin
 
 
 def add_transformers4_names(folder: str | Path) -> None:
-    """Rewrite a saved model's or tokenizer's config for transformers before 5.
+    """Rewrite a saved model's and tokenizer's configs for transformers before 5. transformers 5 reads both names."""
+    for name, change in ((CONFIG_NAME, _add_rope_names), ("tokenizer_config.json", _rename_in_tokenizer)):
+        path = Path(folder, name)
+        if path.is_file():
+            change(config := json.loads(path.read_text(encoding="utf-8")))
+            path.write_text(json.dumps(config, indent=2, sort_keys=True, ensure_ascii=False) + "\n", encoding="utf-8")
 
-    In the tokenizer's config, names that only transformers 5 reads are replaced by the old names. transformers 5 reads
-    the old names too.
-    """
-    _write_old_rope_names(folder)
-    path = Path(folder, "tokenizer_config.json")
-    config = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+
+def _rename_in_tokenizer(config: dict[str, Any]) -> None:
+    """Replace names in a tokenizer's config that only transformers 5 reads."""
     if config.get("tokenizer_class") == "TokenizersBackend":
         # by default, the old class also makes token_type_ids, and most models reject them
         config.setdefault("model_input_names", ["input_ids", "attention_mask"])
         config["tokenizer_class"] = "PreTrainedTokenizerFast"
     if isinstance(config.get("extra_special_tokens"), list):
         config["additional_special_tokens"] = config.pop("extra_special_tokens")
-    if config:
-        path.write_text(json.dumps(config, indent=2, sort_keys=True, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def _write_old_rope_names(folder: str | Path) -> None:
-    """Add the rotary settings of transformers before 5 to a saved config, in addition to ``rope_parameters``.
+def _add_rope_names(config: dict[str, Any]) -> None:
+    """Add the rotary settings of transformers before 5 to a model's config, in addition to ``rope_parameters``.
 
     Older versions (rewardbench pins one) silently use a base of 10,000 if they do not find their setting, and compute
-    other rewards. transformers 5 reads both. Bases that depend on the kind of layer had no common name, and are left
-    out.
+    other rewards. Bases that depend on the kind of layer had no common name, and are left out.
     """
-    path = Path(folder, CONFIG_NAME)
-    config = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     rope = config.get("rope_parameters")
     if not isinstance(rope, dict) or "rope_theta" not in rope or "rope_theta" in config:
         return
@@ -51,4 +49,3 @@ def _write_old_rope_names(folder: str | Path) -> None:
             # then raise an error instead of computing other rewards.
             scaling = {"type": rope["rope_type"]} | {name: rope[name] for name in ("short_factor", "long_factor")}
         config["rope_scaling"] = scaling
-    path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
