@@ -244,9 +244,7 @@ _add("eval_by", No("solutions train_sampling_strategy=group_by_length"))
 _add("max_eval_steps per_device_eval_batch_size", valid=_at_least(1))
 _add("eval_do_concat_batches", No("always", "leave it out: compute_metrics receives one array of all rows", "False"))
 _add("include_for_metrics", No("always", "take inputs from the evaluation data: predictions have its order", "inputs"))
-_add(
-    "bf16_full_eval", No("xla ranks", "leave it out: with bf16=True evaluation computes in bfloat16 already"), _NO_LOOP
-)
+_add("bf16_full_eval", No("xla ranks", "leave it out: with bf16=True evaluation already runs in bfloat16"), _NO_LOOP)
 _add("fp16_full_eval", No("xla ranks", "leave it out: evaluation runs in the training precision"), _NO_LOOP)
 
 _add = partial(_declare, "Data", False)

@@ -398,9 +398,7 @@ class RewardConfig(RemovedArguments, TrainingArguments):
         shows_no_bars, launched = self.disable_tqdm, launched_mesh(self.parallelism_config)
         with without_fsdp(), chosen.accelerate_context(), warnings.catch_warnings():
             # our default has TRL's name, and transformers deprecates it
-            warnings.filterwarnings(
-                "ignore", message="`gradient_checkpointing.*` is deprecated", category=FutureWarning
-            )
+            warnings.filterwarnings("ignore", "`gradient_checkpointing.*` is deprecated", FutureWarning)
             super().__post_init__()
             apply_fsdp(self, launched)
         if self.use_liger_kernel:  # Liger's loss would replace a classifier's forward by a language model's

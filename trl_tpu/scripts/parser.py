@@ -75,10 +75,9 @@ class TrlParser(HfArgumentParser):
         """
         if config is None:
             config, args = take_config(args)
-        words = None if args is None else list(args)
         with explaining("The arguments cannot be used", "Correct them."):
             unknown_keys = self.set_defaults_with_config(**config)
-            *parsed, unknown_words = self.parse_args_into_dataclasses(args=words, return_remaining_strings=True)
+            *parsed, unknown_words = self.parse_args_into_dataclasses(args=args, return_remaining_strings=True)
         if return_remaining_strings:
             left = [unknown_keys, unknown_words] if separate_remaining_strings else [unknown_keys + unknown_words]
             return (*parsed, *left)
