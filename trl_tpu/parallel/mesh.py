@@ -106,24 +106,6 @@ def parse_mesh(spec: str, devices: int, slices: int = 1) -> MeshShape:
     return shape
 
 
-def check_heads(mesh: MeshShape, heads: Mapping[str, int | None]) -> None:
-    """Check that the ``tensor`` axis divides the numbers of attention heads.
-
-    Args:
-        mesh: The mesh.
-        heads: Numbers of heads by their names in the model's config. None is not checked.
-
-    Raises:
-        UserError: The axis would split an attention head. The message shows the equation.
-    """
-    for name, count in heads.items():
-        if count is not None and count % mesh.tensor:
-            raise UserError(
-                f"mesh '{mesh}': `tensor` must not split attention heads, but {name}={count} / tensor={mesh.tensor} "
-                f"is not a whole number. Choose a `tensor` that divides it."
-            )
-
-
 AUTO = "auto"
 
 

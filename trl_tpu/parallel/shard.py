@@ -2,7 +2,7 @@
 
 import inspect
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -23,7 +23,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ..errors import UserError, explaining
 from ..runtime import Runtime, Value
-from .mesh import BATCH_AXES, MeshShape, Placement, Plan, Rules, as_axes, bare_name, check_heads, names_of
+from .mesh import BATCH_AXES, MeshShape, Placement, Plan, Rules, as_axes, bare_name, names_of
 
 
 @dataclass(frozen=True)
@@ -62,6 +62,7 @@ def parameter_pattern(name: str) -> str:
 
 #: Mesh axes by their names in transformers.
 _AXES = {"dp_replicate": "data", "fsdp": "fsdp", "tp": "tensor"}
+_HEADS = ("num_attention_heads", "num_key_value_heads")  # in configs
 _SHARDED_HERE = "_trl_tpu_sharded"  # attribute of models that `shard_model` has sharded
 
 
@@ -87,13 +88,13 @@ def shard_model(model: Any, mesh: MeshShape, runtime: Runtime, device: torch.dev
         UserError: The `tensor` axis would split an attention head, transformers has loaded wrong rows into the shards,
             or its plan for `tensor` changes the rewards.
     """
-    base, whole, trial = _base_of(model), dict[str, torch.Tensor](), None
+    base, whole, expected, length = _base_of(model), dict[str, torch.Tensor](), None, next(_lengths)
     if mesh_of(base) is None:
         whole = _tensors_of(model)  # process 0's are the values of all
         if mesh.tensor > 1:
             for tensor in whole.values():
                 tensor.data.copy_(_from_first(tensor, device))
-            trial = _Trial(model)
+            expected = _rewards_of(model, length)
         else:  # no process has weights now: TorchTPU cannot move them within FSDP2
             _replace_tensors(model, lambda _, tensor: torch.empty_like(tensor, device="meta"))
         distribute(model, mesh)
@@ -114,8 +115,8 @@ def shard_model(model: Any, mesh: MeshShape, runtime: Runtime, device: torch.dev
     _replace_tensors(model, lambda _, tensor: tensor if isinstance(tensor, DTensor) else tensor.to(device))
     if whole:
         _check_values(model, whole)
-    if trial is not None:
-        trial.check(model, mesh)
+    if expected is not None:
+        _check_rewards(model, mesh, length, expected)
     runtime.set_mesh(mesh.sizes, mesh.slices)
     placements = {name: _placement(parameter, mesh) for name, parameter in model.named_parameters()}
     return ShardReport(mesh, placements, {name: tensor.nbytes for name, tensor in model.named_parameters()})
@@ -128,7 +129,7 @@ def distribute(model: Any, mesh: MeshShape) -> None:
         UserError: The model cannot be split over the mesh.
     """
     base, names = _base_of(model), _tensors_of(model).keys()
-    check_heads(mesh, _heads_of(base))
+    _check_heads(base, mesh)
     if getattr(base, "is_quantized", False):  # torch's shards lose the quantization's state
         raise UserError(
             f"mesh='{mesh}' cannot shard quantized weights. Leave `mesh` out: each process then has them all."
@@ -251,33 +252,28 @@ def _sum_of_bits(tensor: torch.Tensor) -> torch.Tensor:
 _lengths = count(16)
 
 
-class _Trial:
-    """Rewards of made-up token ids, before and after a model is split by `tensor`: a family's plan may be wrong."""
+def _rewards_of(model: nn.Module, length: int) -> torch.Tensor:
+    """Compute the rewards of made-up sequences of ``length`` tokens."""
+    base = _base_of(model)
+    ids_BL = torch.arange(8 * length, device=base.device).view(8, -1) % base.config.get_text_config().vocab_size
+    with trial_mode(model):
+        return full_tensor(model(input_ids=ids_BL, use_cache=False).logits).cpu()
 
-    def __init__(self, model: nn.Module) -> None:
-        vocabulary = _base_of(model).config.get_text_config().vocab_size
-        self._ids_BL = torch.arange(8 * next(_lengths)).view(8, -1) % vocabulary
-        self._expected = self._rewards(model)
 
-    def _rewards(self, model: nn.Module) -> torch.Tensor:
-        with trial_mode(model):
-            outputs = model(input_ids=self._ids_BL.to(_base_of(model).device), use_cache=False)
-        return full_tensor(outputs.logits).cpu()
+def _check_rewards(model: nn.Module, mesh: MeshShape, length: int, expected: torch.Tensor) -> None:
+    """Compare the rewards of a model that is split by `tensor` with those before: a family's plan may be wrong.
 
-    def check(self, model: nn.Module, mesh: MeshShape) -> None:
-        """Compare the rewards of the split model.
-
-        Raises:
-            UserError: They differ, or the split model cannot compute them.
-        """
-        fault, fix = f"mesh='{mesh}' cannot shard {type(_base_of(model)).__name__}", "Leave `tensor` out."
-        with explaining(fault, fix):
-            rewards = self._rewards(model)
-        error, largest = (rewards - self._expected).abs().max(), self._expected.abs().max()
-        # the parts are summed in another order; rewards that are not finite have no error
-        if not error <= largest * torch.finfo(rewards.dtype).eps ** 0.5:
-            raise UserError(f"{fault}: with its plan in transformers, rewards change by {error / largest:.1%}. {fix}")
-        reshard(model)
+    Raises:
+        UserError: They differ, or the split model cannot compute them.
+    """
+    fault, fix = f"mesh='{mesh}' cannot shard {type(_base_of(model)).__name__}", "Leave `tensor` out."
+    with explaining(fault, fix):
+        rewards = _rewards_of(model, length)
+    error, largest = (rewards - expected).abs().max(), expected.abs().max()
+    # the parts are summed in another order; rewards that are not finite have no error
+    if not error <= largest * torch.finfo(rewards.dtype).eps ** 0.5:
+        raise UserError(f"{fault}: with its plan in transformers, rewards change by {error / largest:.1%}. {fix}")
+    reshard(model)
 
 
 def fill(tensor: torch.Tensor, value: torch.Tensor) -> None:
@@ -328,9 +324,24 @@ def _placement(parameter: nn.Parameter, mesh: MeshShape) -> Placement:
     return Placement(tuple(map(as_axes, axes)), "by transformers")
 
 
-def _heads_of(base: Any) -> dict[str, int | None]:
-    config = base.config.get_text_config()
-    return {name: getattr(config, name, None) for name in ("num_attention_heads", "num_key_value_heads")}
+def _check_heads(base: Any, mesh: MeshShape, names: Sequence[str] = _HEADS) -> None:
+    """Check that the ``tensor`` axis divides the numbers of attention heads.
+
+    Args:
+        base: The model, without adapters.
+        mesh: The mesh.
+        names: Names of the numbers in the model's config. A number that the config lacks is not checked.
+
+    Raises:
+        UserError: The axis would split an attention head. The message shows the equation.
+    """
+    for name in names:
+        count = getattr(base.config.get_text_config(), name, None)
+        if count is not None and count % mesh.tensor:
+            raise UserError(
+                f"mesh '{mesh}': `tensor` must not split attention heads, but {name}={count} / tensor={mesh.tensor} "
+                f"is not a whole number. Choose a `tensor` that divides it."
+            )
 
 
 def reshard(model: nn.Module) -> None:
@@ -398,14 +409,11 @@ def _with_whole_heads(base: Any, mesh: MeshShape, styles: Mapping[str, str]) -> 
         UserError: `tensor` does not divide the number of query heads, or the number of key and value heads in a fused
             projection of queries, keys and values.
     """
-    counts = _heads_of(base)
-    grouped = counts["num_key_value_heads"]
+    grouped = getattr(base.config.get_text_config(), "num_key_value_heads", None)
     shared = {name for name in styles if name.endswith((".k_proj", ".v_proj"))}
-    if grouped is not None and grouped % mesh.tensor and shared:
-        styles = {name: "replicate" if name in shared else style for name, style in styles.items()}
-        counts["num_key_value_heads"] = None
-    check_heads(mesh, counts)
-    return styles
+    replicates = bool(grouped is not None and grouped % mesh.tensor and shared)
+    _check_heads(base, mesh, _HEADS[:1] if replicates else _HEADS)
+    return {name: "replicate" if replicates and name in shared else style for name, style in styles.items()}
 
 
 def place_model(model: nn.Module, plan: Plan, runtime: Runtime, device: torch.device) -> ShardReport:
