@@ -1,6 +1,7 @@
 """Prepare rows for training: add columns with the token ids of their answers, as in TRL 1.16."""
 
 import logging
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -19,7 +20,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ..errors import UserError
 from . import checks
-from .checks import TRAPS, warn_of_new_traps, warn_of_traps
+from .checks import TRAPS, Row, warn_of_new_traps, warn_of_traps
 from .formats import convert_row
 from .kinds import Answers, Pairs, Rankings, RowKind, check_one_form
 from .length_stats import RAW_BY_PREPARED, STATS, length_stats, length_stats_of, parts_of
@@ -38,6 +39,7 @@ def prepare_preference_dataset(
     processing_class: PreTrainedTokenizerBase,
     *,
     num_embeddings: int,
+    num_positions: float = math.inf,
     max_length: int | None,
     num_proc: int | None,
     name: str,
@@ -56,6 +58,7 @@ def prepare_preference_dataset(
         dataset: Rows in any form that `trl_tpu.data.kinds` reads. A stream is checked and tokenized while it is read.
         processing_class: The tokenizer, with the special tokens and the chat template of the training.
         num_embeddings: Rows of the model's embedding table; token ids must be smaller.
+        num_positions: Number of tokens that the model can read; no sequence within ``max_length`` may be longer.
         max_length: Maximum number of tokens of an answer with its prompt; None sets no limit.
         num_proc: Worker processes for a dataset (not for a stream).
         name: Name of the dataset in errors and logs, such as "train".
@@ -69,8 +72,9 @@ def prepare_preference_dataset(
 
     Raises:
         UserTypeError: A value has the wrong type.
-        UserError: Missing columns, no rows, null or empty values, labels that cannot be learned, token ids that the
-            model lacks, or no row within ``max_length``. Errors give the index of a row in the original dataset.
+        UserError: Missing columns, no rows, null or empty values, labels that cannot be learned, token ids or
+            positions that the model lacks, or no row within ``max_length``. Errors give the index of a row in the
+            original dataset.
     """
     raw, columns = dataset, checks.column_names(dataset, name)
     if len(kinds) > 1:
@@ -95,7 +99,8 @@ def prepare_preference_dataset(
         dataset = map_rows(dataset, _tokenize_rows, num_proc, name, with_indices=True, batched=True, **options)
     elif kind.has_own_tokens:
         dataset = dataset.select_columns([*kind.columns])
-    limits: dict[str, Any] = {"num_embeddings": num_embeddings, "name": name, "kind": kind}
+    limits: dict[str, Any] = {"name": name, "kind": kind}
+    limits |= {"num_embeddings": num_embeddings, "num_positions": num_positions}
     limits["max_length"] = None if kind.has_own_tokens else max_length  # else truncated while tokenized
     original, truncates = dataset, truncation_mode is not None and limits["max_length"] is not None
     if truncates:
@@ -169,29 +174,29 @@ def _tokenize_rows(
     return {column: [row[column] for row in prepared] for column in prepared[0]}
 
 
-def keep_fitting(dataset: Dataset, num_embeddings: int, name: str, kind: RowKind, max_length: int | None) -> Dataset:
+def keep_fitting(dataset: Dataset, name: str, kind: RowKind, max_length: int | None, **sizes: Any) -> Dataset:
     """Check token ids and labels, drop rows that are too long, and log their number.
 
     Args:
         dataset: Tokenized rows.
-        num_embeddings: Rows of the model's embedding table.
         name: Name of the dataset in the log.
         kind: Kind of the rows.
         max_length: Maximum number of tokens per answer; None sets no limit.
+        **sizes: The model's ``num_embeddings`` and ``num_positions``.
 
     Returns:
         The rows that fit. They are measured in the same pass, see `length_stats`.
 
     Raises:
         UserTypeError: A column does not hold lists of integers.
-        UserError: An answer has no tokens, the model lacks a token id, or no row fits.
+        UserError: An answer has no tokens, the model lacks a token id or a position, or no row fits.
     """
     longest, fits = list[int](), list[bool]()  # of each row
 
     def fitting_rows() -> Iterator[list[dict[str, Any]]]:
         for rows in parts_of(dataset):
             numbered = enumerate(rows, start=len(fits))
-            fits.extend(_fits(row, at, num_embeddings, name, kind, max_length) for at, row in numbered)
+            fits.extend(_fits(row, at, name, kind, max_length, **sizes) for at, row in numbered)
             longest.extend(max(map(len, kind.answers(row))) for row in rows)
             yield list(compress(rows, fits[-len(rows) :]))
 
@@ -229,11 +234,18 @@ def _cut(row: Mapping[str, Any], max_length: int, truncation_mode: str, kind: Ro
 
 
 def _fits(
-    row: Mapping[str, Any], index: int, num_embeddings: int, name: str, kind: RowKind, max_length: int | None
+    row: Row, index: int, name: str, kind: RowKind, max_length: int | None, num_embeddings: int, num_positions: float
 ) -> bool:
-    """Check a row's token ids, see `check_ids`, and its labels, and return whether it is short enough."""
+    """Check a row's token ids, see `check_ids`, its labels and its length, and return whether it is short enough."""
     answers = kind.answers(row)
     for column, ids in zip(cycle(kind.token_columns), answers, strict=False):
         checks.check_ids(ids, checks.row_of(index, name, column), num_embeddings)
     kind.check_labels(row, checks.row_of(index, name))
-    return max_length is None or max(map(len, answers)) <= max_length
+    longest = max(map(len, answers))
+    is_short = max_length is None or longest <= max_length
+    if is_short and longest > num_positions:
+        raise UserError(
+            f"A sequence of {longest} tokens, in row {index} of the {name} dataset, is longer than the model's "
+            f"{num_positions} positions (`max_position_embeddings`). Set max_length={num_positions} to drop such rows."
+        )
+    return is_short

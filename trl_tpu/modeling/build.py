@@ -2,6 +2,7 @@
 
 import copy
 import logging
+import math
 from collections.abc import Iterator, Mapping
 from functools import partial
 from itertools import islice
@@ -19,7 +20,7 @@ from ..data.checks import OLD_KEYS, column_names
 from ..data.formats import convert_row
 from ..data.kinds import Pairs, RowKind, answers_of, kinds_for
 from ..data.kinds.solutions import tokenize_solution
-from ..data.length_stats import is_prepared, length_stats
+from ..data.length_stats import is_prepared
 from ..data.tokenize import prepare_preference_dataset
 from ..errors import UserError, UserTypeError
 from ..parallel.shard import of_first_process, place_model, plan_model
@@ -43,13 +44,11 @@ def check_arguments(model: Any, model_init: Any, train_dataset: Any) -> None:
     """Reject trainer arguments that are missing or exclude each other.
 
     Raises:
-        UserTypeError: `train_dataset` is missing, or several datasets.
+        UserTypeError: `train_dataset` is missing, or not one dataset.
         UserError: Not exactly one of `model` and `model_init` is given.
     """
     if (model is None) == (model_init is None):
         raise UserError("The trainer needs either `model` or `model_init`, and not both.")
-    if train_dataset is None:
-        raise UserTypeError("`train_dataset` is required: pass a `Dataset` or `IterableDataset`.")
     if not isinstance(train_dataset, Dataset | IterableDataset):
         kind = type(train_dataset).__name__
         raise UserTypeError(f"`train_dataset` must be a `Dataset` or `IterableDataset`, got `{kind}`.")
@@ -116,8 +115,7 @@ def build_reward_model(
         saved = HeadSpec.saved(name).attributes if isinstance(name, str) else {}
         if attribute_weights := adapters.read_attribute_weights(model) or saved:
             head_spec.write_head_spec(base.config, HeadSpec(attribute_weights))
-    if not outputs == HeadSpec.of(base.config) == head_spec.ONE_REWARD:
-        head_spec.write_head_spec(base.config, outputs, keeps_weights=args.attribute_weights is None)
+    head_spec.write_head_spec(base.config, outputs, keeps_weights=args.attribute_weights is None)
     tokenizer = load.load_processing_class(model, processing_class, **files)
     tokenizer, added_tokens = load.set_special_tokens(model, tokenizer, args)
     unread: list[str] = []
@@ -184,10 +182,11 @@ def build_dataset(
     kinds: Any = kinds_for(args)
     if (old_columns or columns & {*OLD_KEYS}) and not args.attributes:  # TRL's old columns hold no attribute grades
         kinds = (OldPairs(processing_class),)
-    prepared = prepare_preference_dataset(
+    return prepare_preference_dataset(
         dataset,
         processing_class,
         num_embeddings=embeddings.weight.shape[0],
+        num_positions=learned_positions(model) or math.inf,
         max_length=args.max_length,
         truncation_mode=args.truncation_mode,
         num_proc=args.dataset_num_proc,
@@ -195,7 +194,6 @@ def build_dataset(
         kinds=kinds,
         with_settings=with_settings,
     )
-    return _within_positions(prepared, model, name)
 
 
 def warn_of_unscored_eos(tokenizer: PreTrainedTokenizerBase, rows: Any) -> None:
@@ -217,24 +215,3 @@ def first_chat(dataset: Any) -> Iterator[tuple[Any, Mapping[str, Any]]]:
         prompt, answer = row.get("prompt") or [], row.get("chosen") or next(iter(row.get("completions") or ()), None)
         if isinstance(answer, list) and isinstance(prompt, list):
             yield prompt + answer, row
-
-
-def _within_positions(dataset: Any, model: PreTrainedModel, name: str) -> Any:
-    """Reject sequences longer than the model's learned positions. A stream is checked while it is read."""
-    if (limit := learned_positions(model)) is None:
-        return dataset
-    if not isinstance(dataset, Dataset):
-        return dataset.map(_check_length, with_indices=True, fn_kwargs={"limit": limit, "name": name})
-    longest = int(length_stats(dataset).lengths.longest_N.argmax())
-    _check_length(dataset[longest], longest, limit, name)
-    return dataset
-
-
-def _check_length(row: dict[str, Any], index: int, limit: int, name: str) -> dict[str, Any]:
-    length = max(map(len, answers_of(row)))
-    if length > limit:
-        raise UserError(
-            f"The {name} dataset has a sequence of {length} tokens (row {index} of the kept rows), but the model has "
-            f"{limit} positions (`max_position_embeddings`). Set max_length={limit} to drop such rows."
-        )
-    return row
