@@ -75,22 +75,20 @@ def __dir__() -> list[str]:
     return __all__
 
 
-#: Paths of TRL's current and former modules. Every public name of this package can be imported from each path.
-_OLD_PATHS = [
-    f"{__name__}.{path}"
-    for path in (
-        *("chat_template_utils", "commands", "commands.cli_utils", "extras", "extras.dataset_formatting"),
-        *("import_utils", "models", "models.activation_offloading", "models.utils", "scripts.env"),
-        *("trainer.base_config", "trainer.callbacks", "trainer.training_configs"),
-    )
-]
+#: TRL's current and former modules below the package. Every public name can be imported from each of them.
+_OLD_PATHS = (
+    *("chat_template_utils", "commands", "commands.cli_utils", "extras", "extras.dataset_formatting"),
+    *("import_utils", "models", "models.activation_offloading", "models.utils", "scripts.env"),
+    *("trainer.base_config", "trainer.callbacks", "trainer.training_configs"),
+)
 
 
 class _OldPaths(MetaPathFinder, Loader):
     """Finder and loader for the modules at `_OLD_PATHS`."""
 
     def find_spec(self, name: str, *_: Any) -> ModuleSpec | None:
-        return ModuleSpec(name, self, is_package=True) if name in _OLD_PATHS else None
+        package, _dot, path = name.partition(".")
+        return ModuleSpec(name, self, is_package=True) if package == __name__ and path in _OLD_PATHS else None
 
     def exec_module(self, module: ModuleType) -> None:
         module.__getattr__ = _get_public  # type: ignore[method-assign]

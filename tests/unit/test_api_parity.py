@@ -247,7 +247,7 @@ def test_every_public_trl_name_exists_or_is_listed_in_the_guide() -> None:
 def test_trl_module_paths_resolve_before_any_import() -> None:
     code = f"""
 import importlib.util, operator
-for name in {trl_tpu._OLD_PATHS}:
+for name in {[f"trl_tpu.{path}" for path in trl_tpu._OLD_PATHS]}:
     spec, module = importlib.util.find_spec(name), importlib.import_module(name)
     assert spec is not None and spec.name == name == module.__spec__.name, name
     import trl_tpu

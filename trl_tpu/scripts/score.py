@@ -145,8 +145,7 @@ def _windows(
 ) -> Iterator[list[dict[str, Any]]]:
     """Yield windows of scored rows: first the windows that an earlier run wrote, then each new window once written."""
     done = 0
-    scale = None if scorer.scale is None else [scorer.scale.mean, scorer.scale.std]
-    depends_on = {"model": scorer.fingerprint, "best_of_n": args.best_of_n, "scale": scale}
+    depends_on = {"model": scorer.fingerprint, "best_of_n": args.best_of_n, "scale": str(scorer.scale)}
     depends_on |= {"max_length": args.max_length, "bf16": args.bf16, "code": CODE}
     file = RowsFile(args.output, depends_on, stream.WINDOW) if args.output else None
     for scored in file.written_chunks(rows) if file is not None else ():
