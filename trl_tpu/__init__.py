@@ -46,10 +46,8 @@ _MODULES = {
 # names that scripts import from TRL's current or former modules: see `_OLD_PATHS`
 _OLD_NAMES = {"RewardScriptArguments": "scripts.utils", "conversations_formatting_function": "data.formats"}
 _OLD_NAMES |= {"DataCollatorForPreference": "data.trl_dict", "disable_dropout_in_model": "modeling.load"}
-_OLD_NAMES |= dict.fromkeys(
-    ("compute_accuracy", "get_act_offloading_ctx_manager", "is_peft_available"), "trainer.utils"
-)
-_OLD_NAMES |= {"_BaseTrainer": "trainer.base_trainer", "print_env": "cli"}
+_OLD_NAMES |= {"_BaseTrainer": "trainer.base_trainer", "compute_accuracy": "trainer.utils", "print_env": "cli"}
+_OLD_NAMES |= {"get_act_offloading_ctx_manager": "trainer.utils", "is_peft_available": "trainer.utils"}
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
 
 __all__ = ["__version__", *sorted(_MODULE_OF)]
