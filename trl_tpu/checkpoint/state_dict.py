@@ -6,7 +6,6 @@ any other mesh and in plain torch.
 """
 
 import re
-import tempfile
 import warnings
 from collections.abc import Iterator, Mapping, Set
 from contextlib import contextmanager
@@ -50,14 +49,12 @@ _GROUP_SETTINGS_OF_RUN = ("params", "initial_lr", "weight_decay", "betas", "eps"
 
 
 def write_model(model: Any, weights: Mapping[str, torch.Tensor], folder: Path) -> None:
-    """Write full host weights to ``folder`` as ``model.save_pretrained`` does, but keep the folder's config."""
-    with tempfile.TemporaryDirectory(dir=folder) as staging:
-        model.save_pretrained(staging, state_dict=dict(weights), max_shard_size=_FILE_SIZE)
-        for path in Path(staging).rglob("*"):
-            # skip the config (it may have changed since the weights were copied) and peft's README stub
-            if path.is_file() and path.name not in ("config.json", "README.md"):
-                (target := folder / path.relative_to(staging)).parent.mkdir(exist_ok=True)
-                path.rename(target)
+    """Write full host weights to ``folder`` as ``model.save_pretrained`` does, but keep its config and model card."""
+    # the model's config may have changed since the weights were copied, and peft writes a stub of a model card
+    kept = {path: path.read_bytes() for name in ("config.json", "README.md") if (path := folder / name).is_file()}
+    model.save_pretrained(folder, state_dict=dict(weights), max_shard_size=_FILE_SIZE)
+    for path, content in kept.items():
+        path.write_bytes(content)
 
 
 def older_weights(existing: list[str], new: list[str]) -> list[str]:
@@ -90,10 +87,9 @@ def read_state(tensors: Mapping[str, torch.Tensor], folder: Path, runtime: Runti
     Raises:
         OSError: On one rank, a tensor is missing, has another shape or cannot be read; raised on all ranks.
     """
-    reader = tensor_reader(folder)
     runtime.step_boundary(wait=True)  # torch_xla cannot read a shard while it is computed
     with _checkpointing(), torch.no_grad():
-        dcp.load(dict(tensors), storage_reader=reader, **runtime.checkpoint_arguments(saves=False))
+        dcp.load(dict(tensors), storage_reader=tensor_reader(folder), **runtime.checkpoint_arguments(saves=False))
     runtime.step_boundary()
     runtime.all_gather_object(None)
 
@@ -262,17 +258,15 @@ def optimizer_numbers(optimizer: Optimizer, model: nn.Module) -> dict[str, Any]:
 
 
 def _optimizer_state(optimizer: Optimizer, model: nn.Module) -> Iterator[tuple[str, Any]]:
-    for name, parameter in _trained_parameters(optimizer, model):
+    for name, parameter in _trained_parameters(optimizer, model).items():
         for kind, value in optimizer.state.get(parameter, {}).items():
             yield f"{OPTIMIZER_PREFIX}{name}.{kind}", value
 
 
-def _trained_parameters(optimizer: Optimizer, model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+def _trained_parameters(optimizer: Optimizer, model: nn.Module) -> dict[str, nn.Parameter]:
     reshard(model)
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            yield names[id(parameter)], parameter
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    return {names[parameter]: parameter for group in optimizer.param_groups for parameter in group["params"]}
 
 
 # ---- reading
@@ -321,7 +315,7 @@ def read_optimizer(
             f"The checkpoint {checkpoint} has the state of another optimizer, {numbers['class']}, and this run uses "
             f"{name}. Set `optim` as in the checkpoint's run, or start from its weights: pass its folder as the model."
         )
-    folder, parameters = Path(checkpoint, STATE_FOLDER), dict(_trained_parameters(optimizer, model))
+    folder, parameters = Path(checkpoint, STATE_FOLDER), _trained_parameters(optimizer, model)
     for name, tensor in tensors_in(folder, OPTIMIZER_PREFIX).items():
         key, _, kind = name.removeprefix(OPTIMIZER_PREFIX).rpartition(".")
         state, parameter = optimizer.state[parameters[key]], parameters[key]
@@ -331,9 +325,8 @@ def read_optimizer(
             state[kind] = zeros_sharded_like(parameter).to(state_dtype(parameter) if is_torchs else tensor.dtype)
         elif kind not in state:
             state[kind] = torch.zeros_like(tensor, device="cpu")
-            groups = optimizer.param_groups
-            on_device = any(group.get(option) for group in groups for option in ("fused", "capturable"))
-            if tensor.dim() > 0 or on_device:  # otherwise torch keeps Adam's step on the host
+            options = [group.get(option) for group in optimizer.param_groups for option in ("fused", "capturable")]
+            if tensor.dim() > 0 or any(options):  # otherwise torch keeps Adam's step on the host
                 state[kind] = runtime.to_device(state[kind], parameter.device)
     if tensors := optimizer_tensors(optimizer, model):
         read_state(tensors, folder, runtime)
