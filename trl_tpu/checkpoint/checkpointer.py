@@ -123,12 +123,8 @@ class Checkpointer:
     ) -> None:
         self._runtime, self._processes = runtime, processes
         self._writes, self._shares_disk, self._limit = writes, shares_disk, limit
+        self._has_tensors = runtime.shards_model or writes  # to write
         self.failed: list[str] = []
-
-    @property
-    def _has_tensors(self) -> bool:
-        """True if this process has tensors to write."""
-        return self._runtime.shards_model or self._writes
 
     def wait(self) -> None:
         """Wait until the save in progress has ended or failed."""
@@ -322,17 +318,16 @@ class CheckpointLoader:
             logger.warning("The run in %s has saved no checkpoint yet: it starts from scratch.", run.path)
             return None
         if isinstance(asked, bool):
-            folder = self._newest_good(run)
+            self.folder = folder = self._newest_good(run)
             self.place = run.place_of(Path(folder).name)
         else:
             self.place = os.fspath(asked)
-            folder = self._local(self.place)
+            self.folder = folder = self._local(self.place)
             if folders.has_own_format(folder) and (faults := self._faults(folder)):
                 raise UserError(
                     f"The checkpoint {folder} is damaged: {'; '.join(faults)}. "
                     "Pass another folder, or resume_from_checkpoint=True for the newest good checkpoint."
                 )
-        self.folder = folder
         if (path := Path(folder, state_dict.PROGRESS_FILE)).is_file():
             self.progress = json.loads(path.read_text(encoding="utf-8"))
         elif self._must_be_same:

@@ -138,13 +138,12 @@ def _dtypes(model: nn.Module) -> str:
     return ", ".join(sorted({str(weight.dtype) for weight in model.parameters()}))
 
 
-def _deciding_fields(config: Mapping[str, Any]) -> dict[str, Any]:
+def _deciding_fields(config: Any) -> Any:
     """Return the fields of a model's config that decide its outputs, also in the configs of its parts."""
-    return {
-        name: _deciding_fields(value) if isinstance(value, Mapping) else value
-        for name, value in config.items()
-        if not str(name).startswith("_") and name not in _CONFIG_FIELDS_OF_NO_RUN
-    }
+    if not isinstance(config, Mapping):
+        return config
+    names = [name for name in config if not str(name).startswith("_") and name not in _CONFIG_FIELDS_OF_NO_RUN]
+    return {name: _deciding_fields(config[name]) for name in names}
 
 
 def _adapters_of(configs: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:

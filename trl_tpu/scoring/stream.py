@@ -232,10 +232,9 @@ def tokenize(items: list[Item], scorer: Scorer, max_length: int | None, warned: 
             check_ids(ids, item.where, scorer.num_embeddings)
             item.tokens = len(ids)
             if len(ids) > most:
-                raise UserError(
-                    f"{item.where} has {len(ids)} tokens; max_length or the model's positions allow {most}"
-                )
-            item.ids = np.asarray(ids, np.int32)
+                item.fault = f"{item.where} has {len(ids)} tokens; max_length or the model's positions allow {most}"
+            else:
+                item.ids = np.asarray(ids, np.int32)
     return [item for item in items if item.ids is not None]
 
 
