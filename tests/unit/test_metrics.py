@@ -64,7 +64,7 @@ def close_log(*processes: StepStatistics) -> dict[str, float]:
     all_gather = AllGather(len(processes))
 
     def log(index: int) -> dict[str, float]:
-        return processes[index].close(torch.zeros(1), None, 1, 1)[0]
+        return processes[index].close(None, 1, 1)[0]
 
     with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(len(processes)) as pool:
         patch.setattr(statistics, "over_processes", lambda own, value: all_gather.gather(own.process_index, value))
@@ -91,7 +91,7 @@ def host_sums(rewards_P2: Any) -> RewardSums:
 
 def resumed(*parts: StepStatistics, index: int = 0, count: int = 1) -> StepStatistics:
     metrics = new_metrics(index, count)
-    metrics.start(1, json.loads(json.dumps([part.state(torch.zeros(1))[0] for part in parts])))
+    metrics.start(1, json.loads(json.dumps([part.state()[0] for part in parts])))
     return metrics
 
 
@@ -242,7 +242,7 @@ def test_rates_exclude_pauses_and_steps_before_a_resume(monkeypatch: pytest.Monk
         table = compare(pairs_of(pairs), ComparisonRule()).map_tensors(torch.from_numpy)
         tokens_S = torch.full((2 * pairs,), tokens // (2 * pairs), dtype=torch.int32)
         statistics.update(torch.zeros(2 * pairs, 1), tokens_S, table)
-        logs, *_ = statistics.close(torch.zeros(1), None, step, 1)
+        logs, *_ = statistics.close(None, step, 1)
         return {name: value for name, value in logs.items() if name in ("mfu", "seconds_per_step") or "_per_" in name}
 
     saved = {"metrics": {"num_tokens": 100, "open": vars(RewardSums(pairs=10, tokens=100))}, "open_loss": 0.0}

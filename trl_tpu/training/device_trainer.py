@@ -434,7 +434,7 @@ class DeviceTrainer(SavingTrainer):
             ours.gradient_norms = gradient_norms(self.model)
         norm = self._clip_grad_norm(model) if args.max_grad_norm > 0 else None
         norm = shard.full_tensor(self._get_grad_norm(model, grad_norm=norm))
-        self._tr_loss, is_finite_1 = ours.statistics.check_step(norm, self._tr_loss)
+        is_finite_1 = ours.statistics.check_step(norm)
         self.control = events.on_pre_optimizer_step(args, self.state, self.control)
         with ours.step_state.update(is_finite_1):
             optimizer.step()  # without effect if the step is nonfinite: see `check_step`
@@ -455,9 +455,8 @@ class DeviceTrainer(SavingTrainer):
             ours.recompiles.see(tensors_in(part), updates=is_last or self._accumulates)
             ours.step_state.attach_gradients()
             loss = super().training_step(model, part, num_items_in_batch)
-            ours.statistics.add_loss(loss)
             if not is_last:
-                self._tr_loss += loss
+                self._add_loss(loss)
                 ours.runtime.step_boundary()
         return loss
 
@@ -487,8 +486,8 @@ class DeviceTrainer(SavingTrainer):
         # `check_step` excludes nonfinite steps without reading the device
         is_filtered = self.args.logging_nan_inf_filter and not statistics.limit and not runtime.is_spmd
         if is_filtered and not loss.isfinite():
-            loss = self._tr_loss / (1 + self.state.global_step - self._globalstep_last_logged)
-        self._tr_loss += loss
+            loss = statistics.device_sums[-1] / (1 + self.state.global_step - self._globalstep_last_logged)
+        statistics.add_loss(loss)
 
     def _count(self, inputs: Any) -> None:
         """Count the operations and tokens of a batch."""
@@ -537,9 +536,8 @@ class DeviceTrainer(SavingTrainer):
             FloatingPointError: Too many steps in a row were not finite.
         """
         ours, step = self.trl_tpu, self.state.global_step
-        logs, loss_sum, counted = ours.statistics.close(self._tr_loss, norm, step, step - self._globalstep_last_logged)
+        logs, loss_sum, counted = ours.statistics.close(norm, step, step - self._globalstep_last_logged)
         ours.recompiles.settle()
-        self._tr_loss = ours.statistics.loss_sum()
         self._total_loss_scalar += loss_sum
         self._globalstep_last_logged = step
         self.store_flos()
@@ -577,12 +575,12 @@ class DeviceTrainer(SavingTrainer):
         """End a run with transformers' `_finalize_training`, when all saves are written."""
         ours, stopped_by = self.trl_tpu, self.trl_tpu.preemption.stopped_by
         ours.step_state.unstack()  # before the best model is loaded and callbacks look at the model
-        open_loss, counted = ours.statistics.close_steps(self._tr_loss)
+        open_loss, counted = ours.statistics.close_steps()
+        self._total_loss_scalar += open_loss
         self._stop_if_nonfinite(counted)
         if ours.statistics.nonfinite:  # `train_loss` is the mean over the other steps
             steps = self.state.global_step - self._initial_global_step
-            total, finite = self._total_loss_scalar + open_loss, steps - ours.statistics.nonfinite
-            self._tr_loss = ours.statistics.loss_sum()
+            total, finite = self._total_loss_scalar, steps - ours.statistics.nonfinite
             self._total_loss_scalar = total * steps / finite if finite > 0 else float("nan")
         # wait on all ranks: a save may still delete older checkpoints, and launchers kill all ranks when one exits
         ours.checkpointer.settle()

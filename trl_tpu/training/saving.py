@@ -248,7 +248,7 @@ class SavingTrainer(Trainer):
         ours.runtime.step_boundary()  # keep loading and placement out of the first step's program
         progress, ours.checkpoints.progress = ours.checkpoints.progress, None
         open_loss = ours.statistics.start(self.state.global_step, [] if progress is None else progress["processes"])
-        self._tr_loss = ours.statistics.loss_sum(open_loss)
+        self._tr_loss = torch.zeros(())  # for transformers, which adds it to the next: `statistics` sums the losses
         self._total_loss_scalar = -open_loss  # `train_loss` covers only the steps since the resume
         self._globalstep_last_logged = self.state.global_step if progress is None else progress["logged_step"]
         self.state.train_batch_size = self.args.per_device_train_batch_size  # a resumed run compares it
@@ -394,7 +394,7 @@ class SavingTrainer(Trainer):
             return {file.name: file.read_bytes() for file in folder.glob("rng_state*.pth")}
 
         if has_state:
-            sums = self.trl_tpu.statistics.state(self._tr_loss) if is_native else []
+            sums = self.trl_tpu.statistics.state() if is_native else []
             order = self.trl_tpu.identity | (self.trl_tpu.base_identity() if is_native else {})
             rank_states = on_all_ranks(write_random_states, all_gather_object)
             if self.trl_tpu.remote is not None and args.world_size > 1:

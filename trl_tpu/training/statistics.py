@@ -19,7 +19,7 @@ from .stopping import over_processes
 _SCALE_ROWS = 512  # the reward scale is measured on at least this many of the last training rows
 _CARRY = 2**30  # tokens: one int32 overflows in long log intervals, and TPUs have no int64
 _COUNT_SIZES = (len(COUNTS), 2, 4)  # `COUNTS`, tokens as two digits of base `_CARRY`, `StepCounts`
-_SUM_SIZES = (len(SUMS), 1, 1, 1)  # `SUMS`, the lowest reward, the highest reward, the loss
+_SUM_SIZES = (len(SUMS), 1, 1, 1)  # `SUMS`, the lowest reward, the highest reward, the sum of finite steps' losses
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class StepStatistics:
 
     Attributes:
         device_counts: int32: `COUNTS`, tokens, `StepCounts`.
-        device_sums: float32: `SUMS`, the lowest and highest reward, the loss up to the last finite step.
+        device_sums: float32: `SUMS`, the lowest and highest reward, the sum of the finite steps' losses.
         flops_per_row: FLOPs of an average training row; None if unknown. Tokens that its answers share count once,
             padding does not count. See `trl_tpu.modeling.model_shape`.
         num_tokens: Tokens up to the last log, including those before a resume.
@@ -89,22 +89,18 @@ class StepStatistics:
         self.device_counts = self._to_device(counts, torch.int32)
         self.device_sums = self._to_device(sums, torch.float32)
 
-    def loss_sum(self, value: float = 0.0) -> torch.Tensor:
-        """Return the initial sum of losses, [1], on the device."""
-        return self._to_device([value], torch.float32)
-
-    def _fetch(self, *more: torch.Tensor) -> tuple[list[torch.Tensor], RewardSums, StepCounts]:
-        """Return ``more``, the rewards and the steps of this process, read from the device at once."""
-        *fetched, counts, sums = self._runtime.fetch([*more, self.device_counts, self.device_sums])
+    def _fetch(self, *more: torch.Tensor) -> tuple[RewardSums, StepCounts, float, list[torch.Tensor]]:
+        """Return the rewards, the steps and the losses of this process, and ``more``, read from the device at once."""
+        counts, sums, *fetched = self._runtime.fetch([self.device_counts, self.device_sums, *more])
         counts_3, (high, low), steps_4 = counts.split(_COUNT_SIZES)
-        totals, lowest, highest, _ = sums.split(_SUM_SIZES)
+        totals, lowest, highest, loss_1 = sums.split(_SUM_SIZES)
         rewards = RewardSums.read(counts_3, totals, lowest, highest)
         rewards.tokens = int(high) * _CARRY + int(low)
-        return fetched, rewards, StepCounts(*steps_4.tolist())
+        return rewards, StepCounts(*steps_4.tolist()), loss_1.item(), fetched
 
     def read(self) -> RewardSums:
-        """Return the open sums of this process."""
-        return self._fetch()[1]
+        """Return the open sums of this process's rewards."""
+        return self._fetch()[0]
 
     def tokens_so_far(self) -> int:
         """Return the number of tokens trained on so far. All processes take part."""
@@ -137,15 +133,11 @@ class StepStatistics:
         self._load(rewards, steps, loss)
         return loss
 
-    def state(self, loss_sum_1: torch.Tensor) -> list[dict[str, Any]]:
-        """Return the open sums of each process, to pass to `start` as ``parts``. All processes take part.
-
-        Args:
-            loss_sum_1: The sum of losses since the last log.
-        """
-        (loss,), rewards, steps = self._fetch(loss_sum_1)
+    def state(self) -> list[dict[str, Any]]:
+        """Return the open sums of each process, to pass to `start` as ``parts``. All processes take part."""
+        rewards, steps, loss, _ = self._fetch()
         metrics = {"num_tokens": self.num_tokens, "open": vars(rewards)}
-        part = {"metrics": metrics, "open_loss": loss.item(), "nonfinite": vars(steps)}
+        part = {"metrics": metrics, "open_loss": loss, "nonfinite": vars(steps)}
         return over_processes(self._accelerator, part)
 
     def _begin(self, step: int, resumed: RewardSums) -> None:
@@ -155,7 +147,7 @@ class StepStatistics:
         self.run_tokens = self._earlier_tokens = 0
         self.evaluated: RewardScale | None = None
         self._windows.clear()
-        self.losses_1, self.nonfinite = self.loss_sum(), 0
+        self.losses_1, self.nonfinite = self._to_device([0.0], torch.float32), 0
 
     # ---- a step
 
@@ -186,32 +178,24 @@ class StepStatistics:
         self.losses_1 = self.losses_1 + loss
 
     @torch.no_grad()
-    def check_step(
-        self, norm: torch.Tensor | float, loss_sum_1: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Count the step and check, before its update, that its losses and gradient norm are finite.
-
-        Args:
-            norm: Norm of the step's gradient.
-            loss_sum_1: The sum of losses since the last log, including this step.
+    def check_step(self, norm: torch.Tensor | float) -> torch.Tensor | None:
+        """Count the step, and check before its update that its losses and its gradient's ``norm`` are finite.
 
         Returns:
-            The sum of losses, without this step's loss if the step is nonfinite; and whether the step is finite, to
-            skip its update if it is not. None if no update is skipped here.
+            Whether the step is finite, a bool tensor [1], to skip its update otherwise. None if none is skipped here.
         """
-        losses_1, self.losses_1 = self.losses_1, torch.zeros_like(self.losses_1)
-        if not self.limit:
-            return loss_sum_1, None
-        # a loss scaler causes infinite gradients, and skips their updates itself
-        finite_1 = torch.isfinite(losses_1 if self._has_scaler else losses_1 + norm)
-        if self._accelerator is not None and self._accelerator.num_processes > 1:  # losses differ between processes
-            finite_1 = self._accelerator.reduce((~finite_1).int()) == 0
-        *counts, steps_4 = self.device_counts.split(_COUNT_SIZES)
+        step_1, self.losses_1, finite_1 = self.losses_1, torch.zeros_like(self.losses_1), None
+        if self.limit:
+            # a loss scaler causes infinite gradients, and skips their updates itself
+            finite_1 = torch.isfinite(step_1 if self._has_scaler else step_1 + norm)
+            if self._accelerator is not None and self._accelerator.num_processes > 1:  # losses differ between them
+                finite_1 = self._accelerator.reduce((~finite_1).int()) == 0
+            step_1 = torch.where(finite_1, step_1, 0.0)
+            *counts, steps_4 = self.device_counts.split(_COUNT_SIZES)
+            self.device_counts = torch.cat([*counts, _count_step(steps_4, finite_1, self.limit)])
         *sums, loss_1 = self.device_sums.split(_SUM_SIZES)
-        loss_1 = torch.where(finite_1, loss_sum_1, loss_1)
-        self.device_counts = torch.cat([*counts, _count_step(steps_4, finite_1, self.limit)])
-        self.device_sums = torch.cat([*sums, loss_1])
-        return loss_1, None if self._has_scaler else finite_1
+        self.device_sums = torch.cat([*sums, loss_1 + step_1])
+        return None if self._has_scaler else finite_1
 
     def exclude(self, seconds: float) -> None:
         """Exclude time that is not training time: evaluations and saves are not, compilations are."""
@@ -220,12 +204,11 @@ class StepStatistics:
     # ---- a log
 
     def close(
-        self, loss_sum_1: torch.Tensor, grad_norm: torch.Tensor | float | None, step: int, steps: int
+        self, grad_norm: torch.Tensor | float | None, step: int, steps: int
     ) -> tuple[dict[str, float], float, StepCounts]:
         """Read the open sums and reset them.
 
         Args:
-            loss_sum_1: The sum of losses since the last log.
             grad_norm: Gradient norm of the last step; None after an epoch without a step.
             step: The current step.
             steps: Number of steps since the last log.
@@ -234,8 +217,8 @@ class StepStatistics:
             Metrics to log, the sum of losses since the last log, and the counts of steps since then.
         """
         norm = grad_norm if isinstance(grad_norm, torch.Tensor) else torch.tensor(float(grad_norm or 0.0))
-        (loss, norm), own_rewards, counted = self._fetch(loss_sum_1, norm)
-        per_process = over_processes(self._accelerator, (loss.item(), own_rewards))
+        own_rewards, counted, own_loss, (norm,) = self._fetch(norm)
+        per_process = over_processes(self._accelerator, (own_loss, own_rewards))
         loss_sum = sum(loss for loss, _ in per_process) / len(per_process)
         rewards = sum((sums for _, sums in per_process), RewardSums())
         self._reset(counted, RewardSums())
@@ -258,21 +241,21 @@ class StepStatistics:
             logs["nonfinite"] = counted.nonfinite
         return logs, loss_sum, counted
 
-    def close_steps(self, loss_sum_1: torch.Tensor) -> tuple[float, StepCounts]:
+    def close_steps(self) -> tuple[float, StepCounts]:
         """Return the sum of losses and the counts of steps since the last log, and reset the step counts.
 
-        Call this after the last step, in all processes. The open sums of rewards are kept.
+        Call this after the last step, in all processes. The open sums of rewards and losses are kept.
         """
-        (loss,), rewards, counted = self._fetch(loss_sum_1)
-        self._reset(counted, rewards)
+        rewards, counted, loss, _ = self._fetch()
+        self._reset(counted, rewards, loss)
         self.run_tokens = self.tokens_so_far() - self._earlier_tokens
-        return loss.item(), counted
+        return loss, counted
 
-    def _reset(self, counted: StepCounts, rewards: RewardSums) -> None:
-        """Reset the step counts, and set the open sums to ``rewards``."""
+    def _reset(self, counted: StepCounts, rewards: RewardSums, loss: float = 0.0) -> None:
+        """Reset the step counts, and set the open sums to ``rewards`` and ``loss``."""
         self.nonfinite += counted.nonfinite
         # after a stop at the limit, a resumed run counts consecutive nonfinite steps from 0
-        self._load(rewards, StepCounts(in_a_row=0 if counted.reached_at else counted.in_a_row))
+        self._load(rewards, StepCounts(in_a_row=0 if counted.reached_at else counted.in_a_row), loss)
 
     def _rates(self, sums: RewardSums, step: int) -> dict[str, float]:
         """Return throughput metrics for the steps from the last log to ``step``."""
