@@ -161,7 +161,7 @@ def training_step(state: TrainState, batch: Any) -> dict[str, torch.Tensor]:
     step = trainer._update(batches)
     assert step is not None  # no callback ends it early
     state._last = norm, rate = step
-    logs = {"loss": sums.losses_1[0], "grad_norm": norm, "learning_rate": torch.tensor(rate), **sums.means()}
+    logs = {"loss": sums.step_loss_1[0], "grad_norm": norm, "learning_rate": torch.tensor(rate), **sums.means()}
     trainer.trl_tpu.runtime.step_boundary()
     trainer.trl_tpu.recompiles.check(state.step)
     return logs

@@ -413,11 +413,10 @@ class DeviceTrainer(SavingTrainer):
         args, ours, accelerator, events = self.args, self.trl_tpu, self.accelerator, self.callback_handler
         model, optimizer, schedule = self.model_wrapped, cast(Any, self.optimizer), cast(Any, self.lr_scheduler)
         self.current_gradient_accumulation_steps = self._divisor(len(batches))  # transformers' training_step reads it
+        self.control = events.on_step_begin(args, self.state, self.control)
         for number, inputs in enumerate(batches, start=1):
             is_last = number == len(batches)
             accelerator.gradient_state._set_sync_gradients(is_last and completes)
-            if number == 1:
-                self.control = events.on_step_begin(args, self.state, self.control)
             with self._gradient_sync(model, is_last):
                 self._add_loss(self.training_step(model, inputs, items))
             if self._accumulates:  # else the batches of a step would be one long program
@@ -437,7 +436,7 @@ class DeviceTrainer(SavingTrainer):
         is_finite_1 = ours.statistics.check_step(norm)
         self.control = events.on_pre_optimizer_step(args, self.state, self.control)
         with ours.step_state.update(is_finite_1):
-            optimizer.step()  # without effect if the step is nonfinite: see `check_step`
+            optimizer.step()  # without effect if the step is nonfinite
         self.control = events.on_optimizer_step(args, self.state, self.control)
         rate = self._get_learning_rate()
         follows_metrics = isinstance(schedule, ReduceLROnPlateau | GreedyLR)  # evaluations step it
@@ -486,7 +485,7 @@ class DeviceTrainer(SavingTrainer):
         # `check_step` excludes nonfinite steps without reading the device
         is_filtered = self.args.logging_nan_inf_filter and not statistics.limit and not runtime.is_spmd
         if is_filtered and not loss.isfinite():
-            loss = statistics.device_sums[-1] / (1 + self.state.global_step - self._globalstep_last_logged)
+            loss = statistics.loss_sum_1 / (1 + self.state.global_step - self._globalstep_last_logged)
         statistics.add_loss(loss)
 
     def _count(self, inputs: Any) -> None:

@@ -18,8 +18,6 @@ from .stopping import over_processes
 
 _SCALE_ROWS = 512  # the reward scale is measured on at least this many of the last training rows
 _CARRY = 2**30  # tokens: one int32 overflows in long log intervals, and TPUs have no int64
-_COUNT_SIZES = (len(COUNTS), 2, 4)  # `COUNTS`, tokens as two digits of base `_CARRY`, `StepCounts`
-_SUM_SIZES = (len(SUMS), 1, 1, 1)  # `SUMS`, the lowest reward, the highest reward, the sum of finite steps' losses
 
 
 @dataclass(frozen=True)
@@ -35,9 +33,9 @@ class StepCounts:
 class StepStatistics:
     """Sums over the training steps since the last log: loss, rewards, tokens, nonfinite steps and time.
 
-    The open sums are one int32 and one float32 vector on the device. Steps add to them without reading a value; a log
-    reads and resets them. They are vectors because XLA would compile a scalar 0 into the program as a constant and
-    recompile the step after every log.
+    The open sums are int32 and float32 vectors on the device. Steps add to them without reading a value; a log reads
+    and resets them. They are vectors because XLA would compile a scalar 0 into the program as a constant and recompile
+    the step after every log.
 
     Steps with a nonfinite loss or gradient are counted, and their updates are skipped. Such a step still advances the
     learning rate's schedule, logs and saves. Its loss and rewards are excluded.
@@ -51,14 +49,16 @@ class StepStatistics:
         attribute_weights: Weights that combine several attributes into the measured reward; empty for one attribute.
 
     Attributes:
-        device_counts: int32: `COUNTS`, tokens, `StepCounts`.
-        device_sums: float32: `SUMS`, the lowest and highest reward, the sum of the finite steps' losses.
+        rewards: `COUNTS`, `SUMS`, the lowest and the highest reward, as from `sums_of`.
+        tokens_2: Number of tokens, as two digits of base `_CARRY`.
+        steps_4: `StepCounts`.
+        loss_sum_1: Sum of the finite steps' losses.
         flops_per_row: FLOPs of an average training row; None if unknown. Tokens that its answers share count once,
             padding does not count. See `trl_tpu.modeling.model_shape`.
         num_tokens: Tokens up to the last log, including those before a resume.
         run_tokens: Tokens of this run, with those before a resume; 0 until it ends.
         nonfinite: Nonfinite steps of this run up to the last log.
-        losses_1: Sum of the losses of the step's micro-batches, finite only if all of them are.
+        step_loss_1: Sum of the losses of the step's micro-batches, finite only if all of them are.
         evaluated: Mean and standard deviation of rewards in the last evaluation.
     """
 
@@ -76,27 +76,26 @@ class StepStatistics:
         self._runtime, self._device, self._accelerator = runtime, device, accelerator
         self._has_scaler = accelerator is not None and accelerator.scaler is not None
         self.limit, self.attribute_weights = nonfinite_limit, attribute_weights
-        self._windows: deque[RewardSums] = deque()  # one entry per log
         self._load(RewardSums(), StepCounts())
         self._begin(0, RewardSums())
 
-    def _to_device(self, values: Sequence[Any], dtype: torch.dtype) -> torch.Tensor:
+    def _to_device(self, values: Sequence[float], dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return self._runtime.to_device(torch.tensor(values, dtype=dtype), self._device)
 
     def _load(self, rewards: RewardSums, steps: StepCounts, loss: float = 0.0) -> None:
-        counts = [*(getattr(rewards, name) for name in COUNTS), *divmod(rewards.tokens, _CARRY), *astuple(steps)]
-        sums = [*(getattr(rewards, name) for name in SUMS), rewards.lowest, rewards.highest, loss]
-        self.device_counts = self._to_device(counts, torch.int32)
-        self.device_sums = self._to_device(sums, torch.float32)
+        counts = [getattr(rewards, name) for name in COUNTS], divmod(rewards.tokens, _CARRY), astuple(steps)
+        counts_3, self.tokens_2, self.steps_4 = (self._to_device(each, torch.int32) for each in counts)
+        sums = [getattr(rewards, name) for name in SUMS], [rewards.lowest], [rewards.highest], [loss]
+        *sums_1, self.loss_sum_1 = map(self._to_device, sums)
+        self.rewards = [counts_3, *sums_1]
 
     def _fetch(self, *more: torch.Tensor) -> tuple[RewardSums, StepCounts, float, list[torch.Tensor]]:
         """Return the rewards, the steps and the losses of this process, and ``more``, read from the device at once."""
-        counts, sums, *fetched = self._runtime.fetch([self.device_counts, self.device_sums, *more])
-        counts_3, (high, low), steps_4 = counts.split(_COUNT_SIZES)
-        totals, lowest, highest, loss_1 = sums.split(_SUM_SIZES)
-        rewards = RewardSums.read(counts_3, totals, lowest, highest)
+        tensors = [self.tokens_2, self.steps_4, self.loss_sum_1, *self.rewards, *more]
+        (high, low), steps_4, loss_1, *fetched = self._runtime.fetch(tensors)
+        rewards = RewardSums.read(*fetched[:4])
         rewards.tokens = int(high) * _CARRY + int(low)
-        return rewards, StepCounts(*steps_4.tolist()), loss_1.item(), fetched
+        return rewards, StepCounts(*steps_4.tolist()), loss_1.item(), fetched[4:]
 
     def read(self) -> RewardSums:
         """Return the open sums of this process's rewards."""
@@ -146,8 +145,8 @@ class StepStatistics:
         self._since = time.monotonic()
         self.run_tokens = self._earlier_tokens = 0
         self.evaluated: RewardScale | None = None
-        self._windows.clear()
-        self.losses_1, self.nonfinite = self._to_device([0.0], torch.float32), 0
+        self._windows: deque[RewardSums] = deque()  # one entry per log
+        self.step_loss_1, self.nonfinite = self._to_device([0.0]), 0
 
     # ---- a step
 
@@ -161,21 +160,20 @@ class StepStatistics:
             table: The comparisons between the rewards.
         """
         if self._accelerator is None or self._runtime.counts_rows():
-            add, vectors = self._runtime.compiled(_add_batch), (self.device_counts, self.device_sums)
-            batch = rewards_SA.detach().float(), tokens_S, table
-            self.device_counts, self.device_sums = add(*vectors, *batch, self.limit > 0, self.attribute_weights)
+            add, batch = self._runtime.compiled(_add_batch), (rewards_SA.detach().float(), tokens_S, table)
+            sums = self.rewards, self.tokens_2
+            self.rewards, self.tokens_2 = add(*sums, *batch, self.limit > 0, self.attribute_weights)
 
     def means(self) -> dict[str, torch.Tensor]:
         """Return means and extremes of the open sums by metric name, as scalars on the device."""
-        (_, comparisons, answers), *_ = self.device_counts.split(_COUNT_SIZES)
-        (correct, ties, margin, reward, _), (lowest,), (highest,), _ = self.device_sums.split(_SUM_SIZES)
+        (_, comparisons, answers), (correct, ties, margin, reward, _), (lowest,), (highest,) = self.rewards
         means = {"accuracy": correct / comparisons, "margin": margin / comparisons, "tie_rate": ties / comparisons}
         return means | {"min_reward": lowest, "mean_reward": reward / answers, "max_reward": highest}
 
     @torch.no_grad()
     def add_loss(self, loss: torch.Tensor) -> None:
         """Add the loss of a micro-batch, a scalar, to the step's losses."""
-        self.losses_1 = self.losses_1 + loss
+        self.step_loss_1 = self.step_loss_1 + loss
 
     @torch.no_grad()
     def check_step(self, norm: torch.Tensor | float) -> torch.Tensor | None:
@@ -184,17 +182,15 @@ class StepStatistics:
         Returns:
             Whether the step is finite, a bool tensor [1], to skip its update otherwise. None if none is skipped here.
         """
-        step_1, self.losses_1, finite_1 = self.losses_1, torch.zeros_like(self.losses_1), None
+        step_1, self.step_loss_1, finite_1 = self.step_loss_1, torch.zeros_like(self.step_loss_1), None
         if self.limit:
             # a loss scaler causes infinite gradients, and skips their updates itself
             finite_1 = torch.isfinite(step_1 if self._has_scaler else step_1 + norm)
             if self._accelerator is not None and self._accelerator.num_processes > 1:  # losses differ between them
                 finite_1 = self._accelerator.reduce((~finite_1).int()) == 0
             step_1 = torch.where(finite_1, step_1, 0.0)
-            *counts, steps_4 = self.device_counts.split(_COUNT_SIZES)
-            self.device_counts = torch.cat([*counts, _count_step(steps_4, finite_1, self.limit)])
-        *sums, loss_1 = self.device_sums.split(_SUM_SIZES)
-        self.device_sums = torch.cat([*sums, loss_1 + step_1])
+            self.steps_4 = _count_step(self.steps_4, finite_1, self.limit)
+        self.loss_sum_1 = self.loss_sum_1 + step_1
         return None if self._has_scaler else finite_1
 
     def exclude(self, seconds: float) -> None:
@@ -284,28 +280,27 @@ class StepStatistics:
 
 
 def _add_batch(
-    counts: torch.Tensor,
-    sums: torch.Tensor,
+    rewards: Sequence[torch.Tensor],
+    tokens_2: torch.Tensor,
     rewards_SA: torch.Tensor,
     tokens_S: torch.Tensor,
     table: Comparisons[torch.Tensor],
     finite_only: bool,
     attribute_weights: Sequence[float],
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Add the rewards of a batch to the vectors of `StepStatistics`, and return the new vectors."""
-    counts_3, (high, low), steps_4 = counts.split(_COUNT_SIZES)
-    totals, lowest_1, highest_1, loss_1 = sums.split(_SUM_SIZES)
+) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """Add the rewards of a batch to the sums of `StepStatistics`, and return the new sums."""
+    (counts_3, sums_5, lowest_1, highest_1), (high, low) = rewards, tokens_2
     present_PK = table.graded_S(tokens_S).unflatten(0, (-1, table.answers))
     if finite_only:  # count a row's rewards only if all of them are finite
         are_finite_PK = torch.isfinite(rewards_SA).all(-1).view(present_PK.shape)
         present_PK = present_PK & (are_finite_PK | ~present_PK).all(-1, keepdim=True)
-    earlier = counts_3[COUNTS.index("answers")], totals[SUMS.index("reward")]
+    earlier = counts_3[COUNTS.index("answers")], sums_5[SUMS.index("reward")]
     added = sums_of(rewards_SA, present_PK.flatten(), table, attribute_weights, *earlier)
     low = low + tokens_S.sum(dtype=torch.int32)
     carry = (low >= _CARRY).int()
     tokens_2 = torch.stack([high + carry, low - carry * _CARRY])
     extremes = torch.minimum(lowest_1, added[2]), torch.maximum(highest_1, added[3])
-    return torch.cat([counts_3 + added[0], tokens_2, steps_4]), torch.cat([totals + added[1], *extremes, loss_1])
+    return [counts_3 + added[0], sums_5 + added[1], *extremes], tokens_2
 
 
 def _count_step(steps_4: torch.Tensor, finite_1: torch.Tensor, limit: int) -> torch.Tensor:
