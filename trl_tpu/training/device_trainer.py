@@ -515,7 +515,7 @@ class DeviceTrainer(SavingTrainer):
             preemption.interrupts_evaluations = True  # evaluations outside of steps run to their end
             try:
                 more = run.trial, epoch, run.ignore_keys, run.start_time, rate
-                self._maybe_log_save_evaluate(self._tr_loss, norm, self.model_wrapped, *more)
+                self._maybe_log_save_evaluate(ours.statistics.loss_sum_1, norm, self.model_wrapped, *more)
             except EvaluationInterrupted:
                 preemption.stop(SIGTERM, self.state, self.control)
                 must_save = True
