@@ -97,7 +97,7 @@ class StepState:
             if runtime.is_spmd:
                 around.enter_context(self._used_gradients())
                 around.enter_context(_rates_as_data(optimizer, runtime))
-                around.enter_context(_delayed_state_copies(optimizer, runtime))
+                _delay_state_copies(optimizer, runtime)
                 around.enter_context(_new_state_sharded(optimizer, runtime, self._specs))
             if is_finite_1 is not None:
                 around.enter_context(self._skip_unless(is_finite_1))
@@ -233,8 +233,7 @@ def _rates_as_data(optimizer: Optimizer, runtime: Runtime) -> Iterator[None]:
         group["lr"] = rate
 
 
-@contextmanager
-def _delayed_state_copies(optimizer: Optimizer, runtime: Runtime) -> Iterator[None]:
+def _delay_state_copies(optimizer: Optimizer, runtime: Runtime) -> None:
     """Keep a step from reading a parameter's state before its gradient is computed.
 
     libtpu copies optimizer state if its memory layout differs from the gradient's, for example for an embedding table.
@@ -244,7 +243,6 @@ def _delayed_state_copies(optimizer: Optimizer, runtime: Runtime) -> Iterator[No
         if parameter.grad is not None:
             state = [value for value in state_on_device(optimizer, parameter) if value.shape == parameter.shape]
             runtime.optimization_barrier([parameter.grad, *state])
-    yield
 
 
 @contextmanager

@@ -38,6 +38,10 @@ class HostAgreement:
     The processes are one per host on a mesh, or else accelerate's. They vote at steps where arguments and counters
     schedule a log, an evaluation or a save, and at the end of an epoch. Between those they vote every few seconds,
     converted to a number of steps by the speed of the slowest host.
+
+    Attributes:
+        all_gather_object: Returns the values of all processes in rank order. Values must be small; all processes take
+            part.
     """
 
     def __init__(self, runtime: Runtime, accelerator: Accelerator) -> None:
@@ -45,7 +49,7 @@ class HostAgreement:
         self.index = accelerator.process_index if by_accelerate else topology.process_index
         self.count = accelerator.num_processes if by_accelerate else topology.process_count
         self.is_first_of_host = not by_accelerate or accelerator.is_local_main_process
-        self._gather = partial(over_processes, accelerator) if by_accelerate else runtime.all_gather_object
+        self.all_gather_object = partial(over_processes, accelerator) if by_accelerate else runtime.all_gather_object
         self._postponed: set[str] = set()  # requests of this process's callbacks, between votes
         self._steps, self._batches = _Votes(self.all_gather_object), _Votes(self.all_gather_object)
         self._last_decided = -1  # the last step passed to `decide`
@@ -54,10 +58,6 @@ class HostAgreement:
         """Begin to train at ``step``. The next step has a vote."""
         self._steps.start(step)
         self._postponed.clear()
-
-    def all_gather_object(self, value: Value) -> list[Value]:
-        """Return the values of all processes in rank order. Values must be small; all processes take part."""
-        return self._gather(value)
 
     def decide(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, requests: Mapping[str, bool]
