@@ -201,12 +201,10 @@ def register_attention(
     model.set_attn_implementation(f"{OURS}{name}")
 
 
-@contextmanager
-def run_packed(model: nn.Module, batch: Batch[torch.Tensor], **kwargs: Any) -> Iterator[PackedOutputs]:
-    """Call ``model`` with packed rows, and yield its recorded mask rules and its scores of each token.
+def run_packed(model: nn.Module, batch: Batch[torch.Tensor], **kwargs: Any) -> tuple[torch.Tensor, list[MaskRule]]:
+    """Call ``model`` with packed rows, and return its scores of each token and its mask rules.
 
-    The whole model is called, so its wrappers (LoRA, data parallelism, autocast) take effect. Use the results within
-    the context: a traced program cannot read the recorded values after it is closed.
+    The whole model is called, so its wrappers (LoRA, data parallelism, autocast) take effect.
 
     Args:
         model: A decoder with a `score` head over its hidden states, such as transformers' classifiers.
@@ -223,13 +221,13 @@ def run_packed(model: nn.Module, batch: Batch[torch.Tensor], **kwargs: Any) -> I
     record_scores(model)
     with reading(batch) as recorded:
         assert recorded is not None
-        model(input_ids=ids_RL, **mask_and_positions, **kwargs)
+        outputs = model(input_ids=ids_RL, **mask_and_positions, **kwargs)
         if not recorded.rules:
             raise UserError(
                 f"{type(model).__name__} did not ask for the masks of packed rows: it makes its own masks, or "
                 "`use_tree_masks` was not called. Train it on padded rows."
             )
-        yield recorded
+        return outputs.logits, recorded.rules
 
 
 def record_scores(model: nn.Module) -> None:
@@ -268,8 +266,7 @@ def rewards_of(model: nn.Module, batch: Batch[torch.Tensor], **extras: Any) -> t
     assert not batch.earlier  # one micro-batch, not a whole batch
     extras = {**batch.extras, **extras}
     if batch.is_packed:
-        with run_packed(model, batch, **extras) as recorded:
-            return read_scores(recorded.scores[0], batch), None
+        return read_scores(run_packed(model, batch, **extras)[0], batch), None
     outputs = model(input_ids=batch.input_ids_RL, attention_mask=batch.attention_mask_RL, **extras)
     return read_scores(outputs.logits, batch), outputs
 

@@ -5,7 +5,7 @@ rankings, C comparisons. `trl_tpu.packing.batch` explains them.
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -216,12 +216,7 @@ def _join(parts: Sequence[StepResult]) -> StepResult:
     Every result covers all data rows of the batch. For rows in other micro-batches, losses, weights and numbers of
     tokens are 0 in it, and rewards are set to 0 here.
     """
-
-    def total(values: Iterable[torch.Tensor]) -> torch.Tensor:
-        stacked = torch.stack([*values])
-        return stacked.sum(0, dtype=stacked.dtype)
-
-    sums = {name: total(getattr(part, name) for part in parts) for name in ("loss", "losses_P", "tokens_S")}
-    rewards_SA = total(torch.where(part.tokens_S[:, None] > 0, part.rewards_SA, 0.0) for part in parts)
-    weights: Any = {name: total(getattr(part.table, name) for part in parts) for name in WEIGHTS}
+    sums: Any = {name: sum(getattr(part, name) for part in parts) for name in ("loss", "losses_P", "tokens_S")}
+    rewards_SA: Any = sum(torch.where(part.tokens_S[:, None] > 0, part.rewards_SA, 0.0) for part in parts)
+    weights: Any = {name: sum(getattr(part.table, name) for part in parts) for name in WEIGHTS}
     return StepResult(**sums, rewards_SA=rewards_SA, table=replace(parts[0].table, **weights))

@@ -323,8 +323,7 @@ def _read(model: nn.Module, batch: Batch[torch.Tensor]) -> tuple[dict[str, torch
         base.get_input_embeddings().register_forward_hook(note),
     ):
         if batch.is_packed:
-            with run_packed(model, batch) as recorded:
-                scores, rules = recorded.scores[0], recorded.rules
+            scores, rules = run_packed(model, batch)
         else:
             scores = model(input_ids=batch.input_ids_RL, attention_mask=batch.attention_mask_RL).logits
         hidden_SH = hidden_states[0][batch.token_row_S, batch.token_column_S]

@@ -185,13 +185,7 @@ def recompute_in_same_batch(model: nn.Module) -> None:
 
 
 def _checkpoint_in_batch(checkpoint: Callable[..., Any], forward: Callable[..., Any], *args: Any) -> Any:
-    batch = current_packed_batch()
-
-    def forward_in_batch(*args: Any) -> Any:
-        with reading(batch):
-            return forward(*args)
-
-    return checkpoint(forward_in_batch, *args)
+    return checkpoint(reading(current_packed_batch())(forward), *args)
 
 
 def _read_packed(
