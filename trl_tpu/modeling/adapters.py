@@ -61,17 +61,15 @@ def get_quantization_config(model_args: "ModelConfig") -> BitsAndBytesConfig | N
 
     XLA has no kernels for it: see `load_model`.
     """
-    if not (model_args.load_in_4bit or model_args.load_in_8bit):
-        return None
-    if model_args.load_in_8bit:
-        return BitsAndBytesConfig(load_in_8bit=True)
-    return BitsAndBytesConfig(
-        load_in_4bit=True,
-        bnb_4bit_compute_dtype=model_args.dtype,  # same dtype as the weights that are not quantized
-        bnb_4bit_quant_type=model_args.bnb_4bit_quant_type,
-        bnb_4bit_use_double_quant=model_args.use_bnb_nested_quant,
-        bnb_4bit_quant_storage=model_args.bnb_4bit_quant_storage,
-    )
+    if model_args.load_in_4bit:
+        return BitsAndBytesConfig(
+            load_in_4bit=True,
+            bnb_4bit_compute_dtype=model_args.dtype,  # same dtype as the weights that are not quantized
+            bnb_4bit_quant_type=model_args.bnb_4bit_quant_type,
+            bnb_4bit_use_double_quant=model_args.use_bnb_nested_quant,
+            bnb_4bit_quant_storage=model_args.bnb_4bit_quant_storage,
+        )
+    return BitsAndBytesConfig(load_in_8bit=True) if model_args.load_in_8bit else None
 
 
 def get_kbit_device_map() -> dict[str, int] | None:
@@ -232,8 +230,7 @@ def save_adapter_config(model: Any, processing_class: Any, folder: str) -> None:
     """Write the configs of a model's adapters and its tokenizer, without weights."""
     for name, config in model.peft_config.items():
         config.save_pretrained(Path(folder, "" if name == "default" else name))
-    if processing_class is not None:
-        processing_class.save_pretrained(folder)
+    processing_class.save_pretrained(folder)
 
 
 def complete_config(model: nn.Module, folder: str | Path) -> None:
@@ -262,19 +259,22 @@ def adapter_names(model: nn.Module, state: Mapping[str, torch.Tensor]) -> set[st
 
 def names_in_file(model: nn.Module, state: Mapping[str, torch.Tensor], adapter: str) -> dict[str, str]:
     """Map tensor names in the file that ``save_pretrained`` writes for an adapter to names in a state dict."""
-    from peft import get_peft_model_state_dict
-
     order = list(state)
     marks = {name: torch.tensor(index) for index, name in enumerate(order)}  # peft may copy tensors, so mark by value
-    saved = get_peft_model_state_dict(model, state_dict=marks, adapter_name=adapter)
+    saved = adapter_weights(model, state_dict=marks, adapter_name=adapter)
     return {name: order[int(mark)] for name, mark in saved.items() if mark.dim() == 0}
 
 
-def adapter_weights(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return the tensors that ``save_pretrained`` writes for a model with adapters, by their names in the file."""
+def adapter_weights(model: nn.Module, **kwargs: Any) -> dict[str, torch.Tensor]:
+    """Return the tensors that ``save_pretrained`` writes for a model with adapters, by their names in the file.
+
+    Args:
+        model: The model.
+        **kwargs: Arguments of peft's `get_peft_model_state_dict`.
+    """
     from peft import get_peft_model_state_dict
 
-    return get_peft_model_state_dict(model)
+    return get_peft_model_state_dict(model, **kwargs)
 
 
 def empty_adapters(model: PreTrainedModel, folder: str, dtype: torch.dtype) -> "PeftModel":

@@ -83,7 +83,7 @@ def sdpa_in_segments(
     if (query_starts := kwargs.get("cu_seq_lens_q")) is None:
         return ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, attention_mask, dropout=dropout, **kwargs)
     query, key, value = (state.squeeze(0).transpose(0, 1) for state in (query, key, value))
-    scale = query.shape[-1] ** -0.5 if kwargs.get("scaling") is None else kwargs["scaling"]
+    scale = kwargs.get("scaling") or query.shape[-1] ** -0.5
     lengths = query_starts, kwargs["cu_seq_lens_k"], kwargs["max_length_q"], kwargs["max_length_k"]
     return varlen_attention((query, key, value), lengths, scale, kwargs["sliding_window"], dropout)[None], None
 

@@ -30,17 +30,16 @@ def find_layers(model: nn.Module) -> tuple[str, nn.ModuleList]:
         and len(module) > 1
         and all(isinstance(layer, GradientCheckpointingLayer) for layer in module)
     }
-    obstacle: str | None = f"{type(model).__name__} has {len(lists)} lists of decoder layers"
-    if len(lists) == 1:
-        ((name, layers),) = lists.items()
-        obstacle = _scan_obstacle(model, name, layers)
-    if obstacle is not None:
+    if (obstacle := _scan_obstacle(model, lists)) is not None:
         raise UserError(f"scan_layers=True runs one layer with the weights of all, but {obstacle}. Leave it out.")
-    return name, layers
+    return next(iter(lists.items()))
 
 
-def _scan_obstacle(model: nn.Module, name: str, layers: nn.ModuleList) -> str | None:
-    """Return why the layers cannot run as a loop, or None."""
+def _scan_obstacle(model: nn.Module, lists: Mapping[str, nn.ModuleList]) -> str | None:
+    """Return why the lists of decoder layers are not one list that can run as a loop, or None."""
+    if len(lists) != 1:
+        return f"{type(model).__name__} has {len(lists)} lists of decoder layers"
+    ((name, layers),) = lists.items()
     uses = Counter(parameter for _, parameter in model.named_parameters(remove_duplicate=False))
     for key, parameter in layers.named_parameters():
         if uses[parameter] > 1:

@@ -174,8 +174,7 @@ class StepResult:
     @property
     def rewards_by_row(self) -> torch.Tensor:
         """The rewards by data row: [P, K], or [P, A, K] for several attributes."""
-        rewards_PAK = self.rewards_SA.unflatten(0, (-1, self.table.answers)).transpose(1, 2)
-        return rewards_PAK.squeeze(1) if rewards_PAK.shape[1] == 1 else rewards_PAK
+        return self.rewards_SA.unflatten(0, (-1, self.table.answers)).transpose(1, 2).squeeze(1)
 
     def detach(self) -> "StepResult":
         """Return a copy without autograd graph and model outputs."""

@@ -49,7 +49,7 @@ def static_sdpa_attention(
     groups = key_BGKD.shape[1]
     query = query_BNQD.unflatten(1, (groups, -1))
     mask = attention_mask.unflatten(1, (groups, -1)) if attention_mask.shape[1] > 1 else attention_mask.unsqueeze(1)
-    scale = _scale_of(query, kwargs.get("scaling"))
+    scale = kwargs.get("scaling") or query.shape[-1] ** -0.5
     scores = einsum("bghqd,bgkd->bghqk", query * scale, key_BGKD)
     if (softcap := kwargs.get("softcap")) is not None:
         scores = (scores / softcap).tanh() * softcap
@@ -59,11 +59,6 @@ def static_sdpa_attention(
     weights = F.dropout(masked.softmax(-1), kwargs.get("dropout", 0.0)).to(value_BGKD.dtype)
     outputs = einsum("bghqk,bgkd->bghqd", weights, value_BGKD)
     return outputs.flatten(1, 2).transpose(1, 2).contiguous(), None
-
-
-def _scale_of(query_BNQD: torch.Tensor, scaling: float | None) -> float:
-    """Return the factor of the scores: a layer's own, or else 1 / sqrt(D)."""
-    return query_BNQD.shape[-1] ** -0.5 if scaling is None else scaling
 
 
 STATIC_EXPERTS = "trl_tpu_static"
@@ -116,18 +111,16 @@ def use_static_shapes(model: nn.Module) -> None:
 
 
 def _with_all_masks(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    if (mask_RL := kwargs.get("attention_mask")) is None:
-        return forward(*args, **kwargs)
-    with _MaskIsNeeded(mask_RL.shape):
+    with _MaskIsNeeded(kwargs.get("attention_mask")):
         return forward(*args, **kwargs)
 
 
 class _MaskIsNeeded(TorchFunctionMode):
     """Lets `torch.all` of a boolean mask [R, L] return False: transformers would skip a mask that is 1 everywhere."""
 
-    def __init__(self, shape: torch.Size) -> None:
+    def __init__(self, mask_RL: torch.Tensor | None) -> None:
         super().__init__()
-        self._shape = shape
+        self._shape = None if mask_RL is None else mask_RL.shape
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         is_whole = function is torch.all and len(args) == 1 and not kwargs
@@ -235,7 +228,7 @@ class ExpandedAttention(PackedAttention):
         if kwargs.get("dropout", 0.0) > 0 or is_causal is False or has_biases:
             raise ExpansionImpossible(f"{type(module).__name__}: {_SUPPORTED}.")
         query, key, value = states_BNLD
-        scale = _scale_of(query, kwargs.get("scaling"))
+        scale = kwargs.get("scaling") or query.shape[-1] ** -0.5
 
         def in_expanded_rows(query: Any, key: Any, value: Any, *places: torch.Tensor) -> torch.Tensor:
             rows = ExpandedRows(*places)
