@@ -110,9 +110,8 @@ def training_flops(model: ModelShape, rows: RowLengths) -> float:
     Embedding lookups, norms and activations are not counted. No weight gradient is counted for frozen weights. Input
     gradients are counted for every layer, an overestimate below the first trainable weight.
     """
-    attended = {window: rows.attended(window) for window in set(model.windows)}
-    attention = 2 * model.attention * sum(attended[window] for window in model.windows)
-    return 2 * (2 * model.products + model.trained_products) * int(rows.sizes_N.sum()) + 3 * attention
+    attended = sum(layers * rows.attended(window) for window, layers in Counter(model.windows).items())
+    return 2 * (2 * model.products + model.trained_products) * int(rows.sizes_N.sum()) + 6 * model.attention * attended
 
 
 def flops_per_row(model: nn.Module, dataset: Any) -> float | None:
