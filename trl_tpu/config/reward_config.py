@@ -76,9 +76,6 @@ _SCHEDULES_WITH_FINAL_RATE = {
     SchedulerType.COSINE: (SchedulerType.COSINE_WITH_MIN_LR, "min_lr"),
 }
 
-#: Alternative spellings of boolean values of `packing`, as other flags accept them.
-_BOOLEAN_WORDS = {"yes": "true", "on": "true", "no": "false", "off": "false"}
-
 
 @dataclass_with_help
 class RewardConfig(RemovedArguments, TrainingArguments):
@@ -382,8 +379,8 @@ class RewardConfig(RemovedArguments, TrainingArguments):
             self.report_to = "none"
         if isinstance(multiple := self.pad_to_multiple_of, str):
             self.pad_to_multiple_of = None if multiple.lower() in ("auto", "none", "null") else int(multiple)
-        self.packing = str(self.packing).lower()
-        self.packing = _BOOLEAN_WORDS.get(self.packing, self.packing)
+        word = str(self.packing).lower()  # booleans may be spelled as in other flags
+        self.packing = {"yes": "true", "on": "true", "no": "false", "off": "false"}.get(word, word)
         checks.check_values(self)
         chosen = runtime.current()  # before transformers looks for the device; on XLA this has turned SPMD on
         checks.check_limits(self, runtime.choice().name)
@@ -542,8 +539,7 @@ class RewardConfig(RemovedArguments, TrainingArguments):
     def _over_devices(self, rows: int) -> int:
         """Return the rows of a batch over this process's devices, for the batch size of one device."""
         shards = 1 if self.shards_over_processes else self.mesh_shape.batch_shards
-        config = cast(AcceleratorConfig, self.accelerator_config)  # __post_init__ has parsed dicts and JSON
-        if not config.split_batches:
+        if not cast(AcceleratorConfig, self.accelerator_config).split_batches:  # parsed by `__post_init__`
             return rows * shards
         if rows % shards:
             raise UserError(

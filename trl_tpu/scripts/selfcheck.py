@@ -137,8 +137,7 @@ class Selfcheck:
         The run "long" trains the large model. A group of ``status`` -SIGKILL kills itself.
         """
         file = self._folder / f"{'-'.join(runs).replace(' ', '_')}.json"
-        kills = status == -signal.SIGKILL
-        file.write_text(json.dumps({"precision": precision, "runs": runs, "kills": kills}))
+        file.write_text(json.dumps({"precision": precision, "runs": runs, "kills": status == -signal.SIGKILL}))
         command = [sys.executable, "-m", "trl_tpu.scripts.selfcheck", str(file)]
         child = subprocess.run(command, env=os.environ | dict(environment), capture_output=True, text=True)
         output = file.with_suffix(".out")

@@ -25,7 +25,6 @@ SPLIT_SEED = 42  # fixed, since TRL's new test split on every run mixes training
 # suffix -> the builder of `datasets` that reads it; files may be compressed
 BUILDERS = {".jsonl": "json", ".ndjson": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv", ".tsv": "csv"}
 COMPRESSIONS = (".gz", ".zst", ".bz2", ".xz")
-STDIN = "-"
 
 
 @dataclass
@@ -262,7 +261,7 @@ def open_rows(name: str, config: str | None = None, split: str | None = None) ->
     Raises:
         UserError: The dataset does not exist, or it has several splits and none is chosen.
     """
-    if name == STDIN:
+    if name == "-":
         return read_json(sys.stdin.buffer, "the standard input"), None
     path = Path(name).expanduser()
     if path.is_file() and _suffix(path) in (".jsonl", ".ndjson") and split in (None, "train"):
