@@ -200,7 +200,6 @@ class EvaluatingTrainer(DeviceTrainer):
         self.callback_handler.eval_dataloader = dataloader
         model = self._model_to_evaluate()
         evaluated = EvaluatedRows(components.runtime, self.accelerator, args.eval_accumulation_steps)
-        metrics: dict[str, Any] = {}
 
         def metrics_of_last_batch(is_last: bool) -> Any:
             components.runtime.step_boundary()
@@ -226,15 +225,15 @@ class EvaluatingTrainer(DeviceTrainer):
         components.recompiles.settle()
         columns = evaluated.fetch()
         prediction = self._prediction_of(columns)
-        if compute_metrics is not None and prediction is None and columns:
-            logger.warning("compute_metrics is not called: the evaluation returned no predictions or no labels.")
-        elif compute_metrics is not None and prediction is not None:
-            metrics = metrics_of_last_batch(is_last=True) if has_batch_metrics else compute_metrics(prediction)
-        defaults = self._default_metrics(columns, metric_key_prefix, getattr(dataloader, "evaluated_dataset", None))
+        metrics = self._default_metrics(columns, metric_key_prefix, getattr(dataloader, "evaluated_dataset", None))
         if description == "Evaluation" and args.max_eval_steps is not None:
-            defaults["pairs"] = find_batch_size(columns) or 0
+            metrics["pairs"] = find_batch_size(columns) or 0
+        if compute_metrics is not None and prediction is not None:
+            metrics |= metrics_of_last_batch(is_last=True) if has_batch_metrics else compute_metrics(prediction)
+        elif compute_metrics is not None and columns:
+            logger.warning("compute_metrics is not called: the evaluation returned no predictions or no labels.")
         # processes must stop, save and keep checkpoints by the same metrics
-        metrics = components.agreement.all_gather_object(denumpify_detensorize(defaults | metrics))[0]
+        metrics = components.agreement.all_gather_object(denumpify_detensorize(metrics))[0]
         prefix = f"{metric_key_prefix}_"
         empty = np.zeros((0, 2), dtype=np.float32)
         predictions, labels = (prediction.predictions, prediction.label_ids) if prediction else (empty, empty[:, 0])
@@ -250,8 +249,8 @@ class EvaluatingTrainer(DeviceTrainer):
         if not columns.keys() >= {"predictions", "labels"}:
             return None
         predictions, labels = (nested_numpify(columns[name]) for name in ("predictions", "labels"))
-        if isinstance(labels, np.ndarray):
-            labels = self.trl_tpu.evaluated_kind.label_ids(labels)
+        if isinstance(labels, np.ndarray) and self.trl_tpu.last_step is not None:
+            labels = self.trl_tpu.last_step.table.kind.label_ids(labels)
         losses = losses_of(columns).numpy() if "loss" in self.args.include_for_metrics else None
         return EvalPrediction(predictions=predictions, label_ids=labels, losses=losses)
 
@@ -285,7 +284,6 @@ class EvaluatingTrainer(DeviceTrainer):
             every = torch.ones(rows, dtype=torch.bool, device=self.args.device)
             return columns | {"is_real": batch.present_P if isinstance(batch, Batch) else every}
         table = result.table
-        self.trl_tpu.evaluated_kind = table.kind
         columns |= {"is_real": result.present_P, "rewards": result.rewards_by_row, "weight": table.row_weight_P}
         columns["grade"] = table.grade_SA.unflatten(0, (-1, table.answers)).transpose(1, 2)
         if loss is not None:
@@ -306,9 +304,9 @@ class EvaluatingTrainer(DeviceTrainer):
         # a user-defined loss does not count tokens
         if (tokens := components.statistics.tokens_so_far()) or not self.state.global_step:
             metrics["num_tokens"] = tokens
-        if "rewards" not in columns:
+        if "rewards" not in columns or components.last_step is None:
             return metrics
-        labels = Labels(columns["grade"].numpy(), kind=components.evaluated_kind)
+        labels = Labels(columns["grade"].numpy(), kind=components.last_step.table.kind)
         rewards_NAK = columns["rewards"].reshape(labels.grade_PAK.shape)
         sums = sums_on_host(rewards_NAK, labels, components.statistics.attribute_weights)
         metrics |= sums.metrics()

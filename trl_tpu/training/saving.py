@@ -36,7 +36,6 @@ from ..checkpoint.identity import LAYOUT, base_identity, identity_of
 from ..checkpoint.state_dict import PROGRESS_FILE, gather_full_weights, older_weights, optimizer_numbers
 from ..config.checks import check_one_gpu
 from ..config.reward_config import RewardConfig, is_url, private_folder
-from ..data.kinds import Pairs
 from ..errors import UserAttributeError, UserError
 from ..evaluation.verdict import AnyVerdict
 from ..modeling.adapters import complete_config, save_adapter_config
@@ -77,7 +76,6 @@ class Components:
             could.
         build: Function that turns the return value of `model_init` into a reward model.
         date: Date that the chat template writes into conversations; None if it writes no date.
-        evaluated_kind: Kind of the last evaluated rows.
         is_described: Whether the command has shown the run's description, so that the log need not begin with it.
         identity: Everything that decides the numbers of the run, see `identity_of`.
         own_optimizer: Whether the user passed an optimizer.
@@ -96,7 +94,6 @@ class Components:
     build: Any = None
     date: str | None = None
     seen: Mapping[int, tuple[int, ...]]
-    evaluated_kind: Any = Pairs()
     is_described = own_optimizer = False
     last_step: StepResult | None = None
     gradient_norms: tuple[list[str], torch.Tensor] | None = None
