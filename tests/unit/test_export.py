@@ -393,6 +393,20 @@ def test_bfloat16_base_is_merged_in_float32_and_rounded_once(tmp_path: Path) -> 
     assert checkpoints.same_weights(load_file(tmp_path / "rounded" / "model.safetensors"), rounded)
 
 
+def test_adapters_with_more_tokens_than_their_base_are_merged(tmp_path: Path) -> None:
+    """Training has added tokens, and the tokenizer's pad token."""
+    tokenizer = tiny.tiny_tokenizer(["some text"])
+    checkpoints.llama(vocab_size=len(tokenizer) - 2, pad_token_id=None).save_pretrained(tmp_path / "base")
+    base = AutoModelForSequenceClassification.from_pretrained(tmp_path / "base", num_labels=1)
+    base.resize_token_embeddings(len(tokenizer))
+    model: Any = peft.get_peft_model(base, peft.LoraConfig(**QUERIES))
+    for saved in (model, tokenizer):
+        saved.save_pretrained(tmp_path / "saved")
+    export_checkpoint(tmp_path / "saved", tmp_path / "out", merge=True)
+    assert checkpoints.same_weights(loaded(tmp_path / "out"), model.merge_and_unload().state_dict())
+    assert AutoConfig.from_pretrained(tmp_path / "out").pad_token_id == tokenizer.pad_token_id
+
+
 def test_missing_head_and_wrong_base_are_rejected(tmp_path: Path) -> None:
     checkpoints.llama(hidden_size=16).save_pretrained(tmp_path / "narrow")
     # without a task type the head is frozen and not saved

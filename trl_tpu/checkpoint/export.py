@@ -27,12 +27,10 @@ from ..errors import UserError
 from ..modeling import head_spec
 from ..modeling.adapters import adapter_weights, empty_adapters, load_adapted_model
 from ..modeling.heads import load_classifier, model_without_weights
-from ..modeling.load import load_tokenizer
 from ..runtime.native import Runtime
 from .folders import MANIFEST_FILE, STAGING_FOLDER, atomic_folder, find_faults, local_copy
 from .state_dict import STATE_FOLDER, WEIGHT_PREFIX, read_weights, tensors_in
 
-MODEL_FILES = ("model.safetensors", "model.safetensors.index.json")
 #: Files that are copied unchanged. The vocabulary files are those that transformers' tokenizers read.
 _COPIED_FILES = (
     *("config.json", head_spec.BASE_CONFIG, "generation_config.json", "*processor_config.json"),
@@ -98,8 +96,8 @@ def export_checkpoint(
             if has_adapters and not merge:
                 _write_adapters(folder, staging, base_name, dtype, trust_remote_code)
             else:
-                settings = dtype, trust_remote_code
-                model = _merged_model(folder, base_name, *settings) if merge else _full_model(folder, *settings)
+                settings = folder, dtype, trust_remote_code
+                model = _merged_model(staging, base_name, *settings) if merge else _full_model(*settings)
                 head_spec.set_inference_metadata(model.config)  # servers read fields that other trainers' configs lack
                 model.save_pretrained(staging, max_shard_size=max_shard_size)
             add_transformers4_names(staging)
@@ -143,7 +141,7 @@ def _read_config(path: Path) -> dict[str, Any]:
 
 def _full_model(checkpoint: Path, dtype: torch.dtype | None, trust_remote_code: bool) -> PreTrainedModel:
     """Return the trained model in ``dtype``, by default in the stored dtype."""
-    has_model_files = any((checkpoint / file).is_file() for file in MODEL_FILES)
+    has_model_files = any(checkpoint.glob("model.safetensors*"))  # one file, or the index of several
     stored = _stored_dtype(checkpoint) if has_model_files else _stored_dtype(checkpoint / STATE_FOLDER, WEIGHT_PREFIX)
     spec = head_spec.HeadSpec.saved(checkpoint)
     load_dtype = stored if dtype == torch.float16 else dtype or stored  # loading in float16 would hide overflows
@@ -160,17 +158,19 @@ def _full_model(checkpoint: Path, dtype: torch.dtype | None, trust_remote_code: 
     return _to_dtype(model, dtype or stored)
 
 
-def _merged_model(checkpoint: Path, base: str, dtype: torch.dtype | None, trust_remote_code: bool) -> PreTrainedModel:
-    """Merge the trained adapters into the base model in float32, round once to ``dtype``, and return the model."""
+def _merged_model(
+    copies: Path, base: str, checkpoint: Path, dtype: torch.dtype | None, trust_remote_code: bool
+) -> PreTrainedModel:
+    """Merge the trained adapters into the base model in float32, round once to ``dtype``, and return the model.
+
+    ``copies`` has the checkpoint's tokenizer, which may have more tokens than the base model.
+    """
     spec = head_spec.HeadSpec.saved(checkpoint)
     kwargs: Any = {"num_labels": len(spec.weights), "trust_remote_code": trust_remote_code}
     with tempfile.TemporaryDirectory() as adapters:  # peft loads adapters only from a folder
+        shutil.copytree(copies, adapters, dirs_exist_ok=True)
         _write_adapters(checkpoint, Path(adapters), base, None, trust_remote_code)
         merged = load_adapted_model(adapters, spec, dtype=torch.float32, **kwargs).merge_and_unload()
-    if (checkpoint / "tokenizer_config.json").is_file():
-        tokenizer = load_tokenizer(str(checkpoint), trust_remote_code=trust_remote_code)
-        if tokenizer.pad_token_id is not None:  # as in training, rewards are read at the last non-padding token
-            merged.config.get_text_config().pad_token_id = tokenizer.pad_token_id
     head_spec.fold_attributes(merged, spec)
     head_spec.set_reward_normalization(merged.config, head_spec.saved_scale(checkpoint))
     stored = AutoConfig.from_pretrained(base, trust_remote_code=trust_remote_code).dtype

@@ -163,9 +163,11 @@ def load_adapted_model(folder: str, outputs: HeadSpec, *, is_trainable: bool = F
         base, info = load_classifier(str(config.base_model_name_or_path), replace(outputs, attributes={}), **settings)
         if find_file(folder, "tokenizer_config.json", **where):
             where["trust_remote_code"] = kwargs.get("trust_remote_code", False)
-            tokens, embeddings = len(AutoTokenizer.from_pretrained(folder, **where)), base.get_input_embeddings()
-            if tokens > cast(nn.Embedding, embeddings).num_embeddings:  # training added tokens
-                base.resize_token_embeddings(tokens)
+            tokenizer, embeddings = AutoTokenizer.from_pretrained(folder, **where), base.get_input_embeddings()
+            if len(tokenizer) > cast(nn.Embedding, embeddings).num_embeddings:  # training added tokens
+                base.resize_token_embeddings(len(tokenizer))
+            if tokenizer.pad_token_id is not None:  # as in training, rewards are read at the last other token
+                base.config.get_text_config().pad_token_id = tokenizer.pad_token_id
         with warnings.catch_warnings():
             warnings.filterwarnings("error", "Found missing adapter keys")
             warnings.filterwarnings("ignore", "`is_gradient_checkpointing`")

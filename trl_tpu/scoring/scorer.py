@@ -18,7 +18,7 @@ from ..data.kinds import Answers
 from ..errors import UserError
 from ..modeling.attention import tree_layout
 from ..modeling.forward import PackingImpossible, rewards_of
-from ..modeling.head_spec import HeadSpec, is_peft_model, keep_heads_in_float32, saved_scale, without_adapters
+from ..modeling.head_spec import HeadSpec, keep_heads_in_float32, saved_scale, without_adapters
 from ..modeling.load import load_model, load_tokenizer
 from ..modeling.model_shape import learned_positions, position_groups
 from ..modeling.packability import make_packable
@@ -173,8 +173,7 @@ class Scorer:
         self.model: Any = load_model(model_folder, self.outputs, is_trainable=False, **code).eval()
         config = self.model.config.get_text_config()
         config.use_cache = False  # a cache would save nothing: one pass per sequence
-        # the base model of adapters may have no pad token, or not the token that the adapters were trained with
-        if config.pad_token_id is None or (is_peft_model(self.model) and self.tokenizer.pad_token_id is not None):
+        if config.pad_token_id is None:
             config.pad_token_id = self.tokenizer.pad_token_id
         self.pad_token_id: int = config.pad_token_id
         self.scale = saved_scale(model_folder) if standardize else None
