@@ -302,22 +302,15 @@ class ShapePlanner:
         The last shape holds every batch, because it holds the largest rows of the data as placed by `zigzag`.
         """
         largest_P = np.sort(self.added_N)[::-1][: self.batch_size]
-        work, total, sufficient = self.unplanned.work, int(largest_P.sum()), list[BatchShape]()
-        counts = range(self.shards, self.batch_size + self.shards, self.shards)
-        # no shape with as many token rows can be shorter
-        bounds = [BatchShape(rows, max(total // rows, int(largest_P[0])) + self.shared_prefix) for rows in counts]
+        work, counts = self.unplanned.work, range(self.shards, self.batch_size + self.shards, self.shards)
 
         def longest_of(rows: int) -> int:
             fullest = int(np.bincount(zigzag(self.batch_size, rows), largest_P).max())
             return max(fullest + self.shared_prefix, 1)
 
         if (length := self.row_length) is not None:  # a token row for each data row is enough
-            rows = next(each.rows for each in bounds if each.length <= length and longest_of(each.rows) <= length)
-            return (BatchShape(rows, length),)
-        for bound in sorted(bounds, key=work):
-            if sufficient and work(bound) >= min(map(work, sufficient)):
-                break
-            sufficient.append(BatchShape(bound.rows, int(round_up(longest_of(bound.rows), self.multiple))))
+            return (BatchShape(next(rows for rows in counts if longest_of(rows) <= length), length),)
+        sufficient = [BatchShape(rows, int(round_up(longest_of(rows), self.multiple))) for rows in counts]
         fallback = min(sufficient, key=work)
         batches_BP = self.draw_batches(min(512, max(64, 2**15 // self.batch_size)))
         # token rows longer than the largest data row and than every batch's part per shard gain nothing
