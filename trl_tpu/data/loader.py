@@ -118,7 +118,7 @@ def sizes_by_prompt(dataset: Any, batch_size: int) -> np.ndarray:
     Raises:
         UserError: The data is a stream, or has no pairs.
     """
-    if not is_prepared(dataset) or kind_of_dataset(dataset).sequences != 2:
+    if not is_prepared(dataset) or not kind_of_dataset(dataset).are_pairs:
         raise UserError("group_by_prompt=True reorders pairs, but train_dataset is a stream, or has no pairs.")
     stats, group_N = length_stats(dataset), prompt_groups(dataset)
     order_N, added = list(PromptGroupSampler(group_N, batch_size)), list[int]()

@@ -84,7 +84,7 @@ def prepare_preference_dataset(
     first, _ = convert_row(dataset[0] if isinstance(dataset, Dataset) else placeholders)
     tokenized = next((kind for kind in kinds if kind.is_tokenized(first)), None)
     kind = tokenized or next((kind for kind in kinds if kind.is_raw(first)), kinds[0])
-    if isinstance(dataset, IterableDataset) and not kind.may_stream:
+    if isinstance(dataset, IterableDataset) and not kind.are_pairs:
         raise UserError(f"The {name} dataset is a stream of {kind.name}: load it without streaming, as a `Dataset`.")
     kind = with_settings(kind).check_dataset(first, name)
     if tokenized is None:

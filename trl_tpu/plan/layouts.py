@@ -68,7 +68,7 @@ class Layout:
         """Maximum number of answers per ranking, or of steps per solution; None for pairs."""
         if self.tokens is None:
             return 2 if self.args.attributes or self.args.step_separator is not None else None
-        return length_stats(self.tokens).answers if kind_of_dataset(self.tokens).sequences != 2 else None
+        return None if kind_of_dataset(self.tokens).are_pairs else length_stats(self.tokens).answers
 
     @cached_property
     def plan(self) -> ShapePlan:

@@ -338,7 +338,7 @@ class BatchPlan:
             return
         evaluated = [*eval_dataset.values()] if isinstance(eval_dataset, Mapping) else [eval_dataset]
         # expanded rows hold pairs only
-        if all(kind_of_dataset(data).sequences == 2 for data in (train_dataset, *evaluated)):
+        if all(kind_of_dataset(data).are_pairs for data in (train_dataset, *evaluated)):
             self._choose_expansion()
         for dataset in evaluated:
             if args.row_length is not None and can_plan(dataset, args.max_length):

@@ -44,11 +44,10 @@ class RowKind:
         optional_columns: Further columns of labels that a prepared row may have.
         token_columns: The columns of token ids among `columns`.
         scored_columns: For each column that `score` rewards, the names of the columns of rewards and of token counts.
-        sequences: Number of sequences of each row; None if it varies.
+        are_pairs: Whether each row has two answers. Streams have such rows, since a stream is not known beforehand.
         raw_columns: Columns of raw rows that prepared rows leave out.
         has_own_tokens: Whether `tokenize` decides on special tokens and truncation, and prepared rows have only the
             columns of `features`.
-        may_stream: Whether a stream of such rows can be read, although its rows are not known beforehand.
         has_traps: Whether raw rows are searched for likely mistakes, see `checks.find_traps`.
         compares_with_zero: Whether each reward is compared with the constant 0, not with another reward of its row.
         is_one_sequence: Whether all rewards of a row are read in the same sequence.
@@ -68,10 +67,9 @@ class RowKind:
     optional_columns: ClassVar[tuple[str, ...]] = ()
     token_columns: ClassVar[tuple[str, ...]]
     scored_columns: ClassVar[Mapping[str, tuple[str, str]]]
-    sequences: ClassVar[int | None] = None
+    are_pairs: ClassVar[bool] = False
     raw_columns: ClassVar[tuple[str, ...]] = ()
     has_own_tokens: ClassVar[bool] = False
-    may_stream: ClassVar[bool] = False
     has_traps: ClassVar[bool] = True
     compares_with_zero: ClassVar[bool] = False
     is_one_sequence: ClassVar[bool] = False
@@ -140,13 +138,13 @@ class RowKind:
             places: Beginning of error messages for each row.
             tokenizer: The tokenizer.
         """
-        checked, wholes_N, prepared = list[tuple[Any, ...]](), list[dict[str, Any]](), []
+        checked, prepared = list[tuple[Any, ...]](), []
         for (row, forms), where in zip(map(self.converted, rows_N), places, strict=True):
             answers = self.raw_answers(row, where)
-            checked.append((row, forms, where, answers))
-            wholes_N.append({place: self.with_prompt(row, answer, tokenizer) for place, answer in answers.items()})
-        ids_of = ids_of_texts((whole for wholes in wholes_N for whole in wholes.values()), tokenizer)
-        for (row, forms, where, answers), wholes in zip(checked, wholes_N, strict=True):
+            wholes = {place: self.with_prompt(row, answer, tokenizer) for place, answer in answers.items()}
+            checked.append((row, forms, where, answers, wholes))
+        ids_of = ids_of_texts((whole for *_, wholes in checked for whole in wholes.values()), tokenizer)
+        for row, forms, where, answers, wholes in checked:
             tokenized = (
                 tokenize_conversation(whole, tokenizer, row, f"{where}: `{place}`", ids_of)
                 for place, whole in wholes.items()

@@ -22,7 +22,6 @@ _ACCEPTED = (
     "`rejected_ids`. Rankings have `completions` (a list of answers) and their `scores` or `ranks`; single answers "
     "have a `completion` and its `label` or `score`."
 )
-_REWARDS = ("reward_chosen", "reward_rejected")
 
 
 @dataclass(frozen=True)
@@ -31,7 +30,7 @@ class Pairs(RowKind):
 
     name = unit = "pairs"
     too_long = "pairs with a conversation"
-    sequences, may_stream = 2, True
+    are_pairs = True
     columns = token_columns = ("chosen_ids", "rejected_ids")
     optional_columns = ("margin", "chosen_probability")
     scored_columns = {"chosen": ("reward_chosen", "tokens_chosen"), "rejected": ("reward_rejected", "tokens_rejected")}
@@ -82,14 +81,14 @@ class Pairs(RowKind):
         return rewards, torch.zeros(len(rewards), dtype=torch.long, device=rewards.device)
 
     def lists_answers(self, row: Row) -> bool:
-        return any(isinstance(row.get(column), list) for column in _REWARDS)
+        return any(isinstance(row.get(reward), list) for reward, _ in self.scored_columns.values())
 
     def token_counts(self, row: Row) -> list[Any] | None:
         return [row.get(tokens) for _, tokens in self.scored_columns.values()]
 
     def from_scored(self, row: Row) -> Iterator[ScoredItem]:
         """Yield the row's pair, or its list of right and wrong answers."""
-        chosen, rejected = (numbers_in(row.get(column)) for column in _REWARDS)
+        chosen, rejected = (numbers_in(row.get(reward)) for reward, _ in self.scored_columns.values())
         probability = row.get("chosen_probability")
         better = float(probability) if isinstance(probability, int | float) else 1.0
         if better == 0.5 and len(chosen) + len(rejected) > 2:  # no answer is labeled as right

@@ -81,7 +81,7 @@ class Rankings(RowKind):
                 f"The {name} dataset has {self.name}, whose loss does not use the column `{unused[0]}`. Drop the "
                 f"column: `dataset.remove_columns({unused})`."
             )
-        # several rejected answers to one chosen answer are tied
+        # several rejected answers to one chosen answer are tied; they are not compared
         return replace(self, may_tie=self.may_tie or set(RAW_COLUMNS) <= set(columns))
 
     def raw_answers(self, row: Row, where: str) -> dict[str, Any]:
@@ -97,8 +97,7 @@ class Rankings(RowKind):
         column = next((name for name in graded if name in row), "")
         if not column:
             raise UserError(f"{where} lacks {' or '.join(f'`{name}`' for name in graded)} of its `completions`.")
-        rule = replace(self, may_tie=True) if has_halves else self  # rejected answers are not compared
-        rule.check_grades(grades_of(row) if has_halves else row[column], len(answers), where, column)
+        self.check_grades(grades_of(row) if has_halves else row[column], len(answers), where, column)
         return answers
 
     def tokenized(self, row: Row, ids_K: list[list[int]]) -> dict[str, Any]:
@@ -212,7 +211,7 @@ class Answers(Rankings):
     name = unit = "answers"
     does, swapped, lacks = "tells right from wrong", "the labels", "no finite reward, or no label"
     centered, too_long = "the squared reward", "answers"
-    orders_answers, sequences = False, 1
+    orders_answers = False
     compares_with_zero = True
     counts, counted = range(1, 2), "1 as in the first row"
 

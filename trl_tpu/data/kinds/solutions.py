@@ -92,7 +92,6 @@ class Solutions(RowKind):
     columns = ("input_ids", "labels")
     token_columns = ("input_ids",)
     scored_columns = {"completions": ("step_rewards", "tokens")}
-    sequences = 1
     compares_with_zero = is_one_sequence = weighs_comparisons = has_own_tokens = True
 
     def of(self, args: Any, **of_solutions: Any) -> Self:
