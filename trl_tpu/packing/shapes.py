@@ -291,10 +291,9 @@ class ShapePlanner:
     def draw_batches(self, most: int) -> np.ndarray:
         """Draw at most ``most`` batches [B, P] as training does: consecutive parts of random permutations."""
         generator, per_epoch = np.random.default_rng(0), len(self.added_N) // self.batch_size
-        orders = (
-            generator.permutation(self.added_N)[: per_epoch * self.batch_size] for _ in range(-(-most // per_epoch))
-        )
-        return -np.sort(-np.concatenate([order.reshape(per_epoch, -1) for order in orders])[:most], axis=1)
+        drawn, epochs = per_epoch * self.batch_size, -(-most // per_epoch)
+        orders = [generator.permutation(self.added_N)[:drawn] for _ in range(epochs)]
+        return -np.sort(-np.concatenate(orders).reshape(-1, self.batch_size)[:most], axis=1)
 
     def update_only_shapes(self) -> tuple[BatchShape, ...]:
         """Choose shapes without accumulation, in ascending order of work.
