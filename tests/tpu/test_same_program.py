@@ -12,7 +12,7 @@ from subprocesses import PARALLEL_COMPILES, selected_cases
 from transformers import LlamaConfig
 
 from trl_tpu.modeling.head_spec import HeadSpec
-from trl_tpu.plan.compile import TracedProgram, call_in_child
+from trl_tpu.plan.compile import TracedProgram, call_in_child, virtual_devices
 from trl_tpu.plan.trace import StepRequest, make_trainer, trace_step
 
 CHIPS = 4
@@ -98,8 +98,8 @@ def test_traced_program_equals_a_real_trainers(name: str, programs: Mapping[str,
 def real_programs(request: StepRequest, folder: Path) -> list[bytes]:
     """Return every program that a real trainer passes to XLA in two steps on virtual devices."""
     flags = f"--xla_dump_to={folder} --xla_dump_hlo_as_text --xla_dump_hlo_as_proto --xla_dump_hlo_pass_re=^$"
-    devices = {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": str(request.chips), "USE_TORCH_XLA": "1"}
-    call_in_child(take_two_steps, request, str(folder), environment=devices | {"XLA_FLAGS": flags})
+    environment = virtual_devices(request.chips) | {"XLA_FLAGS": flags}
+    call_in_child(take_two_steps, request, str(folder), environment=environment)
     return [module_of(file.read_bytes()) for file in folder.glob("*before_optimizations.hlo.pb")]
 
 

@@ -105,7 +105,12 @@ def pretend_devices(values: Mapping[str, Any], words: list[str]) -> None:
     """
     topologies = re.findall(r"--topology[= ](\S+)", " ".join(words)) or [values.get("topology")]
     chips = parse_topology(topologies[-1]).chips if topologies[-1] else 1  # the parser rejects a missing topology
-    os.environ |= {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": str(chips), "USE_TORCH_XLA": "1"}
+    os.environ |= virtual_devices(chips)
+
+
+def virtual_devices(count: int) -> dict[str, str]:
+    """Return the environment in which torch_xla has ``count`` virtual devices on the CPU."""
+    return {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": str(count), "USE_TORCH_XLA": "1"}
 
 
 def compile_for(traced: TracedProgram, topology: str, whole: bool = True) -> CompiledProgram:

@@ -23,7 +23,7 @@ from ..modeling.head_spec import HeadSpec
 from ..modeling.heads import model_without_weights
 from ..packing.shapes import BatchShape, ShapePlan
 from ..trainer.reward_trainer import RewardTrainer
-from .compile import TracedProgram, call_in_child
+from .compile import TracedProgram, call_in_child, virtual_devices
 
 # Settings that a trace replaces: no evaluations or saving, no settings of shapes or of the tokenizer.
 _TRACE_SETTINGS = {
@@ -70,13 +70,8 @@ def trace_step(request: StepRequest) -> TracedProgram:
     Raises:
         RuntimeError: The trainer rejects the request. The message is the trainer's.
     """
-    environment = {
-        "PJRT_DEVICE": "CPU",
-        "CPU_NUM_DEVICES": str(min(request.chips, 2)),  # with one device nothing would be sharded
-        "USE_TORCH_XLA": "1",
-        "HF_HUB_OFFLINE": "1",
-    }
-    return call_in_child(trace_here, request, environment=environment)
+    devices = virtual_devices(min(request.chips, 2))  # with one device nothing would be sharded
+    return call_in_child(trace_here, request, environment=devices | {"HF_HUB_OFFLINE": "1"})
 
 
 # ---- in a new process that has not used a device
