@@ -18,7 +18,6 @@ import torch_xla.core.xla_builder as xb
 import torch_xla.runtime as xr
 
 from ..runtime import PartitionSpec
-from ..runtime.layer_loop import OnHost
 from ..runtime.xla import XlaRuntime
 from .compile import TracedProgram
 
@@ -55,23 +54,19 @@ class PlaceholderRuntime(XlaRuntime):
             eight bits, and sees none if there are 128 or more.
     """
 
-    has_attention_kernel = True
-
     def __init__(self, chips: int) -> None:
         self.programs: list[TracedProgram] = []
         self._chips = chips
         self._shardings: dict[int, Sharding] = {}  # by tensor id
         self._latest: dict[int, int] = {}  # id of the latest tensor in each memory, by the id of the first one
         super().__init__()
+        self._is_tpu = self.has_attention_kernel = True  # of the device to compile for
         # torch_xla calls this function when a mesh is made
         xr.global_runtime_device_count = lambda: self._chips  # type: ignore[assignment]
 
     def segment_attention(self, *tensors: Any) -> torch.Tensor:  # type: ignore[override]
         write_kernels_for_libtpu()
         return super().segment_attention(*tensors)
-
-    def activations_on_host(self) -> OnHost:
-        return OnHost()
 
     # ---- tensors without data
 

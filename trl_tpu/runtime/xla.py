@@ -149,20 +149,17 @@ class XlaRuntime(Runtime):
         if not xr.is_spmd():
             device_choice.set_flags()
             xr.use_spmd()
-
-    @functools.cached_property
-    def has_attention_kernel(self) -> bool:  # type: ignore[override]
-        return xr.device_type() == "TPU" and importlib.util.find_spec("jax") is not None
+        self._is_tpu = xr.device_type() == "TPU"
+        self.has_attention_kernel = self._is_tpu and importlib.util.find_spec("jax") is not None
 
     @property
     def device(self) -> torch.device:
         return torch_xla.device()
 
     def topology(self) -> Topology:
-        devices, slices = xr.global_runtime_device_count(), len(_reported_slices()) or 1
+        devices = xr.global_runtime_device_count()
         description = f"{devices} {xr.device_type()} device(s) through PyTorch/XLA SPMD"
-        index, count = xr.process_index(), xr.process_count()
-        return Topology(devices, slices, process_index=index, process_count=count, description=description)
+        return Topology(devices, len(_reported_slices()) or 1, xr.process_index(), xr.process_count(), description)
 
     @contextmanager
     def accelerate_context(self) -> Iterator[None]:
@@ -284,7 +281,7 @@ class XlaRuntime(Runtime):
 
     def activations_on_host(self) -> AbstractContextManager[Any]:
         # on a CPU, device memory is host memory
-        return OnHost() if xr.device_type() == "TPU" else nullcontext()
+        return OnHost() if self._is_tpu else nullcontext()
 
     def _checkpoint_function(self, layer: nn.Module, policy: Remat) -> Callable[..., Any]:
         return functools.partial(recompute, layer, policy)
