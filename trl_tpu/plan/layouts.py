@@ -152,17 +152,11 @@ def compile_layout(
         RuntimeError: The trainer or the compiler rejects the layout.
     """
     print(f"Compiling for {layout.topology}: {layout} ...", file=sys.stderr, flush=True)
-    config, shape = without_adapters(layout.module).config, layout.shape
+    config, chips, length = without_adapters(layout.module).config, layout.topology.chips, layout.shape.length
+    rows = None if layout.args.packing == "false" else layout.shape.rows
+    settings, dtype = {**arguments, **layout.arguments}, str(layout.module.dtype).removeprefix("torch.")
     request = StepRequest(
-        config,
-        layout.topology.chips,
-        shape.length,
-        None if layout.args.packing == "false" else shape.rows,
-        {**arguments, **layout.arguments},
-        peft_config,
-        str(layout.module.dtype).removeprefix("torch."),
-        layout.answers,
-        layout.plan.longest,
+        config, chips, length, rows, settings, peft_config, dtype, layout.answers, layout.plan.longest
     )
     requests = [replace(request, model=with_layers(config, depth)) for depth in depths]
     whole = layout.given_shape is None

@@ -25,8 +25,6 @@ from torch_xla.experimental.custom_kernel import to_jax_shape_dtype_struct
 LANES = 128
 #: Queries and keys per block, the default of torch_xla and MaxText; smaller for shorter token rows.
 BLOCK = 512
-#: Target of lowering. jax's default, the attached device, may differ from the device that is compiled for.
-_PLATFORM = "tpu"
 
 
 def splash_attention(
@@ -138,7 +136,8 @@ def _lowered(function: Function, inputs: Sequence[Any]) -> Program:
     """Turn a jax function of arrays like ``inputs`` into a function of XLA tensors, for use in torch_xla's program."""
     import jax
 
-    lowered = jax.jit(function, keep_unused=True).trace(*inputs).lower(lowering_platforms=(_PLATFORM,))
+    # jax's default platform is the attached device, which may differ from the device that is compiled for
+    lowered = jax.jit(function, keep_unused=True).trace(*inputs).lower(lowering_platforms=("tpu",))
     module = lowered.compiler_ir("hlo").as_serialized_hlo_module_proto()
     computation = xb.computation_from_module_proto(function.__name__, module)
     return lambda tensors: torch_xla._XLAC._xla_user_computation("xla::splash", list(tensors), computation)
