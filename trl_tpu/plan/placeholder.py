@@ -152,12 +152,10 @@ def _sharding_of(tensor: torch.Tensor) -> Sharding:
 
 def _live_tensors() -> dict[int, torch.Tensor]:
     """Return all tensors on the device by id, in the order of torch_xla."""
-    tensors: dict[int, torch.Tensor] = {}
-    for item in gc.get_objects():
-        # type() instead of isinstance(), because isinstance() would load lazy modules and proxies
-        if issubclass(type(item), torch.Tensor) and item.device.type == "xla":
-            tensors[_C._xla_get_tensor_id(item)] = item
-    return dict(sorted(tensors.items()))
+    # type() instead of isinstance(), because isinstance() would load lazy modules and proxies
+    tensors = (item for item in gc.get_objects() if issubclass(type(item), torch.Tensor))
+    on_device = {_C._xla_get_tensor_id(tensor): tensor for tensor in tensors if tensor.device.type == "xla"}
+    return dict(sorted(on_device.items()))
 
 
 def _pending_tensors(tensors: dict[int, torch.Tensor]) -> list[torch.Tensor]:
