@@ -14,7 +14,6 @@ from datasets import Dataset, IterableDataset
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForSequenceClassification
 
-from trl_tpu.data.kinds import Answers, Pairs, Rankings
 from trl_tpu.data.kinds.solutions import NO_LABEL
 from trl_tpu.data.tokenize import prepare_preference_dataset
 
@@ -115,7 +114,6 @@ def prepare(data: Any, tokenizer: Any = None, streaming: bool = False, **setting
     if isinstance(data, list):
         data = IterableDataset.from_generator(partial(iter, data)) if streaming else Dataset.from_list(data)
     defaults: dict[str, Any] = {"num_embeddings": 100_000, "max_length": None, "num_proc": None, "name": "train"}
-    defaults["kinds"] = (Pairs(), Rankings(), Answers())
     return prepare_preference_dataset(data, tokenizer or tiny_tokenizer(), **defaults | settings)
 
 

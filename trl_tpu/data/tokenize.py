@@ -22,7 +22,7 @@ from ..errors import UserError
 from . import checks
 from .checks import TRAPS, Row, warn_of_new_traps, warn_of_traps
 from .formats import convert_row
-from .kinds import RowKind, check_one_form
+from .kinds import Answers, Pairs, Rankings, RowKind, check_one_form
 from .length_stats import RAW_BY_PREPARED, STATS, length_stats, length_stats_of, parts_of
 
 logger = logging.getLogger(__name__)
@@ -43,8 +43,8 @@ def prepare_preference_dataset(
     max_length: int | None,
     num_proc: int | None,
     name: str,
-    kinds: Sequence[RowKind],
     truncation_mode: str | None = None,
+    kinds: Sequence[RowKind] = (Pairs(), Rankings(), Answers()),
     with_settings: Callable[[RowKind], RowKind] = lambda kind: kind,
 ) -> Dataset | IterableDataset:
     """Check and tokenize the rows, and truncate or drop rows that are too long.
@@ -62,9 +62,9 @@ def prepare_preference_dataset(
         max_length: Maximum number of tokens of an answer with its prompt; None sets no limit.
         num_proc: Worker processes for a dataset (not for a stream).
         name: Name of the dataset in errors and logs, such as "train".
-        kinds: The kinds of rows that are accepted.
         truncation_mode: "keep_start" removes the tokens after ``max_length``. "keep_end" removes the first tokens:
             the same number from all answers of a row, so that a shared prefix stays shared. None truncates nothing.
+        kinds: The kinds of rows that are accepted.
         with_settings: Returns a kind with its settings.
 
     Returns:

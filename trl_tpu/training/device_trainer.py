@@ -335,7 +335,8 @@ class DeviceTrainer(SavingTrainer):
             layers = [each for each in self.model.modules() if isinstance(each, GradientCheckpointingLayer)]
             for module in layers or (self.model,):
                 module.compile(dynamic=True, **how)
-        placements = {} if self.shard_report is None else self.shard_report.placements
+        # not read on other devices: a subclass may use the name
+        placements = cast(shard.ShardReport, self.shard_report).placements if ours.runtime.is_spmd else {}
         accumulates = self._accumulates or ours.batch_plan.layout.accumulates
         ours.step_state.prepare(self.model, optimizer, placements, accumulates)
 
