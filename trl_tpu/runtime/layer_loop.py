@@ -1,8 +1,7 @@
 """Recomputation of layers in the backward, and layers as one compiled loop."""
 
-import operator
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -133,14 +132,13 @@ def scan_layers(
         args, kwargs: Further arguments of each layer. Tensors in them get no gradient.
     """
     tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-    layer._gradient_checkpointing_func = operator.call  # type: ignore[assignment]  # the loop itself recomputes
     # the loop multiplies its inputs by 1, and that would change the type of booleans
     fixed = [tensor.to(torch.uint8) if tensor.dtype == torch.bool else tensor for tensor in tensors]
 
     def run(hidden: torch.Tensor, fixed: Tensors, weights: list[nn.Parameter]) -> torch.Tensor:
         restored = iter([given.to(tensor.dtype) for given, tensor in zip(fixed, tensors, strict=True)])
         layer_args, layer_kwargs = tree_map_only(torch.Tensor, lambda _: next(restored), (args, kwargs))
-        with weights_of(layer, weights):
+        with weights_of(layer, weights), _without_checkpointing(layer):
             output = layer(hidden, *layer_args, **layer_kwargs)
         return output[0] if isinstance(output, tuple) else output
 
@@ -154,6 +152,17 @@ def scan_layers(
         ]
 
     return _Scan.apply(run, shard_gradients, kept_operations(policy), len(fixed), hidden, *fixed, *layer.parameters())
+
+
+@contextmanager
+def _without_checkpointing(layer: nn.Module) -> Iterator[None]:
+    """Turn off the layer's activation checkpointing while the context is open: the loop itself recomputes."""
+    checkpointing = layer.gradient_checkpointing
+    layer.gradient_checkpointing = False  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        layer.gradient_checkpointing = checkpointing
 
 
 class OnHost(AbstractContextManager[None]):
