@@ -240,6 +240,15 @@ class RemoteRun:
         manifests = self._files.glob(f"{glob.escape(self._root)}/checkpoint-*/{MANIFEST_FILE}")
         return newest_first(path.rsplit("/", 2)[-2] for path in manifests)
 
+    def read_text(self, name: str) -> str:
+        """Return the text of a file below the URL."""
+        return self._files.cat_file(f"{self._root}/{name}").decode(errors="replace")
+
+    def write_text(self, name: str, text: str) -> None:
+        """Write a file below the URL."""
+        self._files.makedirs(self._root, exist_ok=True)
+        self._files.pipe_file(f"{self._root}/{name}", text.encode())
+
     def names(self) -> list[str]:
         """Return the names of files directly below the URL, not in its subfolders."""
         paths = self._files.find(self._root, maxdepth=1) if self._files.exists(self._root) else []
@@ -314,9 +323,9 @@ class RunFolder:
 
     # ---- its checkpoints
 
-    def place_of(self, name: str) -> str:
-        """Return the path or URL of a checkpoint or file, given its name."""
-        return f"{self._place}/{name}"
+    def place_of(self, checkpoint: str) -> str:
+        """Return the folder or URL of a checkpoint, given its name."""
+        return f"{self._place}/{checkpoint}"
 
     def checkpoints(self) -> list[str]:
         """Return the names of checkpoints, newest step first. In a local folder, incomplete ones are included."""
@@ -413,9 +422,10 @@ class RunFolder:
             "began_from": resumed,
             "resumed_at": [at for at in earlier if at < step] + [step] * (resumed is not None),
         }
-        with fsspec.open(self.place_of(RUN_FILE), "w", encoding="utf-8") as file:
-            json.dump(self._run, file)
-        if self.remote is None:
+        if self.remote is not None:
+            self.remote.write_text(RUN_FILE, json.dumps(self._run))
+        else:
+            (self.path / RUN_FILE).write_text(json.dumps(self._run), encoding="utf-8")
             flush(self.path / RUN_FILE)
 
     def _move_to_earlier(self, names: list[str]) -> None:
@@ -431,7 +441,8 @@ class RunFolder:
 
     def _read(self) -> dict[str, Any]:
         """Return the content of `_run.json`; empty if it is missing, or incomplete after its process was killed."""
-        files, path = fsspec.core.url_to_fs(self.place_of(RUN_FILE))
         with suppress(FileNotFoundError, ValueError, TypeError):
-            return dict(json.loads(files.cat_file(path)))
+            if self.remote is not None:
+                return dict(json.loads(self.remote.read_text(RUN_FILE)))
+            return dict(json.loads((self.path / RUN_FILE).read_text(encoding="utf-8", errors="replace")))
         return {}
