@@ -44,11 +44,13 @@ def check_arguments(model: Any, model_init: Any, train_dataset: Any) -> None:
     """Reject trainer arguments that are missing or exclude each other.
 
     Raises:
-        UserTypeError: `train_dataset` is missing, or not one dataset.
+        UserTypeError: `train_dataset` is missing, or several datasets.
         UserError: Not exactly one of `model` and `model_init` is given.
     """
     if (model is None) == (model_init is None):
         raise UserError("The trainer needs either `model` or `model_init`, and not both.")
+    if train_dataset is None:
+        raise UserTypeError("`train_dataset` is required: pass a `Dataset` or `IterableDataset`.")
     if not isinstance(train_dataset, Dataset | IterableDataset):
         kind = type(train_dataset).__name__
         raise UserTypeError(f"`train_dataset` must be a `Dataset` or `IterableDataset`, got `{kind}`.")
