@@ -102,6 +102,11 @@ def _has_all_text(messages: Messages, rendered: str) -> bool:
 
 # ---- rows in other forms
 
+#: Columns, besides `prompt`, `chosen` and `rejected`, that `convert_row` converts.
+_OTHER_COLUMNS = frozenset(
+    ["chosen_messages", "rejected_messages", "completion", "completions", "messages", "conversations", "tools"]
+)
+_PLAIN_TURN = {"role": str, "content": str}
 #: Columns of answers. The first entry whose columns are all in a row applies.
 _ANSWER_COLUMNS = (("chosen", "rejected"), ("completions",), ("completion",), ("messages",))
 _TURNS = ("conversations", "messages")  # columns for the turns before the answers, as in ShareGPT and LLaMA-Factory
@@ -122,6 +127,10 @@ def convert_row(row: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
         The converted row, other columns included, and a description of each conversion. A row in TRL's format has
         none.
     """
+    read = [row[key] for key in ("prompt", "chosen", "rejected") if key in row]
+    # most rows need no conversion
+    if not _OTHER_COLUMNS & row.keys() and len({*map(type, read)}) < 2 and all(map(_is_in_form, read)):
+        return dict(row), []
     new, notes = {key: value for key, value in row.items() if key != "prompt" or value is not None}, set[str]()
     for column in _ANSWER_COLUMNS[0]:
         if new.get(column) is None and row.get(f"{column}_messages") is not None:
@@ -157,6 +166,13 @@ def convert_row(row: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     return new, sorted(notes)
 
 
+def _is_in_form(value: Any) -> bool:
+    """Check for plain text, or messages with only a role and a text."""
+    if isinstance(value, list):
+        return all(isinstance(turn, dict) and {key: type(turn[key]) for key in turn} == _PLAIN_TURN for turn in value)
+    return isinstance(value, str) and not _may_be_messages(value)
+
+
 def _repeats(prompt: str, conversation: Any) -> bool:
     """Check whether the text of a prompt is a message before the last one of a conversation."""
     turns = conversation[:-1] if isinstance(conversation, list) else []
@@ -180,13 +196,16 @@ def _parse_messages(text: Any) -> Any:
     if isinstance(text, list):
         parsed = [_parse_messages(answer) for answer in text]
         return parsed if all(parsed) else None
-    may_be_messages = text.lstrip(" \n\t[").startswith("{") and ("content" in text or "value" in text)
-    for parse in (json.loads, ast.literal_eval) if may_be_messages else ():
+    for parse in (json.loads, ast.literal_eval) if _may_be_messages(text) else ():
         with suppress(ValueError, SyntaxError, RecursionError, MemoryError):
             messages = value if isinstance(value := parse(text), list) else [value]
             sets = [set(turn) if isinstance(turn, dict) else set[str]() for turn in messages]
             return messages if all(keys >= {"role", "content"} or keys >= {"from", "value"} for keys in sets) else None
     return None
+
+
+def _may_be_messages(text: str) -> bool:
+    return text.lstrip(" \n\t[").startswith("{") and ("content" in text or "value" in text)
 
 
 def _to_messages(value: Any, notes: set[str]) -> Any:
