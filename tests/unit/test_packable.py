@@ -122,10 +122,17 @@ def test_trial_changes_neither_model_nor_random_state(family: str, training: boo
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
-@pytest.mark.parametrize("family", ["mixtral", "jamba"])
-def test_trial_includes_the_adapters(family: str) -> None:
-    lora = peft.LoraConfig(task_type="SEQ_CLS", r=2, target_modules=["q_proj"], init_lora_weights=False)
-    model = peft.get_peft_model(tiny_classifier(family), lora)
+@pytest.mark.parametrize(
+    ("family", "adapters"),
+    [
+        ("mixtral", peft.LoraConfig(r=2, init_lora_weights=False)),
+        ("mixtral", peft.AdaLoraConfig(init_r=4, target_r=2, total_step=9)),  # its forward leaves out hooks
+        ("jamba", peft.LoraConfig(r=2, init_lora_weights=False)),
+    ],
+)
+def test_trial_includes_the_adapters(family: str, adapters: peft.PeftConfig) -> None:
+    adapters.task_type, adapters.target_modules = "SEQ_CLS", ["q_proj"]
+    model = peft.get_peft_model(tiny_classifier(family), adapters)
     with rejected_unless_exact(family):
         make_packable(model, PAD)
 

@@ -6,6 +6,7 @@ any other mesh and in plain torch.
 """
 
 import re
+import tempfile
 import warnings
 from collections.abc import Iterator, Mapping, Set
 from contextlib import contextmanager
@@ -49,12 +50,14 @@ _GROUP_SETTINGS_OF_RUN = ("params", "initial_lr", "weight_decay", "betas", "eps"
 
 
 def write_model(model: Any, weights: Mapping[str, torch.Tensor], folder: Path) -> None:
-    """Write full host weights to ``folder`` as ``model.save_pretrained`` does, but keep its config and model card."""
-    # the model's config may have changed since the weights were copied, and peft writes a stub of a model card
-    kept = {path: path.read_bytes() for name in ("config.json", "README.md") if (path := folder / name).is_file()}
-    model.save_pretrained(folder, state_dict=dict(weights), max_shard_size=_FILE_SIZE)
-    for path, content in kept.items():
-        path.write_bytes(content)
+    """Write full host weights to ``folder`` as ``model.save_pretrained`` does, but keep the folder's config."""
+    with tempfile.TemporaryDirectory(dir=folder) as staging:  # peft would read the user's model card in `folder`
+        model.save_pretrained(staging, state_dict=dict(weights), max_shard_size=_FILE_SIZE)
+        for path in Path(staging).rglob("*"):
+            # skip the config (it may have changed since the weights were copied) and peft's README stub
+            if path.is_file() and path.name not in ("config.json", "README.md"):
+                (target := folder / path.relative_to(staging)).parent.mkdir(exist_ok=True)
+                path.rename(target)
 
 
 def older_weights(existing: list[str], new: list[str]) -> list[str]:

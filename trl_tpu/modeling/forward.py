@@ -221,13 +221,14 @@ def run_packed(model: nn.Module, batch: Batch[torch.Tensor], **kwargs: Any) -> t
     record_scores(model)
     with reading(batch) as recorded:
         assert recorded is not None
-        outputs = model(input_ids=ids_RL, **mask_and_positions, **kwargs)
+        model(input_ids=ids_RL, **mask_and_positions, **kwargs)
         if not recorded.rules:
             raise UserError(
                 f"{type(model).__name__} did not ask for the masks of packed rows: it makes its own masks, or "
                 "`use_tree_masks` was not called. Train it on padded rows."
             )
-        return outputs.logits, recorded.rules
+        # not the outputs' logits: AdaLoRA's forward leaves out the hook that puts the scores there
+        return recorded.scores[0], recorded.rules
 
 
 def record_scores(model: nn.Module) -> None:

@@ -486,7 +486,8 @@ class DeviceTrainer(SavingTrainer):
         # `check_step` excludes nonfinite steps without reading the device
         is_filtered = self.args.logging_nan_inf_filter and not statistics.limit and not runtime.is_spmd
         if is_filtered and not loss.isfinite():
-            loss = statistics.loss_sum_1 / (1 + self.state.global_step - self._globalstep_last_logged)
+            total_1 = statistics.loss_sum_1 + statistics.step_loss_1
+            loss = total_1 / (1 + self.state.global_step - self._globalstep_last_logged)
         statistics.add_loss(loss)
 
     def _count(self, inputs: Any) -> None:
