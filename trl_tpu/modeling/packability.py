@@ -156,7 +156,7 @@ def check_packing_is_exact(
     """Let ``model`` read packed rows, and compare packed with padded rewards on a tiny batch.
 
     The model computes in float32, on the device of its weights, and without the kernels of recurrent layers. A
-    rejected model keeps its attention. See `make_packable` for the arguments.
+    rejected model keeps its attention and its layers' forwards. See `make_packable` for the arguments.
 
     Raises:
         PackingImpossible: The rewards differ by more than float32 rounding, the weights are too coarse to compare, the
@@ -207,6 +207,7 @@ def check_packing_is_exact(
         use_tree_masks(base)
     except Exception as error:  # the model's code may raise anything for unexpected inputs
         base.set_attn_implementation(chosen)
+        recurrent_layers.restore_layer_forwards(base)
         if isinstance(error, PackingImpossible):
             raise
         raise PackingImpossible(f"{name} fails on packed rows ({type(error).__name__}: {error})") from error

@@ -156,6 +156,13 @@ def use_tree_states(model: nn.Module) -> bool:
     return bool(layers)
 
 
+def restore_layer_forwards(model: nn.Module) -> None:
+    """Restore the forwards that `use_tree_states` wrapped."""
+    for module in model.modules():
+        if is_wrapped(module, _read_packed):
+            module.forward = module.forward.__wrapped__  # type: ignore[union-attr, attr-defined]
+
+
 @contextmanager
 def without_kernels() -> Iterator[None]:
     """Let layers that `use_tree_states` prepared compute without installed kernels while the context is open."""
