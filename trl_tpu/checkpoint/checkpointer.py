@@ -123,8 +123,12 @@ class Checkpointer:
     ) -> None:
         self._runtime, self._processes = runtime, processes
         self._writes, self._shares_disk, self._limit = writes, shares_disk, limit
-        self._has_tensors = runtime.shards_model or writes  # to write
         self.failed: list[str] = []
+
+    @property
+    def _has_tensors(self) -> bool:
+        """True if this process has tensors to write."""
+        return self._runtime.shards_model or self._writes
 
     def wait(self) -> None:
         """Wait until the save in progress has ended or failed."""

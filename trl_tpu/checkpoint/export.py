@@ -31,6 +31,7 @@ from ..runtime.native import Runtime
 from .folders import MANIFEST_FILE, STAGING_FOLDER, atomic_folder, find_faults, local_copy
 from .state_dict import STATE_FOLDER, WEIGHT_PREFIX, read_weights, tensors_in
 
+MODEL_FILES = ("model.safetensors", "model.safetensors.index.json")
 #: Files that are copied unchanged. The vocabulary files are those that transformers' tokenizers read.
 _COPIED_FILES = (
     *("config.json", head_spec.BASE_CONFIG, "generation_config.json", "*processor_config.json"),
@@ -141,7 +142,7 @@ def _read_config(path: Path) -> dict[str, Any]:
 
 def _full_model(checkpoint: Path, dtype: torch.dtype | None, trust_remote_code: bool) -> PreTrainedModel:
     """Return the trained model in ``dtype``, by default in the stored dtype."""
-    has_model_files = any(checkpoint.glob("model.safetensors*"))  # one file, or the index of several
+    has_model_files = any((checkpoint / file).is_file() for file in MODEL_FILES)
     stored = _stored_dtype(checkpoint) if has_model_files else _stored_dtype(checkpoint / STATE_FOLDER, WEIGHT_PREFIX)
     spec = head_spec.HeadSpec.saved(checkpoint)
     load_dtype = stored if dtype == torch.float16 else dtype or stored  # loading in float16 would hide overflows

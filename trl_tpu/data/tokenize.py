@@ -174,15 +174,18 @@ def _tokenize_rows(
     return {column: [row[column] for row in prepared] for column in prepared[0]}
 
 
-def keep_fitting(dataset: Dataset, name: str, kind: RowKind, max_length: int | None, **sizes: Any) -> Dataset:
+def keep_fitting(
+    dataset: Dataset, num_embeddings: int, num_positions: float, name: str, kind: RowKind, max_length: int | None
+) -> Dataset:
     """Check token ids and labels, drop rows that are too long, and log their number.
 
     Args:
         dataset: Tokenized rows.
+        num_embeddings: Rows of the model's embedding table.
+        num_positions: Number of tokens that the model can read.
         name: Name of the dataset in the log.
         kind: Kind of the rows.
         max_length: Maximum number of tokens per answer; None sets no limit.
-        **sizes: The model's ``num_embeddings`` and ``num_positions``.
 
     Returns:
         The rows that fit. They are measured in the same pass, see `length_stats`.
@@ -196,7 +199,8 @@ def keep_fitting(dataset: Dataset, name: str, kind: RowKind, max_length: int | N
     def fitting_rows() -> Iterator[list[dict[str, Any]]]:
         for rows in parts_of(dataset):
             numbered = enumerate(rows, start=len(fits))
-            fits.extend(_fits(row, at, name, kind, max_length, **sizes) for at, row in numbered)
+            sizes = num_embeddings, num_positions
+            fits.extend(_fits(row, at, *sizes, name, kind, max_length) for at, row in numbered)
             longest.extend(max(map(len, kind.answers(row))) for row in rows)
             yield list(compress(rows, fits[-len(rows) :]))
 
@@ -234,7 +238,7 @@ def _cut(row: Mapping[str, Any], max_length: int, truncation_mode: str, kind: Ro
 
 
 def _fits(
-    row: Row, index: int, name: str, kind: RowKind, max_length: int | None, num_embeddings: int, num_positions: float
+    row: Row, index: int, num_embeddings: int, num_positions: float, name: str, kind: RowKind, max_length: int | None
 ) -> bool:
     """Check a row's token ids, see `check_ids`, its labels and its length, and return whether it is short enough."""
     answers = kind.answers(row)

@@ -23,7 +23,7 @@ from ..runtime.varlen import varlen_attention, varlen_error
 from . import forward
 from .forward import OURS, MaskRule, Masks, Outputs, PackedAttention, PackingImpossible, register_attention, tree_masks
 from .recurrent_layers import carries_states
-from .static_shapes import ExpansionImpossible, window_of
+from .static_shapes import ExpansionImpossible, scale_of, window_of
 
 # more than rounding in bfloat16, and less than any misplaced key changes
 _MAX_ERROR = 0.1
@@ -83,7 +83,7 @@ def sdpa_in_segments(
     if (query_starts := kwargs.get("cu_seq_lens_q")) is None:
         return ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, value, attention_mask, dropout=dropout, **kwargs)
     query, key, value = (state.squeeze(0).transpose(0, 1) for state in (query, key, value))
-    scale = kwargs.get("scaling") or query.shape[-1] ** -0.5
+    scale = scale_of(query, kwargs.get("scaling"))
     lengths = query_starts, kwargs["cu_seq_lens_k"], kwargs["max_length_q"], kwargs["max_length_k"]
     return varlen_attention((query, key, value), lengths, scale, kwargs["sliding_window"], dropout)[None], None
 

@@ -49,7 +49,7 @@ def static_sdpa_attention(
     groups = key_BGKD.shape[1]
     query = query_BNQD.unflatten(1, (groups, -1))
     mask = attention_mask.unflatten(1, (groups, -1)) if attention_mask.shape[1] > 1 else attention_mask.unsqueeze(1)
-    scale = kwargs.get("scaling") or query.shape[-1] ** -0.5
+    scale = scale_of(query, kwargs.get("scaling"))
     scores = einsum("bghqd,bgkd->bghqk", query * scale, key_BGKD)
     if (softcap := kwargs.get("softcap")) is not None:
         scores = (scores / softcap).tanh() * softcap
@@ -59,6 +59,11 @@ def static_sdpa_attention(
     weights = F.dropout(masked.softmax(-1), kwargs.get("dropout", 0.0)).to(value_BGKD.dtype)
     outputs = einsum("bghqk,bgkd->bghqd", weights, value_BGKD)
     return outputs.flatten(1, 2).transpose(1, 2).contiguous(), None
+
+
+def scale_of(query: torch.Tensor, scaling: float | None) -> float:
+    """Return the factor of the scores: a layer's own, or else 1 / sqrt(D), for queries [..., D]."""
+    return query.shape[-1] ** -0.5 if scaling is None else scaling
 
 
 STATIC_EXPERTS = "trl_tpu_static"
@@ -228,7 +233,7 @@ class ExpandedAttention(PackedAttention):
         if kwargs.get("dropout", 0.0) > 0 or is_causal is False or has_biases:
             raise ExpansionImpossible(f"{type(module).__name__}: {_SUPPORTED}.")
         query, key, value = states_BNLD
-        scale = kwargs.get("scaling") or query.shape[-1] ** -0.5
+        scale = scale_of(query, kwargs.get("scaling"))
 
         def in_expanded_rows(query: Any, key: Any, value: Any, *places: torch.Tensor) -> torch.Tensor:
             rows = ExpandedRows(*places)

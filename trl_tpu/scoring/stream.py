@@ -27,7 +27,7 @@ import numpy as np
 
 from ..data.checks import Row, check_conversation, check_ids, row_of, unread_columns, warn_of_new_traps
 from ..data.formats import convert_row, date_written
-from ..data.kinds import KINDS, Solutions, check_one_form
+from ..data.kinds import Pairs, Rankings, Solutions, check_one_form
 from ..data.kinds.base import LABELS_AS, ids_of_texts, tokenize_conversation, with_eos
 from ..errors import UserError, explaining
 from ..modeling.head_spec import HeadSpec
@@ -46,7 +46,7 @@ Dialogue = str | list[dict[str, Any]] | np.ndarray  # a text, messages, or token
 _WITHOUT_PROMPT = ("messages", "text")  # columns of whole conversations
 # for each form, its columns to score, each with its reward column and its token count column
 _FORMS: tuple[Mapping[str, tuple[str, str]], ...] = (
-    *(kind.scored_columns for kind in KINDS),
+    *(Pairs.scored_columns, Rankings.scored_columns),
     *({column: ("reward", "tokens")} for column in ("completion", *_WITHOUT_PROMPT)),
 )
 

@@ -286,7 +286,6 @@ class BatchPlan:
         self._train_dataset, self._collator = train_dataset, data_collator
         self._old_columns, self._reads_padded_rows, self._fixed_shapes = old_columns, reads_padded_rows, fixed_shapes
         self._is_planned = runtime.plans_shapes or fixed_shapes is not None
-        self._multiple: Any = args.pad_to_multiple_of  # an int or None: the config has parsed text
         self._plans: dict[tuple[str, int], ShapePlan] = {}
         self._reads_padding: dict[str, bool] = {}  # by the description of user code in the model
         self._pad_for_reason(obstacle_to_packing(args, model, train_dataset, self._is_planned) or self._user_code())
@@ -490,6 +489,10 @@ class BatchPlan:
     @property
     def _hidden_size(self) -> int:  # read for packed and planned rows only: a custom config may lack it
         return self._model.config.get_text_config().hidden_size
+
+    @property
+    def _multiple(self) -> Any:
+        return self._args.pad_to_multiple_of  # an int or None: the config has parsed text
 
     def _lengths(self, dataset: Any) -> tuple[int, ...] | None:
         """Return the lengths of padded batches: a few that fit ``dataset``, or multiples of `pad_to_multiple_of`.

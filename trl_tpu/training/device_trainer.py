@@ -414,10 +414,11 @@ class DeviceTrainer(SavingTrainer):
         args, ours, accelerator, events = self.args, self.trl_tpu, self.accelerator, self.callback_handler
         model, optimizer, schedule = self.model_wrapped, cast(Any, self.optimizer), cast(Any, self.lr_scheduler)
         self.current_gradient_accumulation_steps = self._divisor(len(batches))  # transformers' training_step reads it
-        self.control = events.on_step_begin(args, self.state, self.control)
         for number, inputs in enumerate(batches, start=1):
             is_last = number == len(batches)
             accelerator.gradient_state._set_sync_gradients(is_last and completes)
+            if number == 1:
+                self.control = events.on_step_begin(args, self.state, self.control)
             with self._gradient_sync(model, is_last):
                 self._add_loss(self.training_step(model, inputs, items))
             if self._accumulates:  # else the batches of a step would be one long program
