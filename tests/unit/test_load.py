@@ -101,7 +101,9 @@ def test_loading_arguments_equal_trls_or_are_named(checkpoint: str, tmp_path: Pa
 
 @pytest.mark.parametrize("separator", [None, "\n"])
 @pytest.mark.parametrize("in_files", [False, True])
-def test_head_under_another_name_is_read(separator: str | None, in_files: bool, tmp_path: Path) -> None:
+def test_head_under_another_name_is_read(
+    separator: str | None, in_files: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     outputs = HeadSpec(step_separator=separator)
     labels = len(outputs.weights)
     written = outputs.auto_class.from_config(tiny_config(num_labels=labels))
@@ -116,6 +118,7 @@ def test_head_under_another_name_is_read(separator: str | None, in_files: bool, 
     head = tensors.pop("score.weight")
     model, info = loaded(**tensors, **{"value_head.weight": head, "lm_head.weight": torch.zeros(260, 2)})
     assert not info["missing_keys"] and torch.equal(model.score.weight, head)
+    assert "offloaded" not in caplog.text  # accelerate warns, but the weights will be read
     with pytest.raises(UserError, match=r"score\.weight"):
         loaded(**tensors)
     config = tmp_path / "config.json"

@@ -10,14 +10,15 @@ import copy
 import json
 import logging
 import re
-from collections.abc import Mapping, Set
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Set
+from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from accelerate import dispatch_model
 from accelerate.hooks import remove_hook_from_submodules
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 from transformers.modeling_layers import GenericForSequenceClassification, GenericForTokenClassification
@@ -162,9 +163,7 @@ def load_classifier(
         UserError: The checkpoint does not exist, a file is broken, or weights are missing or have another shape.
     """
     source = logging.getLogger(PreTrainedModel.__module__)
-    with explaining(f"{name} cannot be loaded as a reward model"), ExitStack() as loading:
-        source.addFilter(_is_no_report)  # the report below leaves out what every new reward model has
-        loading.callback(source.removeFilter, _is_no_report)
+    with explaining(f"{name} cannot be loaded as a reward model"), _without_messages(source, "LOAD REPORT"):
         for index in Path(name).glob("*.index.json"):
             for file in json.loads(index.read_text(encoding="utf-8"))["weight_map"].values():
                 if Path(file).name != file:  # transformers would read it
@@ -187,7 +186,7 @@ def load_classifier(
         _check_weights(name, model, info, kinds, kwargs)
         if not info["missing_keys"] and not info["mismatched_keys"]:
             torch.set_rng_state(random_state)  # a head was drawn before it was read
-    # a new head in the place of the language model's
+    # every new reward model has a new head in the place of the language model's
     unexpected = {key for key in info["unexpected_keys"] if not re.match(_PRETRAINING_HEAD, key)}
     missing = {key for key in info["missing_keys"] if ".pooler." in key}
     every = dict.fromkeys((each.name for each in fields(LoadStateDictInfo)), set[str]()) | info
@@ -196,9 +195,18 @@ def load_classifier(
     return model, info
 
 
-def _is_no_report(record: logging.LogRecord) -> bool:
-    """Return whether a message is not transformers' report of missing and unexpected weights."""
-    return "LOAD REPORT" not in record.getMessage()
+@contextmanager
+def _without_messages(source: logging.Logger, text: str) -> Iterator[None]:
+    """Drop a logger's messages that contain ``text``, while the context is open."""
+
+    def is_other(record: logging.LogRecord) -> bool:
+        return text not in record.getMessage()
+
+    source.addFilter(is_other)
+    try:
+        yield
+    finally:
+        source.removeFilter(is_other)
 
 
 def _check_weights(
@@ -296,7 +304,8 @@ def _load_in_files(
             if not any(True for _ in module.children())
         }
         settings = kwargs | {"device_map": device_map, "output_loading_info": True}
-        model, info = auto_class_of(config, outputs).from_pretrained(name, **settings)
+        with _without_messages(logging.getLogger(dispatch_model.__module__), "were offloaded"):  # they will be read
+            model, info = auto_class_of(config, outputs).from_pretrained(name, **settings)
     except (OSError, ValueError):  # converted weights cannot be offloaded; other errors recur in the full load
         return None
     is_lost = any(device_map.get(key.rpartition(".")[0]) == "disk" for key in info["missing_keys"])
